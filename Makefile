@@ -1,0 +1,63 @@
+# make quickstart   install, run the example, show the table          make test    the tests
+# make lint         ruff                                              make types   mypy, strict
+# make bench        the speeds that the documentation promises        make clean   remove what was built
+#
+# make PYTHON=python3.12 ...   takes another Python for a new environment
+# make test ARGS="-k layers"   passes ARGS on to pytest, mypy or the benchmark
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Stamps: an environment is set up once, and again only when what it is made from has changed.
+USER_READY := $(VENV)/.smelt-user
+DEV_READY := $(VENV)/.smelt-dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help quickstart test lint types bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+quickstart: $(USER_READY)
+	$(BIN)/smelt run quickstart --out runs/quickstart
+	@echo
+	@echo 'Try it on your own words:'
+	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, 3 March 2025"'
+
+test: $(DEV_READY)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV_READY)
+	$(BIN)/python tools/check_types.py $(ARGS)
+
+bench: $(DEV_READY)
+	$(BIN)/python benchmarks/speed.py $(ARGS)
+
+clean:
+	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# An environment that is there already is kept; one that was left half-made (no pip in it) is made again.
+define make_environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo 'smelt needs Python 3.11 or newer; $(PYTHON) is not: make PYTHON=python3.12 $(MAKECMDGOALS)' >&2; exit 2; }
+@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+@echo 'Installing smelt and what it stands on into $(VENV) (minutes the first time) ...'
+endef
+
+$(USER_READY): pyproject.toml constraints.txt
+	$(make_environment)
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(DEV_READY): pyproject.toml constraints.txt
+	$(make_environment)
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(USER_READY) $@

@@ -1,0 +1,1 @@
+"""Techniques that change a torch model: one file each."""

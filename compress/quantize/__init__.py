@@ -1,0 +1,1 @@
+"""Quantization: a method decides codes and scales, the layer knows the rest."""

@@ -1,0 +1,1 @@
+"""Recipes that ship with smelt; `smelt run NAME` finds them here."""

@@ -1,0 +1,193 @@
+"""The rows that models are trained, calibrated and scored on.
+
+Reads JSON lines (also .gz), CSV (also .gz), Parquet, and hub ids through `datasets`. Which column
+means what is a setting; several references per example are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import hash_of
+
+SplitName = Literal["train", "validation", "calibration", "test"]
+Task = Literal["translation", "text-classification"]
+
+
+class Columns(BaseModel):
+    """Names of the columns in the data. `references` may hold a list; it wins over `target`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str = "source"
+    target: str = "target"
+    references: str = "targets"
+    text: str = "text"
+    text_pair: str = "text_b"
+    label: str = "label"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row. Translation uses `text` and `references`, classification `text` and `label`."""
+
+    text: str
+    references: tuple[str, ...] = ()
+    text_pair: str | None = None
+    label: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of one split, in file order, and where they came from."""
+
+    origin: str
+    examples: tuple[Example, ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the rows' content; equal rows give equal keys wherever they lie."""
+        return hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
+
+    def head(self, rows: int | None) -> Split:
+        """Return the first `rows` rows (all for None)."""
+        return self if rows is None else Split(self.origin, self.examples[:rows])
+
+
+def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str = "test") -> Split:
+    """Read the rows of `origin`: a path (relative to `base`) or a hub id.
+
+    Raises:
+        InputError: no such file, no rows, a broken line (named), a missing column (with the nearest).
+    """
+    path = (base / origin).expanduser()
+    if path.is_file():
+        rows = _read_file(path)
+    elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
+        raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}")
+    else:
+        rows = _read_hub(origin, name)
+    examples = tuple(_example(row, where, task, columns) for where, row in rows)
+    if not examples:
+        raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.")
+    return Split(origin, examples)
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffixes = [s.lower() for s in path.suffixes]
+    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    if kind == ".parquet":
+        return _read_parquet(path)
+    if kind not in (".jsonl", ".json", ".ndjson", ".csv", ".tsv"):
+        raise InputError(f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .csv, .tsv (each also .gz), .parquet.")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if suffixes[-1] == ".gz" else path.read_bytes()
+        text = raw.decode("utf-8-sig")
+    except (OSError, EOFError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8.") from error
+    if kind in (".csv", ".tsv"):
+        reader = csv.DictReader(io.StringIO(text), delimiter="\t" if kind == ".tsv" else ",", strict=True)
+        return _read_csv(path, reader)
+    return _read_json_lines(path, text)
+
+
+def _read_json_lines(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}: broken JSON: {error}. Read: {line[:80]!r}") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{path}:{number}: expected a JSON object with named columns, read {line[:80]!r}")
+        yield f"{path}:{number}", row
+
+
+def _read_csv(path: Path, reader: csv.DictReader[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(f"{path}:{reader.line_num}: this row does not have as many fields as the header.")
+            yield f"{path}:{reader.line_num}", row
+    except csv.Error as error:
+        raise InputError(f"{path}:{reader.line_num}: broken CSV: {error}.") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except Exception as error:  # pyarrow raises many kinds, all of which mean the same here
+        raise InputError(f"{path}: not a Parquet file that can be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path} row {number}", row
+
+
+def _read_hub(origin: str, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Read a hub data set; `owner/name:config@split` chooses the configuration and the split."""
+    import datasets
+
+    repository, _, split = origin.partition("@")
+    repository, _, config = repository.partition(":")
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
+    except Exception as error:  # the hub client raises many kinds; all mean: not to be had
+        raise InputError(f"{origin}: neither a file nor a data set that the hub gives: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        # translation sets of the hub nest the two sides under "translation"
+        yield f"{origin} row {number}", row["translation"] if isinstance(row.get("translation"), dict) else row
+
+
+def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -> Example:
+    if task == "translation":
+        references = row.get(columns.references)
+        if references is None:
+            references = [_text(row, columns.target, where, "target")]
+        if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
+            raise InputError(f"{where}: column '{columns.references}' must be a list of texts, read {references!r}")
+        return Example(_text(row, columns.source, where, "source"), tuple(references))
+    pair = _text(row, columns.text_pair, where, "text_pair") if row.get(columns.text_pair) is not None else None
+    if columns.label not in row:
+        raise _missing(row, columns.label, where, "label")
+    label = row[columns.label]
+    if isinstance(label, bool) or not isinstance(label, (int, str)):
+        raise InputError(f"{where}: column '{columns.label}' must be a whole number or a name, read {label!r}")
+    return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=label)
+
+
+def _text(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
+    if column not in row:
+        raise _missing(row, column, where, setting)
+    value = row[column]
+    if not isinstance(value, str):
+        raise InputError(f"{where}: column '{column}' must be text, read {value!r}")
+    return value
+
+
+def _missing(row: Mapping[str, Any], column: str, where: str, setting: str) -> InputError:
+    names = ", ".join(map(str, row)) or "none"
+    return InputError(
+        f"{where}: no column '{column}'; there are: {names}.{nearest(column, map(str, row))}"
+        f" Name the right one with data: {{columns: {{{setting}: NAME}}}}."
+    )
+
+
+def _neighbour(path: Path) -> str:
+    return nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""

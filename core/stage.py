@@ -1,0 +1,82 @@
+"""What a technique is: a stage with typed settings, and what it is given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import Split, Task
+
+Need = Literal["train", "validation", "calibration", "cuda", "tensorrt"]
+
+
+class Settings(BaseModel):
+    """Base of every stage's settings: unknown names are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Progress(Protocol):
+    """Where long work says how far it is."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Report that `done` of `total` units are finished; `note` is a short state (a loss)."""
+
+
+def silent(done: int, total: int, note: str = "") -> None:
+    """A `Progress` that says nothing."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage may use besides its source and its settings; never the test data.
+
+    out: an empty folder; what the stage leaves there becomes the artifact.
+    data: train, validation, calibration, as far as the recipe names them.
+    ancestors: the finished artifacts above this step, by step name (`model` is the untouched one).
+    score: quality of an artifact on the validation data, by metric name; higher is better.
+    warnings, facts: what the report should tell of this step; the stage adds to them.
+    """
+
+    out: Path
+    task: Task
+    data: Mapping[str, Split]
+    seed: int
+    ancestors: Mapping[str, Artifact]
+    score: Callable[[Artifact], Mapping[str, float]]
+    progress: Progress = silent
+    threads: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings, contravariant=True)
+
+
+class Stage(Protocol[SettingsT]):
+    """One technique. The docstring of the class is what `smelt stages NAME` prints.
+
+    settings_type: the stage's own subclass of `Settings`.
+    version: raised whenever the stage computes something else from the same input; part of the key.
+    """
+
+    name: ClassVar[str]
+    accepts: ClassVar[frozenset[Format]]
+    produces: ClassVar[Format]
+    needs: ClassVar[frozenset[Need]]
+    source: ClassVar[str]
+    version: ClassVar[int]
+    settings_type: ClassVar[type[Settings]]
+    tasks: ClassVar[frozenset[Task]]
+
+    def __call__(self, src: Artifact, settings: SettingsT, ctx: Context) -> None:
+        """Write the result of the technique on `src` into `ctx.out`.
+
+        The pipeline turns `ctx.out` into an artifact with `Store.commit` once this returns; an
+        exception leaves nothing behind.
+        """

@@ -1,0 +1,1 @@
+"""Quality, latency, significance, and the report."""

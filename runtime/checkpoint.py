@@ -1,0 +1,233 @@
+"""Reading and writing torch artifacts: Hugging Face config, structure edits, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from smelt.core.errors import InputError
+from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
+
+WEIGHTS = "model.safetensors"
+_NOT_TOKENIZER = {
+    "config.json", "generation_config.json", "structure.json", "manifest.json", "model.safetensors.index.json",
+}  # fmt: skip
+_TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
+
+
+def load_config(folder: Path) -> transformers.PretrainedConfig:
+    """Read `config.json`; code that a checkpoint brings along is never run.
+
+    Raises:
+        InputError: it is missing or not a config that transformers knows.
+    """
+    path = folder / "config.json"
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{path}: not a model config that transformers reads: {error}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer stored in `folder`.
+
+    Raises:
+        InputError: its files are missing or do not fit together.
+    """
+    try:
+        with _quiet():
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # tokenizers raise bare Exceptions from Rust, all meaning: cannot be read
+        raise InputError(f"{folder}: the tokenizer cannot be read: {error}") from error
+
+
+def load_model(folder: Path) -> tuple[Any, list[Edit]]:
+    """Build the model on the meta device, apply its edits, then read its tensors.
+
+    Returns the model (float32, CPU, eval mode) and the edits, to which a stage adds its own.
+
+    Raises:
+        InputError: weights are missing, damaged, or do not fit the config and the edits.
+    """
+    config = load_config(folder)
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise InputError(f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers.")
+    edits = read_edits(folder)
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = kind(config)
+    apply_edits(model, edits)
+    _fill(model, read_tensors(folder), folder)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.eval()
+    return model, edits
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of `folder`'s safetensors files; floating ones as float32."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{folder}: no .safetensors file with weights in this folder.")
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            tensors.update(load_file(path))
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: not a readable safetensors file: {error}") from error
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Assign `tensors`, tie what shares weights, and compute what no file holds (fixed positions)."""
+    try:
+        loaded = model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
+    unexpected = [n for n in loaded.unexpected_keys if "position" not in n]
+    if unexpected:
+        raise InputError(f"{folder}: the config has no place for the tensors {', '.join(unexpected[:5])}.")
+    tie_weights(model)
+    ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    for module_name, module in model.named_modules():
+        empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
+        if not empty:
+            continue
+        missing = [f"{module_name}.{n}" for n in empty if f"{module_name}.{n}" not in ignorable]
+        if missing:
+            raise InputError(f"{folder}: the weights lack {', '.join(missing)}.")
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            model._init_weights(module)
+
+
+def tie_weights(model: Any) -> None:
+    """Make tied parameters one again, wherever both ends are still plain parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target in parameters and source in parameters:
+            owner, _, name = target.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
+def save_model(model: Any, edits: list[Edit], out: Path, src: Path) -> None:
+    """Write `model` into `out`: config, edits, weights; the tokenizer's files are copied from `src`.
+
+    Tensors that share memory are stored once, under the first of their names.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    seen: set[tuple[int, torch.Size]] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if name in ignored or (tensor.numel() and place in seen):
+            continue
+        seen.add(place)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "float32"
+    model.config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)
+    write_edits(out, edits)
+    copy_tokenizer(src, out)
+
+
+def copy_tokenizer(src: Path, out: Path) -> None:
+    """Copy every file of `src` that belongs to its tokenizer into `out`."""
+    for path in sorted(src.iterdir()):
+        if path.is_file() and path.suffix in _TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
+            shutil.copyfile(path, out / path.name)
+
+
+def count_parameters(folder: Path) -> int:
+    """Return the number of values in the safetensors files of `folder`, read from their headers."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118: safe_open is no dict
+                size = 1
+                for length in file.get_slice(name).get_shape():
+                    size *= length
+                total += size
+    return total
+
+
+def import_model(src: Path, out: Path, labels: list[str] | None = None, seed: int = 0) -> list[str]:
+    """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
+
+    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
+    drawn with `seed`. Returns warnings.
+    """
+    config = load_config(src)
+    architecture = (config.architectures or [""])[0]
+    if labels is not None and not architecture.endswith("ForSequenceClassification"):
+        return _with_new_head(src, out, labels, seed)
+    for path in sorted(src.iterdir()):
+        wanted = path.suffix in _TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
+        if path.is_file() and wanted:
+            shutil.copyfile(path, out / path.name)
+    return []
+
+
+def _with_new_head(src: Path, out: Path, labels: list[str], seed: int) -> list[str]:
+    names = dict(enumerate(labels))
+    torch.manual_seed(seed)
+    with _quiet():
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            src, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32,
+            num_labels=len(labels), id2label=names, label2id={v: k for k, v in names.items()},
+        )  # fmt: skip
+    save_model(model, [], out, src)
+    return [f"the checkpoint has no classification head: a new, untrained one for {len(labels)} labels was added"]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and load reports off the terminal."""
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.simplefilter("ignore")  # MarianTokenizer recommends a package that changes nothing here
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        caught.__exit__(None, None, None)
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, or an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
+
+
+def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every `nn.Linear` of `model` with its dotted name, in order."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module

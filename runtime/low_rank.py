@@ -1,0 +1,23 @@
+"""A linear layer as the product of two thin ones."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class LowRankLinear(nn.Module):
+    """y = up(down(x)): [in -> rank] without bias, then [rank -> out] with the layer's bias.
+
+    Both halves are plain `nn.Linear` (named `down` and `up`), so that quantization finds them.
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.down = nn.Linear(in_features, rank, bias=False)
+        self.up = nn.Linear(rank, out_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        out: Tensor = self.up(self.down(x))
+        return out

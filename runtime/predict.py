@@ -1,0 +1,120 @@
+"""From texts to predictions, the same for every runner: tokenize, batch, run, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.data import Example
+from smelt.core.errors import InputError
+from smelt.core.stage import Progress, silent
+from smelt.runtime.checkpoint import load_tokenizer
+from smelt.runtime.generation import Generation, greedy
+from smelt.runtime.runner import Batch, Runner
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids per text, type ids where the model has them, and how many texts were cut."""
+
+    ids: list[list[int]]
+    types: list[list[int]] | None
+    truncated: int
+
+
+def length_limit(tokenizer: Any, config: dict[str, Any]) -> int:
+    """Return the most tokens that tokenizer and position table both allow."""
+    return int(min(tokenizer.model_max_length, config.get("max_position_embeddings") or 10**9))
+
+
+def encode_texts(
+    texts: Sequence[str], tokenizer: Any, max_length: int, pairs: Sequence[str | None] | None = None
+) -> Encoded:
+    """Tokenize `texts` (with `pairs`), cutting at `max_length` tokens."""
+    both = [list(texts)] if pairs is None or all(p is None for p in pairs) else [list(texts), [p or "" for p in pairs]]
+    full = tokenizer(*both, truncation=False, verbose=False)
+    truncated = sum(len(ids) > max_length for ids in full["input_ids"])
+    if truncated:
+        full = tokenizer(*both, truncation=True, max_length=max_length, verbose=False)
+    return Encoded(full["input_ids"], full.get("token_type_ids"), truncated)
+
+
+def pack(encoded: Encoded, rows: Sequence[int], pad: int) -> Batch:
+    """Pad the given rows on the right into one batch."""
+    length = max(1, *(len(encoded.ids[i]) for i in rows)) if rows else 1
+    ids = np.full((len(rows), length), pad, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    types = None if encoded.types is None else np.zeros_like(ids)
+    for at, i in enumerate(rows):
+        n = len(encoded.ids[i])
+        ids[at, :n], mask[at, :n] = encoded.ids[i], 1
+        if types is not None and encoded.types is not None:
+            types[at, :n] = encoded.types[i]
+    return Batch(ids, mask, types)
+
+
+def make_batches(
+    texts: Sequence[str],
+    tokenizer: Any,
+    batch_size: int,
+    max_length: int,
+    pairs: Sequence[str | None] | None = None,
+) -> list[tuple[list[int], Batch]]:
+    """Return batches of similar lengths, longest first, each with its rows' places in `texts`.
+
+    The make-up depends on texts, tokenizer and `batch_size` alone, so that every step of a run is
+    scored on the same batches (dynamic quantization depends on a batch's make-up).
+    """
+    encoded = encode_texts(texts, tokenizer, max_length, pairs)
+    order = sorted(range(len(texts)), key=lambda i: (-len(encoded.ids[i]), i))
+    groups = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    return [(rows, pack(encoded, rows, tokenizer.pad_token_id)) for rows in groups]
+
+
+def generate_texts(
+    runner: Runner,
+    texts: Sequence[str],
+    generation: Generation,
+    batch_size: int = 32,
+    progress: Progress = silent,
+) -> list[str]:
+    """Translate (or otherwise rewrite) `texts`, in their order."""
+    if "decoder_start_token_id" not in {**runner.config, **runner.generation_config}:
+        raise InputError(f"{runner.folder}: this model does not generate text.")
+    tokenizer = load_tokenizer(runner.folder)
+    results = [""] * len(texts)
+    done = 0
+    for rows, batch in make_batches(texts, tokenizer, batch_size, length_limit(tokenizer, runner.config)):
+        tokens = greedy(runner, batch, generation)
+        for i, text in zip(rows, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True):
+            results[i] = text
+        done += len(rows)
+        progress(done, len(texts), "sentences")
+    return results
+
+
+def class_logits(
+    runner: Runner, examples: Sequence[Example], batch_size: int = 32, progress: Progress = silent
+) -> NDArray[np.float32]:
+    """Return float32 logits [n, C] for `examples`, in their order."""
+    tokenizer = load_tokenizer(runner.folder)
+    batches = make_batches(
+        [e.text for e in examples], tokenizer, batch_size, length_limit(tokenizer, runner.config),
+        [e.text_pair for e in examples],
+    )  # fmt: skip
+    results: NDArray[np.float32] | None = None
+    done = 0
+    for rows, batch in batches:
+        logits = runner.forward(batch)
+        if results is None:
+            results = np.empty((len(examples), logits.shape[1]), dtype=np.float32)
+        results[rows] = logits
+        done += len(rows)
+        progress(done, len(examples), "texts")
+    if results is None:
+        raise InputError("No texts to classify.")
+    return results

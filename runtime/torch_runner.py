@@ -1,0 +1,78 @@
+"""Runs a torch artifact: the baseline of every comparison, and the parent of every exported graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from smelt.core.artifact import Artifact
+from smelt.runtime.checkpoint import load_model, read_json
+from smelt.runtime.runner import Batch, Logits, Tokens
+
+
+@dataclass
+class _State:
+    encoded: BaseModelOutput
+    mask: torch.Tensor
+    cache: EncoderDecoderCache
+
+
+class TorchRunner:
+    """A `Runner` over a transformers model in PyTorch, float32, on the CPU."""
+
+    name = "torch"
+    version = torch.__version__
+
+    def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.folder = artifact.path
+        self.config: dict[str, Any] = read_json(artifact.path / "config.json")
+        self.generation_config: dict[str, Any] = read_json(artifact.path / "generation_config.json")
+        self.model, _ = load_model(artifact.path)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Logits:
+        """Return class logits, float32 [B, C]."""
+        inputs = {"input_ids": torch.from_numpy(batch.input_ids), "attention_mask": torch.from_numpy(batch.attention_mask)}
+        if batch.token_type_ids is not None:
+            inputs["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
+        logits: Logits = self.model(**inputs).logits.numpy()
+        return logits
+
+    @torch.inference_mode()
+    def encode(self, batch: Batch) -> _State:
+        """Run the encoder and start an empty cache."""
+        mask = torch.from_numpy(batch.attention_mask)
+        encoded = self.model.get_encoder()(torch.from_numpy(batch.input_ids), attention_mask=mask)
+        return _State(encoded, mask, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+
+    @torch.inference_mode()
+    def decode_step(self, state: _State, tokens: Tokens) -> Logits:
+        """Feed one token per row (int64 [B]); return float32 [B, V]."""
+        out = self.model(
+            decoder_input_ids=torch.from_numpy(tokens)[:, None],
+            encoder_outputs=state.encoded,
+            attention_mask=state.mask,
+            past_key_values=state.cache,
+            use_cache=True,
+        )
+        logits: Logits = out.logits[:, -1].numpy()
+        return logits
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

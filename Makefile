@@ -15,7 +15,7 @@ USER_READY := $(VENV)/.smelt-user
 DEV_READY := $(VENV)/.smelt-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help quickstart test lint types bench clean
+.PHONY: help environment quickstart test lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,8 @@ quickstart: $(USER_READY)
 	@echo
 	@echo 'Try it on your own words:'
 	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, 3 March 2025"'
+
+environment: $(DEV_READY)
 
 test: $(DEV_READY)
 	$(BIN)/python -m pytest -q $(ARGS)

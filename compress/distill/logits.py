@@ -1,0 +1,156 @@
+"""Knowledge distillation on the logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+from smelt.compress.training import TrainingSettings, load_float, train
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import Task
+from smelt.core.errors import InputError, nearest
+from smelt.core.stage import Context, Need, Settings
+
+if TYPE_CHECKING:
+    from smelt.compress.training_loop import Objective
+
+Layers = int | list[int]
+
+
+class StudentSettings(Settings):
+    """Which layers the student copies: a number, or a list of their places counted from 0."""
+
+    encoder_layers: Layers | None = Field(default=None, description="translation: of the encoder")
+    decoder_layers: Layers | None = Field(default=None, description="translation: of the decoder")
+    layers: Layers | None = Field(default=None, description="classification: of the encoder")
+    choose: Literal["spread", "first", "last"] = Field(
+        default="spread", description="which ones, where a number is given; spread includes first and last"
+    )
+
+    @field_validator("encoder_layers", "decoder_layers", "layers")
+    @classmethod
+    def _positive(cls, value: Layers | None) -> Layers | None:
+        if (isinstance(value, int) and value < 1) or value == []:
+            raise ValueError("a student keeps at least one layer")
+        return value
+
+
+class LossWeights(Settings):
+    """Weights of the parts of the loss."""
+
+    logits: float = Field(default=1.0, ge=0, description="of T^2 KL(teacher || student)")
+    labels: float = Field(default=0.5, ge=0, description="of the cross-entropy with the labels")
+
+    @model_validator(mode="after")
+    def _something(self) -> LossWeights:
+        if not self.logits and not self.labels:
+            raise ValueError("at least one weight must be above 0")
+        return self
+
+
+class DistillSettings(TrainingSettings):
+    """Settings of `distill`."""
+
+    student: StudentSettings | None = Field(
+        default=None, description="layers to keep; without it the model trains as it is (recovery)"
+    )
+    teacher: str = Field(default="model", description="name of an earlier step; `model` is the untouched one")
+    temperature: float = Field(default=2.0, gt=0, description="softens both distributions")
+    losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
+
+
+class Distill:
+    """Train a student to predict what a teacher predicts, besides the labels.
+
+    With `student`, the source's layers are thinned out first; without it the source itself is the
+    student, which recovers what pruning or factorization lost better than labels alone do, because a
+    teacher says of every word how likely it is. The loss is
+    logits * T^2 * KL(softmax(teacher / T) || softmax(student / T)) + labels * cross-entropy.
+
+        - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
+    """
+
+    name: ClassVar[str] = "distill"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    source: ClassVar[str] = (
+        "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
+        " masking: transformers-research-projects distillation/distiller.py"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[DistillSettings]] = DistillSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+
+    def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
+        """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
+        from smelt.runtime.checkpoint import save_model
+
+        teacher = _load_teacher(settings.teacher, ctx)
+        model, edits = load_float(src, self.name)
+        _check_outputs(model, teacher)
+        if settings.student is not None:
+            from smelt.compress.distill.student import keep_layers
+
+            for stack in ("encoder_layers", "decoder_layers", "layers"):
+                choice = getattr(settings.student, stack)
+                if choice is not None:
+                    edits, kept = keep_layers(model, edits, stack, choice, choose=settings.student.choose)
+                    ctx.facts[f"kept_{stack}"] = kept
+        ctx.facts["teacher"] = settings.teacher
+        train(model, src, settings, ctx, objective=distill_objective(teacher, settings), stage=self.name)
+        save_model(model, edits, ctx.out, src.path)
+
+
+def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
+    """Return the mixed loss of `settings` with `teacher` (eval mode) run on the same batch."""
+    import torch
+    from smelt.compress.losses import mixed_loss
+    from smelt.compress.training_loop import logits_of
+
+    weights = settings.losses
+
+    def objective(model: Any, batch: Any) -> Any:
+        target = None
+        if weights.logits:
+            with torch.no_grad():
+                target = logits_of(teacher.to(batch["labels"].device), batch)
+        return mixed_loss(
+            logits_of(model, batch), batch["labels"], target, temperature=settings.temperature,
+            logits_weight=weights.logits, labels_weight=weights.labels,
+            smoothing=settings.label_smoothing if model.training else 0.0,
+        )  # fmt: skip
+
+    return objective
+
+
+def _load_teacher(name: str, ctx: Context) -> Any:
+    from smelt.runtime.checkpoint import load_model
+
+    artifact = ctx.ancestors.get(name)
+    if artifact is None:
+        known = ", ".join(ctx.ancestors)
+        raise InputError(
+            f"distill: the teacher '{name}' is no step before this one. There are: {known}.{nearest(name, ctx.ancestors)}"
+        )
+    if artifact.format != "torch":
+        raise InputError(
+            f"distill: the teacher '{name}' is stored as {artifact.format}; it must be a torch step."
+        )
+    teacher, _ = load_model(artifact.path)
+    return teacher.requires_grad_(False)
+
+
+def _check_outputs(model: Any, teacher: Any) -> None:
+    ours, theirs = model.config, teacher.config
+    if ours.is_encoder_decoder != theirs.is_encoder_decoder:
+        raise InputError(f"distill: a {theirs.model_type} teacher cannot teach a {ours.model_type} student.")
+    if ours.is_encoder_decoder and ours.decoder_vocab_size != theirs.decoder_vocab_size:
+        raise InputError(
+            f"distill: the teacher's vocabulary has {theirs.decoder_vocab_size} tokens, the student's"
+            f" {ours.decoder_vocab_size}. Logits can be compared only over the same vocabulary."
+        )
+    if not ours.is_encoder_decoder and ours.id2label != theirs.id2label:
+        raise InputError(
+            f"distill: the teacher's labels are {theirs.id2label}, the student's {ours.id2label}. They must agree."
+        )

@@ -1,0 +1,108 @@
+"""Making a student: which layers of the teacher it keeps, and the edits that go with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.runtime.structure import Edit
+from torch import nn
+
+
+def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
+    """Return which `kept` of `layers` layers a student copies.
+
+    `spread` takes the first, the last and evenly spaced ones between (alternating layers, as
+    Shleifer & Rush 2020, arXiv:2010.13002: 12 to 6 gives 0, 2, 4, 7, 9, 11); a single one is the
+    first. `first` and `last` take one end.
+
+    Raises:
+        InputError: not between 1 and `layers`.
+    """
+    if not 1 <= kept <= layers:
+        raise InputError(
+            f"distill: the student cannot have {kept} of the source's {layers} layers; say 1 to {layers}."
+        )
+    if choose == "first":
+        return list(range(kept))
+    if choose == "last":
+        return list(range(layers - kept, layers))
+    return [round(i * (layers - 1) / (kept - 1)) for i in range(kept)] if kept > 1 else [0]
+
+
+def keep_layers(
+    model: Any, edits: list[Edit], stack: str, choice: int | list[int], choose: str
+) -> tuple[list[Edit], list[int]]:
+    """Drop layers of one stack of `model` in place, and say so in its config.
+
+    Args:
+        model: a Marian or BERT model.
+        edits: its structure so far.
+        stack: `encoder_layers` or `decoder_layers` (Marian), `layers` (BERT).
+        choice: how many layers, or which.
+        choose: see `spread`.
+
+    Returns:
+        The edits that remain, renamed to the new numbers, and the layers kept.
+
+    Raises:
+        InputError: the model has no such stack, or not these layers.
+    """
+    place, setting = _stack(model, stack)
+    owner, _, name = place.rpartition(".")
+    layers = list(model.get_submodule(place))
+    kept = spread(choice, len(layers), choose) if isinstance(choice, int) else list(choice)
+    if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
+        raise InputError(f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.")
+    setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
+    for new, old in enumerate(kept):
+        for module in layers[old].modules():
+            if getattr(module, "layer_idx", None) is not None:
+                module.layer_idx = new  # its place in the KV cache
+    setattr(model.config, setting, len(kept))
+    return _renamed(edits, place, kept), kept
+
+
+def _stack(model: Any, stack: str) -> tuple[str, str]:
+    """Return where the layers lie and what the config calls their number."""
+    known = {
+        "marian": {
+            "encoder_layers": ("model.encoder.layers", "encoder_layers"),
+            "decoder_layers": ("model.decoder.layers", "decoder_layers"),
+        },
+        "bert": {"layers": ("bert.encoder.layer", "num_hidden_layers")},
+    }.get(model.config.model_type, {})
+    if stack not in known:
+        names = " and ".join(known) or "no layers that this stage knows"
+        raise InputError(f"distill: a {model.config.model_type} student has {names}, not '{stack}'.")
+    return known[stack]
+
+
+def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
+    """Return `edits` without those of dropped layers, with the new numbers of the kept ones."""
+    names = {f"{place}.{old}": f"{place}.{new}" for new, old in enumerate(kept)}
+    depth = place.count(".") + 2
+
+    def rename(module: str) -> str | None:
+        if not module.startswith(place + "."):
+            return module
+        parts = module.split(".")
+        head = names.get(".".join(parts[:depth]))
+        return None if head is None else ".".join([head, *parts[depth:]])
+
+    result = []
+    for edit in edits:
+        module = rename(edit["module"])
+        if module is None:
+            continue
+        changed = {**edit, "module": module}
+        if "with" in edit:
+            other = rename(edit["with"])
+            if other is None:
+                raise InputError(
+                    f"distill: {edit['module']} shares its weights with {edit['with']}, which the student drops."
+                    " Choose the layers so that both stay or both go."
+                )
+            changed["with"] = other
+        result.append(changed)
+    return result

@@ -1,0 +1,42 @@
+"""Training on the labels alone."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from smelt.compress.training import TrainingSettings, load_float, train
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import Task
+from smelt.core.stage import Context, Need
+
+
+class FinetuneSettings(TrainingSettings):
+    """Settings of `finetune`."""
+
+
+class Finetune:
+    """Train on the labels of the training rows; the structure stays as it is.
+
+    Helps to fit a model to its task, to recover from pruning or factorization where no teacher is at
+    hand, and as a control: the same training without any compression. The checkpoint with the lowest
+    loss on the validation rows is kept.
+
+        - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
+    """
+
+    name: ClassVar[str] = "finetune"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    source: ClassVar[str] = "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer"
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+
+    def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
+        """Train the model of `src` and write it to `ctx.out`."""
+        from smelt.runtime.checkpoint import save_model
+
+        model, edits = load_float(src, self.name)
+        train(model, src, settings, ctx, stage=self.name)
+        save_model(model, edits, ctx.out, src.path)

@@ -1,0 +1,183 @@
+"""Rows as token ids, and batches of rows of similar length.
+
+Shapes: B = batch, L = source length, T = target length.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError, nearest
+from smelt.core.stage import Context
+from smelt.runtime.predict import encode_texts, length_limit
+from torch import Tensor
+
+IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
+TensorBatch: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tokenized row: source ids, type ids of a text pair, target ids or a class index."""
+
+    source: list[int]
+    types: list[int] | None
+    target: list[int] | int
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Source and target length, tokens."""
+        return len(self.source), len(self.target) if isinstance(self.target, list) else 0
+
+
+def encode_split(
+    split: Split,
+    config: Any,
+    tokenizer: Any,
+    ctx: Context,
+    max_length: int | None = None,
+    what: str = "train",
+) -> list[Row]:
+    """Tokenize all rows of `split` once. A translation row with several references gives several rows.
+
+    Texts longer than the model's limit (or `max_length` tokens) are cut and counted in a warning.
+
+    Raises:
+        InputError: a label that the model's config does not know.
+    """
+    limit = min(max_length or 10**9, length_limit(tokenizer, config.to_dict()))
+    examples = split.examples
+    pairs = [e.text_pair for e in examples]
+    sources = encode_texts([e.text for e in examples], tokenizer, limit, pairs)
+    cut = sources.truncated
+    types = sources.types or [None] * len(examples)
+    if ctx.task == "translation":
+        texts = [reference for e in examples for reference in e.references]
+        targets = encode_targets(texts, tokenizer, limit)
+        cut += targets[1]
+        owner = [i for i, e in enumerate(examples) for _ in e.references]
+        rows = [Row(sources.ids[i], types[i], ids) for i, ids in zip(owner, targets[0], strict=True)]
+    else:
+        labels = class_indices(examples, config)
+        rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
+    if cut:
+        ctx.warnings.append(f"{what}: {cut} texts of {len(examples)} rows were cut at {limit} tokens")
+    return rows
+
+
+def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
+    """Return the target side's ids (ending in the end token, also where cut) and how many were cut."""
+    full = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
+    cut = sum(len(ids) > limit for ids in full)
+    return [ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in full], cut
+
+
+def class_indices(examples: Sequence[Example], config: Any) -> list[int]:
+    """Return each example's class: a whole number, or a name of the config's `label2id`.
+
+    Raises:
+        InputError: an unknown label; the message names it, its row and the known ones.
+    """
+    names = {str(name): int(index) for name, index in (config.label2id or {}).items()}
+    result = []
+    for number, example in enumerate(examples, start=1):
+        label = example.label
+        index = names.get(str(label))
+        # CSV files hold numbers as text
+        if index is None and str(label).isdigit() and int(str(label)) < config.num_labels:
+            index = int(str(label))
+        if index is None:
+            known = ", ".join(names)
+            raise InputError(
+                f"row {number}: the label {label!r} is not one of the model's {config.num_labels} labels:"
+                f" {known} or 0 to {config.num_labels - 1}.{nearest(str(label), names)}"
+            )
+        result.append(index)
+    return result
+
+
+def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
+    """Pad `rows` on the right into the model's inputs plus `labels`.
+
+    Returns input_ids, attention_mask (and token_type_ids where there are any) as int64 [B, L]. For a
+    translator labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
+    labels shifted right behind the decoder's start token; for a classifier labels are int64 [B].
+    """
+    pad = int(config.pad_token_id or 0)
+    batch = {"input_ids": _pad([r.source for r in rows], pad)}
+    batch["attention_mask"] = _pad([[1] * len(r.source) for r in rows], 0)
+    types = [r.types for r in rows if r.types is not None]
+    if types:
+        batch["token_type_ids"] = _pad(types, 0)
+    targets = [r.target for r in rows if isinstance(r.target, list)]
+    if targets:
+        batch["labels"] = _pad(targets, IGNORE)
+        start = config.decoder_start_token_id
+        batch["decoder_input_ids"] = _pad([[start, *ids[:-1]] for ids in targets], pad)
+    else:
+        batch["labels"] = torch.tensor([r.target for r in rows])
+    return batch
+
+
+def _pad(lists: Sequence[Sequence[int]], value: int) -> Tensor:
+    out = torch.full((len(lists), max(map(len, lists))), value, dtype=torch.int64)
+    for row, values in zip(out, lists, strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    return out
+
+
+def group_by_length(
+    rows: Sequence[Row], batch_size: int, tokens: int | None, shuffle: random.Random | None
+) -> list[list[int]]:
+    """Return batches of indices into `rows`; rows of similar length share one.
+
+    With `tokens`, a batch holds at most so many padded source plus target tokens (one row that is
+    longer stands alone). With `shuffle`, rows are sorted only within pools of 50 batches and the
+    order of the batches is random, so that every epoch meets other companions.
+    """
+    order = list(range(len(rows)))
+    pool = len(order)
+    if shuffle is not None:
+        shuffle.shuffle(order)
+        mean = sum(sum(r.tokens) for r in rows) / max(1, len(rows))
+        pool = 50 * (batch_size if tokens is None else max(1, int(tokens / mean)))
+    batches: list[list[int]] = []
+    for at in range(0, len(order), max(1, pool)):
+        batches += _cut(sorted(order[at : at + pool], key=lambda i: rows[i].tokens), rows, batch_size, tokens)
+    if shuffle is not None:
+        shuffle.shuffle(batches)
+    return batches
+
+
+def _cut(order: list[int], rows: Sequence[Row], batch_size: int, tokens: int | None) -> list[list[int]]:
+    if tokens is None:
+        return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    longest = (0, 0)
+    for i in order:
+        source, target = rows[i].tokens
+        wider = (max(longest[0], source), max(longest[1], target))
+        if batch and sum(wider) * (len(batch) + 1) > tokens:
+            batches.append(batch)
+            batch, wider = [], (source, target)
+        batch.append(i)
+        longest = wider
+    return [*batches, batch] if batch else batches
+
+
+def plan_batches(
+    rows: Sequence[Row], batch_size: int, tokens: int | None, *, epochs: float, steps: int | None, seed: int
+) -> list[list[int]]:
+    """Return every batch of a whole run, in order: `steps` of them, or `epochs` passes over `rows`."""
+    shuffle = random.Random(seed)
+    batches = group_by_length(rows, batch_size, tokens, shuffle)
+    wanted = steps if steps is not None else max(1, round(epochs * len(batches)))
+    while len(batches) < wanted:
+        batches += group_by_length(rows, batch_size, tokens, shuffle)
+    return batches[:wanted]

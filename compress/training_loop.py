@@ -1,0 +1,327 @@
+"""The training loop: `transformers.Trainer` with our batches, losses and choice of checkpoint.
+
+Nothing is written that outlives the run: the best weights wait in memory, and the folder that
+Trainer insists on is a temporary one beside the stage's result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from smelt.compress.losses import IGNORE, mixed_loss
+from smelt.compress.training import TrainingSettings
+from smelt.compress.training_data import Row, TensorBatch, collate, group_by_length, plan_batches
+from smelt.core.errors import InputError, RunError
+from smelt.core.stage import Context
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+# From a model and a batch to the mean loss over its labels (a float32 scalar).
+Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+
+def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
+    """Return float [B, T, V] for a translator, [B, C] for a classifier; `labels` are not fed."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if "decoder_input_ids" in inputs:
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    else:
+        logits = model(**inputs).logits
+    return logits
+
+
+def label_objective(smoothing: float = 0.0) -> Objective:
+    """Return the mean cross-entropy with the labels; smoothed only while the model trains."""
+
+    def objective(model: nn.Module, batch: TensorBatch) -> Tensor:
+        return mixed_loss(
+            logits_of(model, batch), batch["labels"], smoothing=smoothing if model.training else 0.0
+        )
+
+    return objective
+
+
+def pick_precision(wanted: str, device: torch.device) -> str:
+    """Return fp32 or bf16; `auto` is bf16 where the processor multiplies bf16 natively.
+
+    Raises:
+        InputError: bf16 is asked for on a processor that cannot do it.
+    """
+    if wanted == "fp32" or device.type not in {"cpu", "cuda"}:
+        return wanted if wanted != "auto" else "fp32"
+    if device.type == "cuda":
+        return (
+            "bf16" if wanted == "bf16" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        )
+    # torch has no public question for this; without native products bf16 is slower than fp32
+    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if (native or wanted == "bf16") and _bf16_works():
+        return "bf16"
+    if wanted == "bf16":
+        raise InputError(
+            "precision: bf16 products end this processor's process; set precision: fp32 (or auto)."
+        )
+    return "fp32"
+
+
+@cache
+def _bf16_works() -> bool:
+    """Try one bf16 product in another process.
+
+    Some virtual machines list AMX among the processor's flags and then stop whoever uses it with an
+    illegal instruction (met on a Xeon), which no question to the processor foretells.
+    """
+    code = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); assert float((x @ x)[0, 0]) == 64"
+    try:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context in which products run in bf16, or one that changes nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
+    """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
+
+    def __init__(
+        self, model: nn.Module, evaluate: Callable[[], float] | None, evals: int, ema: float | None
+    ) -> None:
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.evaluate, self.evals, self.ema = evaluate, evals if evaluate else 0, ema
+        self.average: dict[str, Tensor] = {}
+        self.best: dict[str, Tensor] = {}
+        self.best_loss, self.best_step = math.inf, 0
+        self.recent: deque[float] = deque(maxlen=50)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Average, report, and at the set steps validate."""
+        step, total = state.global_step, state.max_steps
+        if self.ema is not None:
+            self._update_average(step)
+        self.progress(step, total, f"loss {sum(self.recent) / max(1, len(self.recent)):.3f}")
+        if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
+            self._validate(step)
+
+    def finish(self) -> None:
+        """Put the best weights (else the averaged, else leave the last) into the model."""
+        self._put(self.best or self.average)
+
+    def _validate(self, step: int) -> None:
+        assert self.evaluate is not None
+        last = self._copy() if self.average else {}
+        self._put(self.average)
+        loss = self.evaluate()
+        if loss < self.best_loss:
+            self.best, self.best_loss, self.best_step = self._copy(), loss, step
+        self._put(last)
+
+    def _update_average(self, step: int) -> None:
+        if not self.average:
+            self.average = self._copy()
+            return
+        decay = min(self.ema or 0.0, (1 + step) / (10 + step))  # the first weights fade quickly
+        for name, value in self.parameters.items():
+            self.average[name].lerp_(value.detach().to(self.average[name].device), 1 - decay)
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {n: p.detach().to("cpu", copy=True) for n, p in self.parameters.items()}
+
+    def _put(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
+
+
+class Loop(transformers.Trainer):  # type: ignore[misc]
+    """Trainer with a planned list of batches and an objective of ours."""
+
+    loss_is_scaled_for_ga = False  # the objective is a mean per batch
+
+    def __init__(
+        self, model: nn.Module, args: Any, rows: Sequence[Row], *, plan: list[list[int]], objective: Objective,
+        keeper: Keeper, precision: str,
+    ) -> None:  # fmt: skip
+        pack = partial(collate, config=model.config)
+        super().__init__(model=model, args=args, train_dataset=rows, callbacks=[keeper], data_collator=pack)
+        self.remove_callback(transformers.trainer_callback.PrinterCallback)
+        self.plan, self.objective, self.keeper, self.precision = plan, objective, keeper, precision
+
+    def get_train_dataloader(self) -> Any:
+        """Return the planned batches; accelerate shares them out among processes."""
+        loader = DataLoader(self.train_dataset, batch_sampler=self.plan, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def compute_loss(
+        self, model: Any, inputs: TensorBatch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the objective's mean loss; stop where it is not finite."""
+        with autocast(self.precision, self.args.device):
+            loss = self.objective(model, inputs)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise RunError(
+                f"The training loss became {value} at step {self.state.global_step + 1}"
+                f" of {self.state.max_steps}."
+                " Lower learning_rate, raise warmup, or set precision: fp32."
+            )
+        self.keeper.recent.append(value)
+        return loss
+
+
+def mean_loss(
+    model: Any, batches: Sequence[TensorBatch], objective: Objective, precision: str, device: torch.device
+) -> float:
+    """Return the objective's mean over all labels of `batches`, in eval mode, without gradients."""
+    total, count = 0.0, 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), autocast(precision, device):
+        for batch in batches:
+            there = {name: value.to(device) for name, value in batch.items()}
+            items = int((batch["labels"] != IGNORE).sum())
+            total += float(objective(model, there)) * items
+            count += items
+    model.train(was_training)
+    return total / max(1, count)
+
+
+def run_training(
+    model: Any,
+    rows: Sequence[Row],
+    validation: Sequence[Row] | None,
+    *,
+    objective: Objective,
+    settings: TrainingSettings,
+    ctx: Context,
+) -> None:
+    """Train `model` in place (see `smelt.compress.training.train`)."""
+    plan = plan_batches(
+        rows, settings.batch_size, settings.tokens_per_batch, epochs=settings.epochs,
+        steps=None if settings.max_steps is None else settings.max_steps * settings.accumulate, seed=ctx.seed,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
+        stack.enter_context(_threads(ctx.threads))
+        args = _arguments(settings, folder, ctx.seed)
+        precision = pick_precision(settings.precision, args.device)
+        stack.enter_context(_training_state(model, settings.dropout, args.device))
+        keeper = Keeper(model, settings.ema, ctx.progress)
+        loop = Loop(model, args, rows, plan=plan, objective=objective, keeper=keeper, precision=precision)
+        if validation:
+            groups = group_by_length(validation, settings.batch_size, settings.tokens_per_batch, None)
+            batches = [collate([validation[i] for i in group], model.config) for group in groups]
+            keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
+            keeper.evals = settings.evals
+        loop.train()
+        keeper.finish()
+    ctx.facts["training"] = {
+        "steps": int(loop.state.global_step), "rows": len(rows), "precision": precision,
+        "device": args.device.type, "train_loss": sum(keeper.recent) / max(1, len(keeper.recent)),
+        "validation_loss": keeper.best_loss if keeper.best else None,
+        "kept_step": keeper.best_step if keeper.best else int(loop.state.global_step),
+    }  # fmt: skip
+
+
+def _arguments(settings: TrainingSettings, folder: str, seed: int) -> Any:
+    return transformers.TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=1,  # the plan of batches spans the whole run
+        gradient_accumulation_steps=settings.accumulate,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=_SCHEDULES[settings.schedule],
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=seed,
+        save_strategy="no",
+        eval_strategy="no",
+        logging_strategy="steps" if settings.report_to else "no",
+        logging_steps=10,
+        report_to=list(settings.report_to) or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        accelerator_config={"even_batches": False},
+    )
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _training_state(model: Any, dropout: float | None, device: torch.device) -> Iterator[None]:
+    """Prepare `model` for training; leave it as it was: float32, CPU, eval mode, its own dropout."""
+    with contextlib.ExitStack() as undo:
+        attention = model.config._attn_implementation
+        if device.type == "cpu":
+            # scaled_dot_product_attention's backward is slow on CPUs
+            model.set_attn_implementation("eager")
+        undo.callback(model.set_attn_implementation, attention)
+        for module in model.modules() if dropout is not None else ():
+            _override_dropout(module, float(dropout or 0.0), undo)
+        fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        for name, parameter in model.named_parameters():
+            if name in fixed:  # position tables that no file holds would be lost if they were trained
+                undo.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(False)
+        for handle in _hold_pad_rows(model):
+            undo.callback(handle.remove)
+        try:
+            yield
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.to("cpu")
+            model.eval()
+
+
+def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
+    if isinstance(module, nn.Dropout):
+        undo.callback(setattr, module, "p", module.p)
+        module.p = value
+    # Marian keeps the rate as a number; that of its attention weights (there is head_dim) is another one
+    elif isinstance(getattr(module, "dropout", None), float) and not hasattr(module, "head_dim"):
+        undo.callback(setattr, module, "dropout", module.dropout)
+        module.dropout = value  # type: ignore[assignment]
+
+
+def _hold_pad_rows(model: Any) -> list[Any]:
+    """Keep Marian's embedding row of pad, its decoder's start, where it is (zero in a good checkpoint).
+
+    The row is an input like any other, but it is tied to the output head, whose softmax would move
+    it; Marian and CTranslate2 start from a zero embedding whatever the file says.
+    """
+    if model.config.model_type != "marian":
+        return []
+    rows = {
+        id(m.weight): (m.weight, m.padding_idx)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None and m.weight.requires_grad
+    }
+
+    def without(row: int, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[row] = 0
+        return gradient
+
+    return [weight.register_hook(partial(without, row)) for weight, row in rows.values()]

@@ -1,0 +1,114 @@
+"""What a run was measured on: versions, processor, memory, system, GPU. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "smelt",
+    "torch",
+    "transformers",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "onnx",
+    "onnxsim",
+    "onnxscript",
+    "numpy",
+    "tensorrt",
+    "tensorrt_rtx",
+    "openvino",
+    "bitsandbytes",
+    "sacrebleu",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Return what report.json's `environment` holds; memory in bytes."""
+    import psutil
+
+    return {
+        "versions": versions(),
+        "python": platform.python_version(),
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        "logical_cores": os.cpu_count() or 1,
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "os": operating_system(),
+        "gpus": gpus(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the installed ones of `PACKAGES` with their versions, from metadata alone."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine_id() -> str:
+    """Return what two timings must share to be comparable: processor, cores, system, GPUs."""
+    names = [gpu["name"] for gpu in gpus()]
+    parts = [cpu_model(), f"{os.cpu_count()} cores", operating_system(), *names]
+    return " | ".join(parts)
+
+
+@cache
+def cpu_model() -> str:
+    """Return the processor's name.
+
+    Where the system gives only a family (virtual machines), the family, model and stepping numbers
+    are added, so that two kinds of processor do not look alike.
+    """
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        first = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+        fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in first.splitlines())}
+        name = fields.get("model name") or fields.get("Model") or fields.get("CPU part")
+        if name:
+            numbers = [fields[k] for k in ("cpu family", "model", "stepping") if k in fields]
+            return f"{name} ({'/'.join(numbers)})" if numbers else name
+    if platform.system() == "Darwin":
+        name = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
+        if name:
+            return name
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def operating_system() -> str:
+    """Return system, release and architecture, for example `Linux 6.8.0 x86_64`."""
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+@cache
+def _gpu_lines() -> tuple[str, ...]:
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version,compute_cap",
+        "--format=csv,noheader",
+    ]
+    return tuple(line for line in _output(query).splitlines() if line.count(",") == 3)
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return name, memory, driver, compute capability of each NVIDIA GPU; none without nvidia-smi."""
+    keys = ("name", "memory", "driver", "compute_capability")
+    return [dict(zip(keys, (part.strip() for part in line.split(",")), strict=True)) for line in _gpu_lines()]
+
+
+def _output(command: list[str]) -> str:
+    """Return what a small program prints; nothing where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,163 @@
+"""How large an artifact is: numbers in the model, bytes on disk.
+
+Counts come from headers and graph protos; no weights are held in memory. Peak memory is measured by
+the latency workers, each of which holds one artifact only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+
+# A safetensors header longer than this is damaged (the format's own limit, 100 MB).
+_LONGEST_HEADER = 100_000_000
+# Integer initializers with fewer values are shapes, axes and other constants of a graph, not weights.
+_FEWEST_WEIGHTS = 64
+
+
+def footprint(artifact: Artifact) -> dict[str, int | None]:
+    """Return `parameters` (count; None where the format does not tell) and `size_bytes` (on disk)."""
+    return {"parameters": parameters(artifact), "size_bytes": artifact.size_bytes}
+
+
+def parameters(artifact: Artifact) -> int | None:
+    """Return how many numbers the model holds.
+
+    A number that the stage recorded in its facts wins (packed codes hide how many they are). Torch:
+    values of the distinct tensors in the safetensors files. ONNX: values of the weight initializers,
+    each distinct one once (two graphs of a translator may both carry the embedding). TensorRT: what
+    the ONNX parent had, handed on in `facts`; an engine does not tell.
+    """
+    recorded = artifact.manifest.facts.get("parameters")
+    if recorded is not None or artifact.format == "tensorrt":
+        return None if recorded is None else int(recorded)
+    if artifact.format == "torch":
+        return sum(count for _, count in _safetensors(artifact.path))
+    return onnx_parameters(artifact.path)
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield name and number of values of every tensor; a name in two shards counts once."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{folder}: no .safetensors file with weights in this folder.")
+    seen: set[str] = set()
+    for path in files:
+        for name, entry in read_header(path).items():
+            if name != "__metadata__" and name not in seen:
+                seen.add(name)
+                yield name, math.prod(entry["shape"])
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: name -> dtype, shape, data_offsets.
+
+    Format: 8 bytes little-endian length, then JSON (https://huggingface.co/docs/safetensors).
+
+    Raises:
+        InputError: the file is damaged or no safetensors file.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(_LONGEST_HEADER, path.stat().st_size - 8):
+            raise InputError(f"{path}: not a safetensors file, or cut off: its header cannot be read.")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+        except ValueError as error:
+            raise InputError(f"{path}: the safetensors header is damaged: {error}.") from error
+    return header
+
+
+def onnx_parameters(folder: Path) -> int:
+    """Return the number of values of the weights in the folder's ONNX graphs, equal ones counted once.
+
+    Weights are floating initializers of any size and integer ones of at least 64 values (codes);
+    scales and zero points belong to the codes and so are not counted where they can be told apart:
+    they feed the operators that (de)quantize.
+    """
+    import onnx
+
+    seen: set[object] = set()
+    total = 0
+    for path in sorted(folder.rglob("*.onnx")):
+        try:
+            model = onnx.load(path, load_external_data=False)
+        except Exception as error:  # protobuf raises several kinds, all meaning the same
+            raise InputError(f"{path}: not an ONNX file that can be read: {error}") from error
+        helpers = _scales_and_zero_points(model.graph)
+        for tensor in model.graph.initializer:
+            count = 0 if tensor.name in helpers else _values(tensor)
+            if count == 0:
+                continue
+            identity = _identity(tensor, path.parent)
+            if identity not in seen:
+                seen.add(identity)
+                total += count
+    return total
+
+
+# Which inputs of which operators hold scales and zero points (ONNX and com.microsoft documentation).
+_HELPER_INPUTS = {
+    "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+    "DynamicQuantizeMatMul": (2, 3),
+    "MatMulIntegerToFloat": (2, 3, 4, 5),
+    "MatMulInteger": (2, 3),
+    "MatMulNBits": (2, 3),
+    "GatherBlockQuantized": (2, 3),
+    "QLinearMatMul": (1, 2, 4, 5, 6, 7),
+}
+
+
+def _scales_and_zero_points(graph: Any) -> set[str]:
+    names: set[str] = set()
+    for node in graph.node:
+        places = _HELPER_INPUTS.get(node.op_type, ())
+        names.update(node.input[i] for i in places if i < len(node.input))
+    return names
+
+
+def _values(tensor: Any) -> int:
+    """Return how many weights an initializer holds; 0 for what is no weight."""
+    from onnx import TensorProto
+
+    count = math.prod(tensor.dims)
+    if tensor.data_type in (TensorProto.STRING, TensorProto.BOOL):
+        return 0
+    floating = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
+    if tensor.data_type in floating:
+        return count
+    return count if count >= _FEWEST_WEIGHTS else 0
+
+
+def _identity(tensor: Any, folder: Path) -> object:
+    """Return what is equal for equal weights: type, shape, and a hash of the bytes."""
+    kind = tensor.data_type, tuple(tensor.dims)
+    external = {entry.key: entry.value for entry in tensor.external_data}
+    if not external:
+        stored = type(tensor)()
+        stored.CopyFrom(tensor)
+        stored.ClearField("name")
+        stored.ClearField("doc_string")
+        return kind, hashlib.sha256(stored.SerializeToString()).digest()
+    path = folder / external["location"]
+    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+        raise InputError(f"{path}: the graph's weights should lie in this file, but it is not there.")
+    offset = int(external.get("offset", 0))
+    left = int(external.get("length", path.stat().st_size - offset))
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        while left > 0 and (block := stream.read(min(left, 1 << 20))):
+            digest.update(block)
+            left -= len(block)
+    return kind, digest.digest()

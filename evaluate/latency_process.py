@@ -1,0 +1,113 @@
+"""The parent's end of a latency worker: start it, ask it, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+from smelt.core.errors import RunError
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+class WorkerProcess:
+    """One `smelt.evaluate.latency_worker`; leaving the context ends it.
+
+    time_limit: seconds that an answer may take before the process is given up.
+    """
+
+    def __init__(self, threads: int, time_limit: float) -> None:
+        self._time_limit = time_limit
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        # read by the libraries when they are imported, so they must be set before
+        environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "smelt.evaluate.latency_worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment,
+        )  # fmt: skip
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.failure = ""
+        # a thread, because Windows cannot wait for a pipe with a time limit
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can still be asked."""
+        return not self.failure and self._process.poll() is None
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            RunError: the worker answered with an error, died, or was silent beyond the time limit.
+        """
+        if self.failure:
+            raise RunError(self.failure)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=self._time_limit)
+        except queue.Empty:
+            line = None
+        except OSError:
+            line = b""
+        if line is None:
+            self._process.kill()
+            raise self._fail(
+                f"no answer to '{request['op']}' within {self._time_limit:g} s (time_limit_seconds)"
+            )
+        if not line:
+            code = self._process.wait()
+            raise self._fail(
+                f"its process ended during '{request['op']}' with {_cause(code)}.{self._last_words()}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RunError(answer["error"])
+        return answer
+
+    def _fail(self, message: str) -> RunError:
+        self.failure = message
+        return RunError(message)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(b"")
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f" It last said: {lines[-1][:300]}" if lines else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._stderr):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:
+                    continue  # a request that a dead process did not take
+
+
+def _cause(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    hint = " (often: the system ran out of memory)" if code == -9 else ""
+    return f"signal {-code}{hint}"

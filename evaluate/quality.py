@@ -1,0 +1,207 @@
+"""Quality of a model's outputs: BLEU, chrF, ROUGE, accuracy, F1, each with n, interval and signature."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import hash_of
+from smelt.evaluate.significance import (
+    RESAMPLES,
+    SEED,
+    Statistics,
+    bootstrap_interval,
+    value_of,
+    wilson_interval,
+)
+
+TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
+LABEL_METRICS = ("accuracy", "f1")
+_UNITS = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "accuracy": "%",
+    "f1": "F1",
+}
+_BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
+
+
+class Score(BaseModel):
+    """One metric on one set of examples.
+
+    value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval. signature: version and
+    settings that the value depends on. statistics: per example, for `significance.compare`; left out
+    of `model_dump`, keep it with `score.statistics.model_dump()`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    metric: str
+    value: float
+    unit: str
+    higher_is_better: bool = True
+    n: int
+    ci95: tuple[float, float]
+    signature: str
+    statistics: Statistics = Field(exclude=True, repr=False)
+
+    def entry(self) -> dict[str, Any]:
+        """Return what report.json holds under `quality.METRIC`."""
+        return self.model_dump(mode="json", exclude={"metric"})
+
+
+def score_texts(
+    metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, Score]:
+    """Score generated texts.
+
+    Args:
+        metrics: names from TEXT_METRICS; the result has their order.
+        predictions: n texts.
+        references: for each prediction its references, one or more; their number may differ.
+
+    Raises:
+        InputError: an unknown metric, no examples, or an example without a reference.
+    """
+    _check(metrics, TEXT_METRICS, len(predictions), len(references))
+    for index, texts in enumerate(references, start=1):
+        if isinstance(texts, str) or not texts:
+            raise InputError(
+                f"Example {index} needs a list with at least one reference text, read {texts!r}."
+            )
+    examples = hash_of([list(texts) for texts in references])
+    scores = {}
+    rouge = [metric for metric in metrics if metric.startswith("rouge")]
+    rouge_rows = _rouge_rows(rouge, predictions, references) if rouge else {}
+    for metric in metrics:
+        if metric in rouge_rows:
+            signature, rows = _rouge_signature(references), rouge_rows[metric]
+        else:
+            signature, rows = _sacrebleu_rows(metric, predictions, references)
+        scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=rows))
+    return scores
+
+
+def score_labels(metrics: Sequence[str], predicted: Sequence[int], gold: Sequence[int]) -> dict[str, Score]:
+    """Score predicted classes against the gold ones.
+
+    Args:
+        metrics: names from LABEL_METRICS; f1 is the macro average over the classes that occur.
+        predicted: n class numbers.
+        gold: n class numbers.
+
+    Raises:
+        InputError: an unknown metric, no examples, or lengths that differ.
+    """
+    _check(metrics, LABEL_METRICS, len(predicted), len(gold))
+    from sklearn.metrics import accuracy_score, f1_score
+
+    examples = hash_of([int(label) for label in gold])
+    rows: list[list[int | float]] = [[int(p), int(g)] for p, g in zip(predicted, gold, strict=True)]
+    library = f"version:scikit-learn {version('scikit-learn')}"
+    scores = {}
+    for metric in metrics:
+        signature = (
+            f"ci:wilson|{library}" if metric == "accuracy" else f"average:macro|{_BOOTSTRAP}|{library}"
+        )
+        statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
+        if metric == "accuracy":
+            value = 100 * float(accuracy_score(gold, predicted))
+            hits = int(accuracy_score(gold, predicted, normalize=False))
+            scores[metric] = _score(statistics, value, wilson_interval(hits, len(rows)))
+        else:
+            scores[metric] = _score(statistics, 100 * float(f1_score(gold, predicted, average="macro")))
+    return scores
+
+
+def _score(
+    statistics: Statistics, value: float | None = None, interval: tuple[float, float] | None = None
+) -> Score:
+    return Score(
+        metric=statistics.metric,
+        value=value_of(statistics) if value is None else value,
+        unit=_UNITS[statistics.metric],
+        n=len(statistics.rows),
+        ci95=interval or bootstrap_interval(statistics),
+        signature=statistics.signature,
+        statistics=statistics,
+    )
+
+
+def _check(metrics: Sequence[str], known: Sequence[str], outputs: int, expected: int) -> None:
+    for metric in metrics:
+        if metric not in known:
+            raise InputError(
+                f"Unknown metric '{metric}' here; known: {', '.join(known)}.{nearest(metric, known)}"
+            )
+    if outputs != expected:
+        raise InputError(f"{outputs} predictions for {expected} examples; there must be one for each.")
+    if not expected:
+        raise InputError("No examples to score; the data needs at least one row.")
+
+
+def _sacrebleu_rows(
+    metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> tuple[str, list[list[int | float]]]:
+    """Return sacrebleu's signature and its statistics per segment."""
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    scorer = BLEU() if metric == "bleu" else CHRF()
+    # sacrebleu wants the references turned by 90 degrees, and None where an example has fewer
+    most = max(map(len, references))
+    columns = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
+    rows = scorer._extract_corpus_statistics(predictions, columns)  # type: ignore[arg-type]
+    # the signature tells of the bootstrap only where these are set, as `corpus_score` does
+    scorer.n_bootstrap, scorer.seed = RESAMPLES, str(SEED)  # type: ignore[assignment]
+    return str(scorer.get_signature()), rows
+
+
+_IDEOGRAPH = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
+_NO_LETTER = re.compile(r"[\W_]")
+
+
+class UnicodeWords:
+    """A tokenizer for rouge-score that keeps every script's letters.
+
+    Lower case, words are runs of letters, digits and combining marks, ideographs and kana stand alone.
+    On English it gives what rouge-score's own tokenizer gives; that one drops all but a-z and 0-9, so
+    German "schön" would become "sch", "n".
+    """
+
+    def tokenize(self, text: str) -> list[str]:
+        """Split `text` into words."""
+        text = unicodedata.normalize("NFC", text).lower()
+        text = _NO_LETTER.sub(lambda hit: hit[0] if _is_mark(hit[0]) else " ", text)
+        return _IDEOGRAPH.sub(r" \1 ", text).split()
+
+
+def _is_mark(character: str) -> bool:
+    return unicodedata.category(character).startswith("M")
+
+
+def _rouge_rows(
+    metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, list[list[int | float]]]:
+    """Return F1 per example (Lin 2004), the best over its references, by metric."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(metrics), tokenizer=UnicodeWords())
+    score: Callable[[Sequence[str], str], dict[str, Any]] = scorer.score_multi
+    results = [score(texts, text) for texts, text in zip(references, predictions, strict=True)]
+    return {metric: [[float(result[metric].fmeasure)] for result in results] for metric in metrics}
+
+
+def _rouge_signature(references: Sequence[Sequence[str]]) -> str:
+    counts = {len(texts) for texts in references}
+    number = str(counts.pop()) if len(counts) == 1 else "var"
+    settings = "case:lower|tok:smelt-unicode-words|stem:no|refs:best F1|average:mean"
+    return f"nrefs:{number}|{settings}|{_BOOTSTRAP}|version:rouge-score {version('rouge-score')}"

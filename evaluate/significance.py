@@ -1,0 +1,203 @@
+"""Intervals and paired tests, from statistics that are kept per example.
+
+A corpus score such as BLEU is a function of sums over the examples. Keeping each example's summands
+makes an interval, or a test between two steps, a matter of summing again: nothing is decoded twice.
+
+Shapes: n = examples, K = summands per example, R = resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from smelt.core.errors import InputError
+
+RESAMPLES = 1000
+SEED = 12345  # sacrebleu's own default, so that both draw the same examples
+_CELLS = 4_000_000  # weights held at a time: 32 MB
+
+Array = NDArray[np.float64]
+
+
+class Statistics(BaseModel):
+    """What each example adds to a metric; JSON-able.
+
+    rows: [n, K]. bleu: length of the prediction, length of the nearest reference, 4 counts of matching
+    n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
+    in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label.
+    examples: a hash of the references or gold labels; only equal ones can be compared in pairs.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    metric: str
+    signature: str
+    examples: str
+    rows: list[list[int | float]]
+
+
+class Comparison(TypedDict):
+    """A paired difference between two steps: first minus second, in the metric's unit."""
+
+    difference: float
+    ci95: list[float]
+    p_value: float
+
+
+def value_of(statistics: Statistics) -> float:
+    """Return the metric's value on all examples, 0-100."""
+    rows = np.asarray(statistics.rows, dtype=np.float64)
+    return float(_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
+
+
+def bootstrap_interval(statistics: Statistics) -> tuple[float, float]:
+    """Return the 95 % percentile interval over 1000 resamples of the examples (Efron 1979)."""
+    low, high = np.quantile(_resampled(statistics), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval of `correct` out of `n`, in percent (Wilson 1927)."""
+    z = 1.959963984540054
+    share, spread = correct / n, z * z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * np.sqrt(share * (1 - share) / n + spread / (4 * n))
+    return 100 * max(0.0, float(middle - half)), 100 * min(1.0, float(middle + half))
+
+
+def compare(step: Statistics, other: Statistics) -> Comparison:
+    """Compare two steps on the same examples: `step` minus `other`.
+
+    difference and ci95: in the metric's unit; the interval is a paired bootstrap (1000 resamples).
+    p_value: two-sided. Accuracy: McNemar's exact test. All others: paired bootstrap resampling
+    (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in which
+    the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
+    so that it never reads 0.
+
+    Raises:
+        InputError: the two were not taken from the same examples with the same metric.
+    """
+    _check_pair(step, other)
+    difference = value_of(step) - value_of(other)
+    drawn = _resampled(step) - _resampled(other)  # one seed: both see the same examples
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    p_value = _mcnemar(step, other) if step.metric == "accuracy" else _two_sided(drawn)
+    return {"difference": difference, "ci95": [float(low), float(high)], "p_value": p_value}
+
+
+def _check_pair(step: Statistics, other: Statistics) -> None:
+    for what in ("metric", "signature", "examples"):
+        one, two = getattr(step, what), getattr(other, what)
+        if one != two:
+            raise InputError(
+                f"These scores cannot be compared in pairs: their {what} differ, {one!r} and {two!r}."
+                " Score both steps on the same data with the same settings."
+            )
+    if len(step.rows) != len(other.rows):
+        raise InputError(
+            f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples."
+        )
+
+
+def _two_sided(drawn: Array) -> float:
+    tails = (np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
+    return float(min(1.0, 2 * (min(tails) + 1) / (len(drawn) + 1)))
+
+
+def _mcnemar(step: Statistics, other: Statistics) -> float:
+    """McNemar (1947), exact: a fair coin over the examples that only one of the two gets right."""
+    from scipy.stats import binomtest
+
+    one = np.array([predicted == gold for predicted, gold in step.rows])
+    two = np.array([predicted == gold for predicted, gold in other.rows])
+    only_one, only_two = int(np.sum(one & ~two)), int(np.sum(two & ~one))
+    if only_one + only_two == 0:
+        return 1.0
+    return float(binomtest(only_one, only_one + only_two, 0.5).pvalue)
+
+
+def _resampled(statistics: Statistics) -> Array:
+    """Return the metric on each of the resamples, [R]; equal n gives equal resamples."""
+    rows = np.asarray(statistics.rows, dtype=np.float64)
+    return np.concatenate([_values(statistics.metric, rows, weights) for weights in _weights(len(rows))])
+
+
+def _weights(n: int) -> Iterator[Array]:
+    """Yield how often each example was drawn, [some of R, n], R rows in all."""
+    generator = np.random.default_rng(SEED)
+    at_once = max(1, min(RESAMPLES, _CELLS // n))
+    for start in range(0, RESAMPLES, at_once):
+        count = min(at_once, RESAMPLES - start)
+        drawn = generator.integers(0, n, size=(count, n)) + np.arange(count)[:, None] * n
+        yield np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n).astype(np.float64)
+
+
+def _values(metric: str, rows: Array, weights: Array) -> Array:
+    """Return the metric for each row of weights: [n, K], [R, n] -> [R]."""
+    if metric == "accuracy":
+        hits = (rows[:, 0] == rows[:, 1]).astype(np.float64)
+        return np.asarray(100 * (weights @ hits) / weights.sum(1))
+    if metric == "f1":
+        return _macro_f1(rows.astype(np.int64), weights)
+    sums = weights @ rows
+    if metric == "bleu":
+        return _bleu(sums)
+    if metric == "chrf":
+        return _chrf(sums)
+    return np.asarray(100 * sums[:, 0] / weights.sum(1))
+
+
+def _bleu(sums: Array) -> Array:
+    """Corpus BLEU with exponential smoothing from summed statistics, [R, 10] -> [R].
+
+    Papineni et al. 2002, as in sacrebleu's `BLEU.compute_bleu` (Post 2018), over all resamples at once.
+    """
+    length, reference = sums[:, 0], sums[:, 1]
+    correct, total = sums[:, 2:6], sums[:, 6:10]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        brevity = np.where(length < reference, np.exp(1 - reference / length), 1.0)
+        smooth = np.ones(len(sums))
+        logarithms = np.zeros(len(sums))
+        for order in range(4):
+            none = (correct[:, order] == 0) & (total[:, order] > 0)
+            smooth = np.where(none, 2 * smooth, smooth)
+            matches = np.where(none, 1 / smooth, correct[:, order])
+            # no n-gram of this order at all: log 0, the score is 0
+            precision = np.where(total[:, order] > 0, 100 * matches / total[:, order], 0.0)
+            logarithms += np.log(precision)
+        score = brevity * np.exp(logarithms / 4)
+    return np.where((correct.sum(1) == 0) | (length == 0), 0.0, score)
+
+
+def _chrf(sums: Array) -> Array:
+    """Corpus chrF2 over character 1- to 6-grams from summed statistics, [R, 18] -> [R].
+
+    Popovic 2015, as in sacrebleu's `CHRF._compute_f_score`: orders that neither side has do not count.
+    """
+    predicted, reference, matched = (sums[:, i::3] for i in range(3))
+    there = (predicted > 0) & (reference > 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        orders = np.maximum(there.sum(1), 1)
+        precision = np.where(there, matched / predicted, 0.0).sum(1) / orders
+        recall = np.where(there, matched / reference, 0.0).sum(1) / orders
+        score = 100 * 5 * precision * recall / (4 * precision + recall)
+    return np.where(precision + recall > 0, score, 0.0)
+
+
+def _macro_f1(rows: NDArray[np.int64], weights: Array) -> Array:
+    """Mean F1 over the classes that a resample predicts or holds, as sklearn's macro average."""
+    classes, codes = np.unique(rows, return_inverse=True)
+    predicted, gold = codes.reshape(rows.shape).T
+    hit = predicted == gold
+    values = np.empty(len(weights))
+    for index, weight in enumerate(weights):
+        matched = np.bincount(gold[hit], weights=weight[hit], minlength=len(classes))
+        either = np.bincount(gold, weights=weight, minlength=len(classes))
+        either += np.bincount(predicted, weights=weight, minlength=len(classes))
+        seen = either > 0
+        values[index] = 100 * np.mean(2 * matched[seen] / either[seen])
+    return values

@@ -1,0 +1,186 @@
+"""Attention as the exported graph computes it.
+
+Inside an export the forward of every attention module of a model is replaced: queries, keys and values
+of the same input come from one packed product, and what follows is one fused operator
+(com.microsoft::MultiHeadAttention) for ONNX Runtime on the CPU, or standard operators elsewhere.
+transformers' AttentionInterface takes over only after the three products and their transposes, which
+is too late for both. Head counts come from the modules: after pruning they differ between layers.
+
+Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.errors import InputError
+from smelt.runtime import emit
+from smelt.runtime.quantized import QuantizedLinear
+
+Cache = tuple[Tensor, Tensor]
+_NAMES = (("q_proj", "k_proj", "v_proj", "out_proj", "num_heads"), ("query", "key", "value", None, "num_attention_heads"))
+
+
+@dataclass
+class Scope:
+    """What the attention modules of one graph share while it is traced.
+
+    mask: int64 [B, T], 1 where a token of the source is.
+    past, cross: per decoder layer the cached keys and values [B, H, P or T, d]; None outside a decoder.
+    present: the caches that self-attention leaves, per decoder layer.
+    """
+
+    mask: Tensor | None = None
+    past: list[Cache] | None = None
+    cross: list[Cache] | None = None
+    present: dict[int, Cache] = field(default_factory=dict)
+
+
+class Pack(nn.Module):
+    """Several linear layers of one input as one product, when they are of one kind, else one by one."""
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.sizes = [_out_features(m) for m in linears]
+        self.parts = nn.ModuleList(linears)
+        self.packed = _packed(linears)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map [..., K] to one [..., N] for each layer."""
+        if self.packed is None:
+            return tuple(m(x) for m in self.parts)
+        return torch.split(self.packed(x), self.sizes, dim=-1)
+
+
+def _out_features(module: nn.Module) -> int:
+    size = module.out_features
+    assert isinstance(size, int)
+    return size
+
+
+def _packed(linears: Sequence[nn.Module]) -> nn.Module | None:
+    if all(type(m) is nn.Linear for m in linears):
+        return _packed_linear([m for m in linears if isinstance(m, nn.Linear)])
+    quantized = [m for m in linears if type(m) is QuantizedLinear]
+    if len(quantized) < len(linears):
+        return None  # low-rank factors, or a layer that quantization skipped
+    first = quantized[0]
+    bias = any(m.bias is not None for m in quantized)
+    new = QuantizedLinear(first.in_features, sum(m.out_features for m in quantized), bias, first.scheme)
+    new.matrix.codes.data = torch.cat([m.matrix.codes for m in quantized])
+    new.matrix.scales.data = torch.cat([m.matrix.scales for m in quantized])
+    if new.bias is not None:
+        new.bias.data = _joined_bias(quantized, first.matrix.scales)
+    return new
+
+
+def _packed_linear(linears: list[nn.Linear]) -> nn.Linear:
+    bias = any(m.bias is not None for m in linears)
+    weight = torch.cat([m.weight.detach() for m in linears])
+    new = nn.Linear(weight.shape[1], weight.shape[0], bias, device="meta")
+    new.weight = nn.Parameter(weight, requires_grad=False)
+    if bias:
+        new.bias = nn.Parameter(_joined_bias(linears, weight), requires_grad=False)
+    return new
+
+
+def _joined_bias(linears: Sequence[nn.Linear | QuantizedLinear], like: Tensor) -> Tensor:
+    return torch.cat(
+        [like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in linears]
+    )
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Say whether `module` is an attention module that can be exported."""
+    return _names(module) is not None
+
+
+def _names(module: nn.Module) -> tuple[str, str, str, str | None, str] | None:
+    for names in _NAMES:
+        if all(hasattr(module, n) for n in names if n is not None):
+            return names
+    return None
+
+
+@contextmanager
+def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
+    """Let every attention module below `model` compute as the graph should, within the block.
+
+    Raises:
+        InputError: the model has no attention module of a known kind.
+    """
+    modules = [m for m in model.modules() if is_attention(m)]
+    if not modules:
+        raise InputError(f"{type(model).__name__}: no attention module that the onnx stage knows how to export.")
+    for module in modules:
+        names = _names(module)
+        assert names is not None
+        if not hasattr(module, "pack"):
+            module.pack = Pack([module.get_submodule(n) for n in names[:3]])
+        module.forward = partial(_attend, module, names, scope)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _attend(
+    module: Any, names: tuple[str, str, str, str | None, str], scope: Scope, hidden_states: Tensor,
+    *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Stand in for the forward of an attention module; masks and caches come from `scope`."""
+    heads = getattr(module, names[4])
+    if key_value_states is not None:
+        assert scope.cross is not None
+        query = getattr(module, names[0])(hidden_states)
+        out = attention(query, *scope.cross[module.layer_idx], scope.mask, heads, module.scaling)
+    elif scope.past is not None:
+        query, key, value = module.pack(hidden_states)
+        past = scope.past[module.layer_idx]
+        out, *present = step_attention(query, key, value, past, heads, module.scaling)
+        scope.present[module.layer_idx] = (present[0], present[1])
+    else:
+        out = attention(*module.pack(hidden_states), scope.mask, heads, module.scaling)
+    return (out if names[3] is None else getattr(module, names[3])(out)), None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float) -> Tensor:
+    """Attend over given keys and values; see `emit.multi_head_attention` for shapes."""
+    if emit.export_target() == "ort-cpu":
+        mask = None if mask is None else mask.to(torch.int32)
+        return emit.multi_head_attention(query, key, value, mask, heads, scale)
+    key, value = (t if t.dim() == 4 else split_heads(t, heads) for t in (key, value))
+    return _standard(query, key, value, mask, heads, scale)
+
+
+def step_attention(
+    query: Tensor, key: Tensor, value: Tensor, past: Cache, heads: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend over the past and the present token; see `emit.cached_attention` for shapes."""
+    if emit.export_target() == "ort-cpu":
+        return emit.cached_attention(query, key, value, past, heads, scale)
+    keys = torch.cat([past[0], split_heads(key, heads)], dim=2)
+    values = torch.cat([past[1], split_heads(value, heads)], dim=2)
+    return _standard(query, keys, values, None, heads, scale), keys, values
+
+
+def _standard(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float) -> Tensor:
+    scores = (split_heads(query, heads) * scale) @ key.transpose(2, 3)
+    if mask is not None:
+        # -10000 leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
+        scores = scores + ((1 - mask) * -10000)[:, None, None, :].to(scores.dtype)
+    out = torch.softmax(scores, dim=-1) @ value
+    return out.transpose(1, 2).flatten(2)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Turn [B, S, H * d] into [B, H, S, d]."""
+    return x.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2)

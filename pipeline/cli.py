@@ -1,0 +1,160 @@
+"""The command line. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class _Commands(click.Group):
+    """A group that explains smelt's own errors and says which known word a wrong one resembles."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a `SmeltError` becomes its message and exit code."""
+        from smelt.core.errors import SmeltError
+
+        try:
+            return super().invoke(ctx)
+        except SmeltError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:  # the reader of a pipe went away: `smelt stages | head`
+            sys.stdout = None  # type: ignore[assignment]
+            ctx.exit(0)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or name the nearest one."""
+        from smelt.core.errors import nearest
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            error.message += nearest(args[0], self.commands)
+            raise
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.version_option(package_name="smelt")
+def main() -> None:
+    """Make trained transformers small and fast, one measured stage at a time.
+
+    Begin with `smelt run quickstart`, which needs no data and no model of yours.
+    """
+
+
+def _overrides(command: Any) -> Any:
+    return click.option(
+        "--set", "overrides", multiple=True, metavar="NAME.KEY=VALUE",
+        help="Change one setting of the recipe: small.energy=0.9, seed=3.",
+    )(click.option("--until", metavar="STEP", help="Stop after this step (and what it needs).")(command))  # fmt: skip
+
+
+@main.command()
+@click.argument("recipe")
+@_overrides
+@click.option("--out", type=_FOLDER, help="The run's folder (default: runs/NAME).")
+@click.option("--store", type=_FOLDER, help="Where artifacts are kept (default: .store beside the run).")
+@click.option(
+    "--fresh", "fresh", multiple=True, is_flag=False, flag_value="*", metavar="[STEP]",
+    help="Build this step anew, or all steps.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use N rows of every split: a first try.")
+@click.option("--quiet", is_flag=True, help="Print the table at the end only.")
+def run(
+    recipe: str, overrides: tuple[str, ...], until: str | None, out: Path | None, store: Path | None,
+    fresh: tuple[str, ...], limit: int | None, quiet: bool,
+) -> None:  # fmt: skip
+    """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
+    from smelt.plan import load_plan
+    from smelt.run import Options, run_plan, summary_lines
+
+    plan = load_plan(recipe, overrides, until)
+    for warning in plan.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    result = run_plan(plan, Options(out, store, frozenset(fresh), limit, quiet))
+    for line in summary_lines(result):
+        click.echo(line)
+    sys.exit(result.exit_code)
+
+
+@main.command()
+@click.argument("recipe")
+@_overrides
+def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
+    """Check RECIPE and show what it would do, without doing it."""
+    from smelt.plan import describe_plan, load_plan
+
+    click.echo(describe_plan(load_plan(recipe, overrides, until)))
+
+
+@main.command()
+@click.argument("name", required=False)
+def stages(name: str | None) -> None:
+    """List the stages, or explain the stage NAME and its settings."""
+    from smelt.stage_help import describe_stage, list_stages
+
+    click.echo(list_stages() if name is None else describe_stage(name))
+
+
+@main.command("eval")
+@click.argument("artifact", type=_FOLDER)
+@click.option("--data", required=True, help="Rows to score on: a file or a hub id.")
+@click.option("--metric", "metrics", multiple=True, help="A metric; may be repeated (default: those of the task).")
+@click.option("--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name.")
+@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
+@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1))
+@click.option("--threads", type=click.IntRange(min=1))
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N rows.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
+    """Score ARTIFACT (a folder of a run's artifacts) on data of your own."""
+    from smelt.use import evaluate_artifact, quality_lines
+
+    scores = evaluate_artifact(artifact, **options)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(scores, indent=1))
+    else:
+        click.echo("\n".join(quality_lines(scores)))
+
+
+@main.command()
+@click.argument("artifact", type=_FOLDER)
+@click.argument("text", nargs=-1)
+@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1))
+@click.option("--threads", type=click.IntRange(min=1))
+def predict(artifact: Path, text: tuple[str, ...], max_new_tokens: int, threads: int | None) -> None:
+    """Run ARTIFACT on each TEXT, or on the lines of standard input."""
+    from smelt.use import predict_texts
+
+    texts = list(text) or [line.rstrip("\n") for line in sys.stdin]
+    for line in predict_texts(artifact, texts, max_new_tokens, threads):
+        click.echo(line)
+
+
+@main.command()
+@click.argument("run_folder", metavar="RUN", type=_FOLDER)
+def report(run_folder: Path) -> None:
+    """Show the table of a finished RUN, and draw its report.md and report.html anew."""
+    from smelt.use import redraw_report
+
+    click.echo(redraw_report(run_folder))
+
+
+@main.command()
+def doctor() -> None:
+    """Tell what is installed, which runtimes and devices work, and how to get the missing ones."""
+    from smelt.doctor import describe, diagnose
+
+    click.echo(describe(diagnose()))

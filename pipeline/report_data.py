@@ -1,0 +1,144 @@
+"""Building report.json while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import Split
+
+if TYPE_CHECKING:
+    from smelt.plan import Plan
+
+_EMPTY: dict[str, Any] = {
+    "reason": None, "error": None, "format": None, "target": None, "runner": None, "artifact": None, "key": None,
+    "parameters": None, "size_bytes": None, "seconds": None, "peak_memory_bytes": None,
+}  # fmt: skip
+
+
+class ReportBuilder:
+    """The report of one run; `current()` is valid at any moment."""
+
+    def __init__(self, plan: Plan, data: Mapping[str, Split], limit: int | None) -> None:
+        from smelt.evaluate.environment import environment
+
+        self.plan = plan
+        self.status = "passed"
+        self.statistics: dict[str, dict[str, Any]] = {}
+        rows = {name: len(split) for name, split in data.items()}
+        self.data: dict[str, Any] = {
+            "schema": 1,
+            "recipe": {**plan.recipe_dict(), "rows": rows, "limit": limit},
+            "environment": environment(),
+            "status": self.status,
+            "baseline": plan.recipe.baseline,
+            "steps": [_blank("model", "model", None, {})]
+            + [_blank(s.name, s.stage, s.parent, s.settings.model_dump(mode="json")) for s in plan.steps],
+            "frontier": [],
+        }
+        self._steps = {step["name"]: step for step in self.data["steps"]}
+
+    def done(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
+        """Fill in a finished step."""
+        manifest = artifact.manifest
+        step = self._steps[name]
+        step.update(
+            status="cached" if cached else "done", format=artifact.format, target=manifest.facts.get("target"),
+            runner=score["runner"].split()[0], artifact=f"artifacts/{name}", key=artifact.key,
+            parameters=manifest.facts.get("parameters"), size_bytes=artifact.size_bytes, seconds=manifest.seconds,
+            warnings=[*manifest.warnings, *score["warnings"]], quality=dict(score["quality"]),
+            facts={k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
+        )  # fmt: skip
+        self.statistics[name] = score["statistics"]
+        step["against_parent"] = self._compare(name, step["parent"])
+        step["against_baseline"] = self._compare(name, self.data["baseline"])
+        if name == self.data["baseline"]:  # steps that were scored before it can be compared only now
+            for other in self.statistics:
+                self._steps[other]["against_baseline"] = self._compare(other, name)
+
+    def skipped(self, name: str, reason: str) -> None:
+        """Record an optional step that could not run here."""
+        self._steps[name].update(status="skipped", reason=reason)
+
+    def not_reached(self, name: str, reason: str) -> None:
+        """Record a step whose parent is missing."""
+        skipped = self._steps[self._steps[name]["parent"]]["status"] == "skipped"
+        self._steps[name].update(status="skipped" if skipped else "not-reached", reason=reason)
+
+    def failed(self, message: str, name: str | None = None) -> None:
+        """Record an error, on the step it belongs to or else on the first one not reached."""
+        self._set_status("error")
+        unreached = next((s["name"] for s in self.data["steps"] if s["status"] == "not-reached"), None)
+        name = name or unreached or self.data["steps"][-1]["name"]
+        self._steps[name].update(status="error", error=message)
+
+    def interrupted(self) -> None:
+        """Record that the user stopped the run."""
+        self._set_status("interrupted")
+
+    def add_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fill in what `LatencyScores.measure` gave."""
+        for name, value in measured.items():
+            self._steps[name].update(latency=value["rows"], peak_memory_bytes=value["peak_memory_bytes"])
+            if value["error"]:
+                self._set_status("error")
+                self._steps[name]["error"] = f"latency: {value['error']}"
+
+    def finish(self) -> None:
+        """Judge the gates and find the frontier."""
+        from smelt.evaluate.frontier import frontier
+
+        for step in self.data["steps"]:
+            step["gates"] = [g for gate in self.plan.gates_of(step["name"]) if (g := _judge(gate, step)) is not None]
+        if self.status == "passed" and any(not g["passed"] for s in self.data["steps"] for g in s["gates"]):
+            self._set_status("gate-failed")
+        self.data["frontier"] = frontier(self.data["steps"])
+
+    def current(self) -> dict[str, Any]:
+        """Return the report as it stands."""
+        return self.data
+
+    def _set_status(self, status: str) -> None:
+        self.status = self.data["status"] = status
+
+    def _compare(self, name: str, other: str | None) -> dict[str, Any]:
+        from smelt.evaluate.significance import Statistics, compare
+
+        if other is None or other == name or other not in self.statistics:
+            return {}
+        own, others = self.statistics[name], self.statistics[other]
+        return {
+            metric: dict(compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric])))
+            for metric in own
+        }
+
+
+def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name, "stage": stage, "parent": parent, "status": "not-reached", **_EMPTY, "settings": settings,
+        "warnings": [], "quality": {}, "latency": [], "against_baseline": {}, "against_parent": {}, "gates": [],
+        "facts": {},
+    }  # fmt: skip
+
+
+def _judge(gate: Any, step: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the verdict of `gate` on `step`; None where the step was skipped. No value: not passed."""
+    if step["status"] == "skipped":
+        return None
+    value = _value_of(gate, step)
+    passed = value is not None and (value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit)
+    return {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value, "passed": passed}
+
+
+def _value_of(gate: Any, step: Mapping[str, Any]) -> float | None:
+    if gate.metric == "size_bytes":
+        return step["size_bytes"]  # type: ignore[no-any-return]
+    if gate.metric == "speedup":
+        return step["latency"][0]["speedup"] if step["latency"] else None
+    if gate.kind == "max_drop":
+        difference = step["against_baseline"].get(gate.metric)
+        # the baseline itself has lost nothing
+        return -difference["difference"] if difference else 0.0 if gate.metric in step["quality"] else None
+    score = step["quality"].get(gate.metric)
+    return score["value"] if score else None

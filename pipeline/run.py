@@ -1,0 +1,237 @@
+"""From a recipe to a folder with report and artifacts: the main job of smelt."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import Split, read_split
+from smelt.core.errors import InputError, MissingDependencyError, SmeltError
+from smelt.core.files import write_atomically
+from smelt.core.store import Store
+from smelt.display import Display, duration
+from smelt.latency_scores import LatencyScores
+from smelt.report_data import ReportBuilder
+from smelt.scoring import Scorer
+from smelt.steps import Workshop
+
+if TYPE_CHECKING:
+    from smelt.plan import Plan, Step
+
+ROOT = "model"
+EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to a recipe.
+
+    out: the run's folder (default: runs/NAME beside the current folder). store: where artifacts and
+    scores are kept (default: .store beside the run's folder). fresh: steps to be built anew,
+    {"*"} for all. limit: use so many rows of every split.
+    """
+
+    out: Path | None = None
+    store: Path | None = None
+    fresh: frozenset[str] = frozenset()
+    limit: int | None = None
+    quiet: bool = False
+
+
+@dataclass
+class Result:
+    """What a run gave: the report as a dict (see docs/report.md), its folder, the exit code."""
+
+    report: dict[str, Any]
+    folder: Path
+    exit_code: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exit_code = EXIT_CODES[self.report["status"]]
+
+
+def run_plan(plan: Plan, options: Options) -> Result:
+    """Carry out `plan`. The report is written after every step, so also for a run that fails.
+
+    Raises:
+        InputError: what can be known before any work is done; nothing has been written then.
+    """
+    recipe = plan.recipe
+    for step in plan.steps:
+        if step.unavailable and not step.optional:
+            raise MissingDependencyError(
+                f"{plan.path}:{step.line}: step '{step.name}' cannot run: {step.unavailable}"
+                " Or give the step `optional: true` to have it skipped."
+            )
+    unknown = options.fresh - {"*", ROOT} - {s.name for s in plan.steps}
+    if unknown:
+        raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {', '.join(s.name for s in plan.steps)}.")
+    data = load_data(plan, options.limit)
+    folder = (options.out or Path("runs") / plan.path.stem).resolve()
+    store = Store(options.store or folder.parent / ".store")
+    folder.mkdir(parents=True, exist_ok=True)
+    display = Display(folder / "log.txt", quiet=options.quiet)
+    try:
+        return _Run(plan, options, data, folder, store, display).go()
+    finally:
+        display.close()
+
+
+def load_data(plan: Plan, limit: int | None) -> dict[str, Split]:
+    """Read every split that the recipe names; each problem of each file is an InputError."""
+    data = plan.recipe.data
+    base = plan.path.parent
+    splits = {}
+    for name in ("train", "validation", "calibration", "test"):
+        origin = getattr(data, name)
+        if origin is not None:
+            splits[name] = read_split(origin, plan.recipe.task, data.columns, base, name).head(limit)
+    return splits
+
+
+class _Run:
+    """The state of one run; `go` is its story."""
+
+    def __init__(
+        self, plan: Plan, options: Options, data: dict[str, Split], folder: Path, store: Store, display: Display
+    ) -> None:
+        recipe = plan.recipe
+        self.plan, self.options, self.data = plan, options, data
+        self.folder, self.store, self.display = folder, store, display
+        score = recipe.score
+        self.scorer = Scorer(
+            store, recipe.task, score.quality, score.generation, score.batch_size, recipe.threads, recipe.strict
+        )
+        self.shop = Workshop(store, recipe.task, data, recipe.seed, recipe.threads, self.scorer, display)
+        self.artifacts: dict[str, Artifact] = {}
+        self.report = ReportBuilder(plan, data, options.limit)
+
+    def go(self) -> Result:
+        """Work through the tree; whatever happens, the report tells it."""
+        started = time.monotonic()
+        self._copy_recipe()
+        try:
+            self._root()
+            for step in self.plan.steps:
+                self._step(step)
+            self._latency()
+            self.report.finish()
+        except KeyboardInterrupt:
+            self.report.interrupted()
+            self.display.line("Interrupted. Finished steps are kept; run the same command to go on.")
+        except SmeltError as error:
+            if isinstance(error, InputError) and not self.artifacts:
+                raise  # nothing was done yet: a matter of input, not of the run
+            self.report.failed(str(error))
+            self.display.line(f"error: {error}")
+        self._write_report()
+        self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
+        return Result(self.report.data, self.folder)
+
+    def _copy_recipe(self) -> None:
+        write_atomically(self.folder / "recipe.yaml", self.plan.text)
+        if (self.folder / "artifacts").is_dir():
+            shutil.rmtree(self.folder / "artifacts")  # links of an earlier run into the store
+
+    def _root(self) -> None:
+        self.display.begin(ROOT)
+        labels = _labels(self.data) if self.plan.recipe.task == "text-classification" else None
+        artifact, cached = self.shop.import_root(self.plan.model_folder, labels, self._is_fresh(ROOT))
+        self._finished(ROOT, artifact, cached, 0.0)
+
+    def _step(self, step: Step) -> None:
+        if step.unavailable:
+            self.report.skipped(step.name, step.unavailable)
+            self.display.line(f"{step.name}: skipped: {step.unavailable}")
+            return
+        if step.parent not in self.artifacts:
+            self.report.not_reached(step.name, f"its parent step '{step.parent}' gave no artifact")
+            return
+        self.display.begin(step.name)
+        started = time.monotonic()
+        try:
+            artifact, cached = self.shop.run_step(step, self._ancestors(step), self._is_fresh(step.name))
+            self._finished(step.name, artifact, cached, time.monotonic() - started)
+        except SmeltError as error:
+            self.artifacts.pop(step.name, None)
+            self.report.failed(str(error), step.name)
+            self.display.line(f"{step.name}: error: {error}")
+        self._write_report()
+
+    def _finished(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+        """Link, score and report a finished artifact."""
+        link = self.folder / "artifacts" / name
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        os.symlink(os.path.relpath(artifact.path, link.parent), link)
+        self.artifacts[name] = artifact
+        self.display.begin(f"{name}, scoring")
+        score = self.scorer.score(artifact, self.data["test"], self.display.progress)
+        self.report.done(name, artifact, score, cached)
+        took = "from the store" if cached else duration(seconds)
+        metric, first = next(iter(score["quality"].items()))
+        self.display.line(f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB")
+
+    def _ancestors(self, step: Step) -> dict[str, Artifact]:
+        parents = {s.name: s.parent for s in self.plan.steps}
+        names, name = [], step.parent
+        while name != ROOT:
+            names.append(name)
+            name = parents[name]
+        return {n: self.artifacts[n] for n in [ROOT, *reversed(names)]}
+
+    def _is_fresh(self, name: str) -> bool:
+        return bool(self.options.fresh & {"*", name})
+
+    def _latency(self) -> None:
+        settings = self.plan.recipe.score.latency
+        if settings is None or self.plan.recipe.baseline not in self.artifacts:
+            return
+        self.display.begin("latency")
+        scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
+        measured = scores.measure(self.artifacts, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*"))
+        self.report.add_latency(measured)
+
+    def _write_report(self) -> None:
+        write_report(self.folder, self.report.current())
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write report.json and draw report.md and report.html from it."""
+    from smelt.evaluate.report_html import write_html
+    from smelt.evaluate.report_markdown import write_markdown
+
+    write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / "report.md", write_markdown(dict(report)))
+    write_atomically(folder / "report.html", write_html(dict(report)))
+
+
+def _labels(data: Mapping[str, Split]) -> list[str]:
+    """Return the class names for a model that has no head yet, from the labels in the data."""
+    found = {e.label for split in data.values() for e in split.examples}
+    numbers = [v for v in found if isinstance(v, int)]
+    if len(numbers) == len(found):
+        return [f"LABEL_{i}" for i in range(max(numbers) + 1)]
+    return sorted(str(v) for v in found)
+
+
+def summary_lines(result: Result) -> Sequence[str]:
+    """Return what `smelt run` prints at its end: the table and where everything is."""
+    from smelt.evaluate.report_table import table
+
+    return [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
+
+
+def _short(path: Path) -> str:
+    """Return `path` relative to the current folder where it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

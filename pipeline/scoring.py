@@ -1,0 +1,151 @@
+"""Scores of artifacts, kept in the store so that the same one is never computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import Example, Split, Task
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import hash_of
+from smelt.core.stage import Progress, silent
+from smelt.core.store import Store
+from smelt.runtime.generation import Generation
+
+# Raised whenever the same artifact and data would give another score or other statistics.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores artifacts on one split with fixed metrics, decoding and batches."""
+
+    store: Store
+    task: Task
+    metrics: Sequence[str]
+    generation: Generation
+    batch_size: int
+    threads: int | None
+    strict: bool = False
+
+    def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
+        """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
+
+        `statistics` are per example, so that two artifacts can be compared in pairs later.
+
+        Raises:
+            InputError: texts are too long and the recipe is strict, or a label is unknown.
+        """
+        from smelt.runtime.runner import open_runner
+
+        key = self._key(artifact, split)
+        kept = self.store.read_score(key)
+        if kept is not None:
+            return kept
+        with open_runner(artifact, self.threads) as runner:
+            too_long = _count_too_long(runner, split.examples)
+            if too_long and self.strict:
+                raise InputError(f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true).")
+            if self.task == "text-classification":
+                value = self._labels(runner, split, progress)
+            else:
+                value = self._texts(runner, split, progress)
+            value["runner"] = f"{runner.name} {runner.version}"
+        value["warnings"] = (
+            [f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"] if too_long else []
+        )
+        self.store.write_score(key, value)
+        return value
+
+    def _key(self, artifact: Artifact, split: Split) -> str:
+        return hash_of(
+            {
+                "kind": "quality",
+                "version": VERSION,
+                "artifact": artifact.key,
+                "data": split.fingerprint,
+                "metrics": sorted(self.metrics),
+                "generation": self.generation.model_dump() if self.task == "translation" else None,
+                "batch_size": self.batch_size,
+                "strict": self.strict,
+                "libraries": library_versions(_LIBRARIES_OF[artifact.format]),
+            }
+        )
+
+    def _texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_texts
+        from smelt.runtime.predict import generate_texts
+
+        texts = [e.text for e in split.examples]
+        predictions = generate_texts(runner, texts, self.generation, self.batch_size, progress)
+        scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
+        return {**_dump(scores), "predictions": predictions}
+
+    def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_labels
+        from smelt.runtime.predict import class_logits
+
+        names = label_names(runner.config)
+        gold = [label_index(e.label, names, split.origin) for e in split.examples]
+        logits = class_logits(runner, split.examples, self.batch_size, progress)
+        predicted = [int(row.argmax()) for row in logits]
+        return {**_dump(score_labels(self.metrics, predicted, gold)), "predictions": [names[i] for i in predicted]}
+
+
+_LIBRARIES_OF = {
+    "torch": ("torch", "transformers"),
+    "onnx": ("onnxruntime-gpu", "onnxruntime"),
+    "tensorrt": ("tensorrt",),
+}
+
+
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """Return the installed versions of the packages `names` that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def label_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the class names of a model's config, in the order of its outputs."""
+    names = config.get("id2label") or {}
+    return [names[k] for k in sorted(names, key=int)] or ["LABEL_0", "LABEL_1"]
+
+
+def label_index(label: int | str | None, names: Sequence[str], origin: str) -> int:
+    """Return the output that `label`, a number or a name, stands for."""
+    if isinstance(label, int) and 0 <= label < len(names):
+        return label
+    if label in names:
+        return names.index(str(label))
+    if isinstance(label, str) and label.isdecimal() and int(label) < len(names):
+        return int(label)  # CSV files hold numbers as text
+    raise InputError(
+        f"{origin}: the label {label!r} is unknown to the model; it knows {', '.join(names)}"
+        f" (or 0 to {len(names) - 1}).{nearest(str(label), names)}"
+    )
+
+
+def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Split scores into what the report shows and what paired tests need."""
+    return {
+        "quality": {name: score.entry() for name, score in scores.items()},
+        "statistics": {name: score.statistics.model_dump(mode="json") for name, score in scores.items()},
+    }
+
+
+def _count_too_long(runner: Any, examples: Sequence[Example]) -> int:
+    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.predict import encode_texts, length_limit
+
+    tokenizer = load_tokenizer(runner.folder)
+    limit = length_limit(tokenizer, runner.config)
+    return encode_texts([e.text for e in examples], tokenizer, limit, [e.text_pair for e in examples]).truncated

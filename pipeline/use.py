@@ -1,0 +1,120 @@
+"""Using a finished artifact or run: score it, run it on texts, draw its report again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.data import Columns, Example, read_split
+from smelt.core.errors import InputError, nearest
+from smelt.core.store import Store
+from smelt.scoring import Scorer, label_names
+
+_METRICS = {
+    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
+    "text-classification": ("accuracy", "f1"),
+}
+
+
+def evaluate_artifact(
+    folder: Path,
+    data: str,
+    metrics: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    batch_size: int = 32,
+    max_new_tokens: int = 128,
+    threads: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
+
+    Raises:
+        InputError: no artifact there, unknown metrics or columns, or unreadable data.
+    """
+    import tempfile
+
+    from smelt.runtime.generation import Generation
+
+    artifact = _open(folder)
+    task: Any = artifact.manifest.task
+    for metric in metrics:
+        if metric not in _METRICS[task]:
+            known = ", ".join(_METRICS[task])
+            raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{nearest(metric, _METRICS[task])}")
+    split = read_split(data, task, _columns(columns), Path.cwd()).head(limit)
+    with tempfile.TemporaryDirectory() as scratch:
+        scorer = Scorer(
+            Store(Path(scratch)), task, metrics or _METRICS[task], Generation(max_new_tokens=max_new_tokens),
+            batch_size, threads,
+        )  # fmt: skip
+        quality: dict[str, Any] = scorer.score(artifact, split)["quality"]
+    return quality
+
+
+def quality_lines(scores: dict[str, Any]) -> list[str]:
+    """Return one line per metric: value, 95 % interval, n, signature."""
+    return [
+        f"{name:9} {s['value']:6.2f}  [{s['ci95'][0]:.2f}, {s['ci95'][1]:.2f}]  n={s['n']}  {s['signature']}"
+        for name, s in scores.items()
+    ]
+
+
+def predict_texts(
+    folder: Path, texts: Sequence[str], max_new_tokens: int = 128, threads: int | None = None
+) -> list[str]:
+    """Return the artifact's output for each of `texts`: a translation, or a label with its probability."""
+    from smelt.runtime.generation import Generation
+    from smelt.runtime.predict import class_logits, generate_texts
+    from smelt.runtime.runner import open_runner
+
+    artifact = _open(folder)
+    if not texts:
+        return []
+    with open_runner(artifact, threads) as runner:
+        if artifact.manifest.task == "text-classification":
+            import numpy as np
+
+            names = label_names(runner.config)
+            logits = class_logits(runner, [Example(t) for t in texts])
+            odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+            best = odds.argmax(axis=1)
+            return [f"{names[i]}\t{row[i] / row.sum():.3f}" for i, row in zip(best, odds, strict=True)]
+        return generate_texts(runner, texts, Generation(max_new_tokens=max_new_tokens))
+
+
+def redraw_report(folder: Path) -> str:
+    """Draw report.md and report.html of the run in `folder` from its report.json; return the table."""
+    from smelt.evaluate.report_schema import validate_report
+    from smelt.evaluate.report_table import table
+    from smelt.run import write_report
+
+    path = folder / "report.json"
+    if not path.is_file():
+        raise InputError(f"{path}: no such file. Give the folder of a run, such as runs/quickstart.")
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: broken JSON: {error}") from error
+    validate_report(report)
+    write_report(folder, report)
+    return f"{table(report)}\n\nReport: {folder / 'report.html'}"
+
+
+def _open(folder: Path) -> Artifact:
+    artifact = read_artifact(folder)
+    artifact.verify()
+    return artifact
+
+
+def _columns(given: Sequence[str]) -> Columns:
+    values = {}
+    for item in given:
+        role, sep, name = item.partition("=")
+        if not sep or role not in Columns.model_fields:
+            known = ", ".join(Columns.model_fields)
+            raise InputError(f"--column {item}: expected ROLE=NAME with a role of {known}.{nearest(role, Columns.model_fields)}")
+        values[role] = name
+    return Columns(**values)

@@ -1,0 +1,173 @@
+"""Runs an onnx artifact in ONNX Runtime.
+
+The encoder leaves the keys and values of cross-attention as OrtValues, which every decoder step binds
+as they are; the self-attention caches that one step leaves are the inputs of the next. Only logits
+become numpy arrays.
+
+Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import onnxruntime
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.runtime.checkpoint import read_json
+from smelt.runtime.runner import Batch, Logits, Tokens
+
+_MAKE_AGAIN = "Run the onnx stage again to make it anew."
+
+
+@dataclass
+class _State:
+    """The bound inputs of the next decoder step."""
+
+    binding: Any
+    present: list[str]
+
+
+class OnnxRunner:
+    """A `Runner` over ONNX Runtime sessions: CPU, or CUDA where the artifact's target is ort-cuda."""
+
+    name = "onnxruntime"
+    version: str = onnxruntime.__version__
+
+    def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
+        self.folder: Path = artifact.path
+        self.config: dict[str, Any] = read_json(self.folder / "config.json")
+        self.generation_config: dict[str, Any] = read_json(self.folder / "generation_config.json")
+        self._device = "cuda" if artifact.manifest.facts.get("target") == "ort-cuda" and _has_cuda() else "cpu"
+        self._threads = threads
+        self._model = self._encoder = self._decoder = None
+        if (self.folder / "model.onnx").is_file():
+            self._model = self._open("model.onnx", {"input_ids", "attention_mask"}, {"logits"})
+            return
+        self._encoder = self._open("encoder_model.onnx", {"input_ids", "attention_mask"}, {"last_hidden_state"})
+        wanted = {"input_ids", "encoder_attention_mask"}
+        self._decoder = self._open("decoder_with_past_model.onnx", wanted, {"logits"})
+        self._pair_caches()
+
+    def _open(self, file: str, inputs: set[str], outputs: set[str]) -> Any:
+        path = self.folder / file
+        if not path.is_file():
+            raise InputError(f"{path}: no such graph. {_MAKE_AGAIN}")
+        session = open_session(path, self._threads, self._device)
+        found_in, found_out = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
+        if lacking := (inputs - found_in) | (outputs - found_out):
+            raise InputError(
+                f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
+                f" {', '.join(sorted(found_in))} and the outputs {', '.join(sorted(found_out))}. {_MAKE_AGAIN}"
+            )
+        return session
+
+    def _pair_caches(self) -> None:
+        """Find which output becomes which input of the decoder, and what an empty cache looks like."""
+        assert self._encoder is not None and self._decoder is not None
+        inputs = {i.name: i for i in self._decoder.get_inputs()}
+        outputs = [o.name for o in self._decoder.get_outputs() if o.name != "logits"]
+        cross = [o.name for o in self._encoder.get_outputs() if o.name != "last_hidden_state"]
+        caches = {f"past_key_values.{n.removeprefix('present.')}" for n in outputs + cross}
+        expected = {"input_ids", "encoder_attention_mask"} | caches
+        if set(inputs) != expected:
+            odd = ", ".join(sorted(set(inputs) ^ expected))
+            raise InputError(f"{self.folder}: encoder and decoder graphs do not fit each other: {odd}. {_MAKE_AGAIN}")
+        self._self_names, self._cross_names = outputs, cross
+        kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        past = [inputs[_past(n)] for n in outputs]
+        self._empty = [(p.name, p.shape[1], p.shape[3], kinds[p.type]) for p in past]
+
+    def forward(self, batch: Batch) -> Logits:
+        """Return class logits, float32 [B, C]."""
+        if self._model is None:
+            raise InputError(f"{self.folder}: these graphs generate text; they do not classify.")
+        feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if any(i.name == "token_type_ids" for i in self._model.get_inputs()):
+            types = batch.token_type_ids
+            feeds["token_type_ids"] = np.zeros_like(batch.input_ids) if types is None else types
+        logits: Logits = self._model.run(["logits"], feeds)[0]
+        return logits
+
+    def encode(self, batch: Batch) -> _State:
+        """Run the encoder; bind what all decoder steps share, and empty caches."""
+        if self._encoder is None or self._decoder is None:
+            raise InputError(f"{self.folder}: this graph classifies; it does not generate text.")
+        encoder = self._encoder.io_binding()
+        encoder.bind_cpu_input("input_ids", np.ascontiguousarray(batch.input_ids))
+        encoder.bind_cpu_input("attention_mask", np.ascontiguousarray(batch.attention_mask))
+        for name in self._cross_names:
+            encoder.bind_output(name, self._device)
+        self._encoder.run_with_iobinding(encoder)
+        decoder = self._decoder.io_binding()
+        for name, value in zip(self._cross_names, encoder.get_outputs(), strict=True):
+            decoder.bind_ortvalue_input(_past(name), value)
+        mask = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(batch.attention_mask), self._device)
+        decoder.bind_ortvalue_input("encoder_attention_mask", mask)
+        rows = batch.input_ids.shape[0]
+        for name, heads, width, kind in self._empty:
+            empty = np.zeros((rows, heads, 0, width), dtype=kind)
+            decoder.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(empty, self._device))
+        return _State(decoder, self._self_names)
+
+    def decode_step(self, state: _State, tokens: Tokens) -> Logits:
+        """Feed one token per row (int64 [B]); return float32 [B, V]."""
+        assert self._decoder is not None
+        binding = state.binding
+        binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens).reshape(-1, 1))
+        # outputs are bound anew: they grow, and what the last step left is now an input
+        binding.bind_output("logits", "cpu")
+        for name in state.present:
+            binding.bind_output(name, self._device)
+        self._decoder.run_with_iobinding(binding)
+        logits, *present = binding.get_outputs()
+        for name, value in zip(state.present, present, strict=True):
+            binding.bind_ortvalue_input(_past(name), value)
+        out: Logits = logits.numpy()
+        return out
+
+    def close(self) -> None:
+        """Free the sessions and their threads."""
+        self._model = self._encoder = self._decoder = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_session(path: Path, threads: int | None = None, device: str = "cpu") -> Any:
+    """Open the graph `path`.
+
+    Raises:
+        InputError: ONNX Runtime cannot read the file or does not know one of its operators.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    # without VNNI, int8 products may overflow 16 bits; this asks for the exact ones (no effect with VNNI)
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:  # its error classes share no base but Exception
+        raise InputError(f"{path}: ONNX Runtime cannot load this graph: {error} {_MAKE_AGAIN}") from error
+
+
+def _past(name: str) -> str:
+    return f"past_key_values.{name.removeprefix('present.')}"
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()

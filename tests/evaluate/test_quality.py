@@ -1,0 +1,158 @@
+import json
+import time
+
+import numpy as np
+import pytest
+from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from sklearn.metrics import f1_score
+
+from smelt.core.errors import InputError
+from smelt.evaluate.quality import TEXT_METRICS, UnicodeWords, score_labels, score_texts
+from smelt.evaluate.significance import Statistics
+
+WORDS = "ein der Mann Hund läuft über grünes Gras und springt schön vor einem weißen Zaun am Fluss".split()
+
+
+def corpus(n, error, seed=0):
+    """References of 4 to 14 words, and predictions in which a share of the words is another one."""
+    rng = np.random.default_rng(seed)
+    references = [" ".join(rng.choice(WORDS, size=rng.integers(4, 15))) + "." for _ in range(n)]
+    predictions = [
+        " ".join(str(rng.choice(WORDS)) if rng.random() < error else word for word in text.split())
+        for text in references
+    ]
+    return predictions, references
+
+
+@pytest.mark.parametrize(("name", "scorer"), [("bleu", BLEU), ("chrf", CHRF)])
+def test_value_and_interval_equal_sacrebleu(name, scorer):
+    predictions, references = corpus(200, 0.3)
+    score = score_texts([name], predictions, [[text] for text in references])[name]
+    metric = scorer()
+    theirs = metric.corpus_score(predictions, [references], n_bootstrap=1000)
+    assert score.value == pytest.approx(theirs.score, abs=1e-9)
+    low, high = score.ci95
+    # sacrebleu takes the 25th and 975th of the same 1000 resamples, in single precision
+    assert (high - low) / 2 == pytest.approx(theirs._ci, rel=0.01)
+    assert (high + low) / 2 == pytest.approx(theirs._mean, abs=0.2)
+    assert score.signature == str(metric.get_signature())
+    assert "version:" in score.signature
+    assert (score.n, score.unit, score.higher_is_better) == (
+        200,
+        {"bleu": "BLEU", "chrf": "chrF"}[name],
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    "predictions",
+    [["a b", "c d"], ["x", "y"], ["a b c d e f", ""], ["", ""], ["a b c d", "c e f g h i j k l m n o p"]],
+)
+def test_corner_cases_equal_sacrebleu(predictions):
+    references = ["a b c d e", "c e f g h"]
+    scores = score_texts(["bleu", "chrf"], predictions, [[text] for text in references])
+    assert scores["bleu"].value == pytest.approx(
+        BLEU().corpus_score(predictions, [references]).score, abs=1e-9
+    )
+    assert scores["chrf"].value == pytest.approx(
+        CHRF().corpus_score(predictions, [references]).score, abs=1e-9
+    )
+
+
+def test_references_of_differing_number_are_all_used():
+    predictions = ["the cat sat on the mat", "a dog ran home today"]
+    references = [["a cat sat on a mat", "the cat sat on the mat"], ["a dog ran home now"]]
+    scores = score_texts(TEXT_METRICS, predictions, references)
+    columns = [["a cat sat on a mat", "a dog ran home now"], ["the cat sat on the mat", None]]
+    assert scores["bleu"].value == pytest.approx(BLEU().corpus_score(predictions, columns).score, abs=1e-9)
+    assert scores["chrf"].value == pytest.approx(CHRF().corpus_score(predictions, columns).score, abs=1e-9)
+    assert "nrefs:var" in scores["bleu"].signature
+    assert "nrefs:var" in scores["rouge1"].signature
+    # first example matches its second reference, the second shares 4 of 5 words
+    assert scores["rouge1"].value == pytest.approx(100 * (1 + 0.8) / 2)
+    assert list(scores) == list(TEXT_METRICS)
+
+
+def test_rouge_equals_rouge_score_on_english():
+    predictions = ["The quick_brown fox, jumps over 2 dogs!", "it's raining"]
+    references = ["The quick brown dog jumps on the 2 logs.", "it is raining now"]
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    scores = score_texts(["rouge1", "rouge2", "rougeL"], predictions, [[r] for r in references])
+    for name, score in scores.items():
+        each = [scorer.score(r, p)[name].fmeasure for r, p in zip(references, predictions, strict=True)]
+        assert score.value == pytest.approx(100 * np.mean(each))
+        assert "rouge-score" in score.signature
+        assert "tok:smelt-unicode-words" in score.signature
+
+
+def test_tokenizer_keeps_letters_of_all_scripts():
+    tokenize = UnicodeWords().tokenize
+    assert tokenize("Schöne Grüße, Straße_7!") == ["schöne", "grüße", "straße", "7"]
+    assert tokenize("scho\u0308n") == tokenize("schön")
+    assert tokenize("हिन्दी में") == ["हिन्दी", "में"]
+    assert tokenize("猫が好き") == ["猫", "が", "好", "き"]
+    text = "Mr. O'Neil's 3rd_try -- e.g. 1,000 (one thousand)"
+    assert tokenize(text) == DefaultTokenizer().tokenize(text)
+
+
+def test_wrong_umlaut_lowers_rouge():
+    score = score_texts(["rouge1"], ["schon"], [["schön"]])["rouge1"]
+    assert score.value == 0
+
+
+def test_labels_equal_sklearn_and_published_wilson_interval():
+    gold = [1] * 81 + [0] * 182
+    predicted = [1] * 81 + [1] * 182
+    scores = score_labels(["accuracy", "f1"], predicted, gold)
+    # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662 by Wilson's method
+    assert scores["accuracy"].value == pytest.approx(100 * 81 / 263)
+    assert scores["accuracy"].ci95 == pytest.approx((25.53, 36.62), abs=0.01)
+    assert "wilson" in scores["accuracy"].signature
+    assert scores["f1"].value == pytest.approx(100 * f1_score(gold, predicted, average="macro"))
+    low, high = scores["f1"].ci95
+    assert low < scores["f1"].value < high
+
+
+def test_f1_interval_equals_resampling_with_sklearn():
+    rng = np.random.default_rng(1)
+    gold = rng.integers(0, 4, 60)
+    predicted = np.where(rng.random(60) < 0.7, gold, rng.integers(0, 4, 60))
+    score = score_labels(["f1"], predicted.tolist(), gold.tolist())["f1"]
+    draws = np.random.default_rng(12345).integers(0, 60, size=(1000, 60))
+    values = [100 * f1_score(gold[i], predicted[i], average="macro") for i in draws[:1000]]
+    assert score.ci95 == pytest.approx(tuple(np.quantile(values, (0.025, 0.975))))
+
+
+def test_statistics_survive_json_and_stay_out_of_the_report():
+    score = score_texts(["bleu"], ["a b c d"], [["a b c d e"]])["bleu"]
+    again = Statistics.model_validate(json.loads(json.dumps(score.statistics.model_dump())))
+    assert again == score.statistics
+    assert set(score.entry()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature"}
+    json.dumps(score.entry())
+
+
+def test_thousand_sentences_take_less_than_two_seconds():
+    predictions, references = corpus(1000, 0.3)
+    start = time.process_time()
+    score_texts(["bleu"], predictions, [[text] for text in references])
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: score_texts(["blue"], ["a"], [["a"]]), "Unknown metric 'blue'.*Did you mean 'bleu'"),
+        (lambda: score_texts(["bleu"], ["a"], []), "1 predictions for 0 examples"),
+        (lambda: score_texts(["bleu"], [], []), "No examples"),
+        (lambda: score_texts(["bleu"], ["a", "b"], [["a"], []]), r"Example 2 needs a list.*read \[\]"),
+        (lambda: score_texts(["bleu"], ["a"], ["a"]), "Example 1 needs a list"),
+        (lambda: score_labels(["bleu"], [1], [1]), "known: accuracy, f1"),
+        (lambda: score_labels(["f1"], [1, 2], [1]), "2 predictions for 1 examples"),
+    ],
+)
+def test_errors_say_what_was_read(call, message):
+    with pytest.raises(InputError, match=message):
+        call()

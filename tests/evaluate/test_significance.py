@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.significance import PairedTest
+from sklearn.metrics import f1_score
+
+from smelt.core.errors import InputError
+from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
+from smelt.evaluate.significance import compare
+
+WORDS = "a man and the dog run over green grass near white fence by river with hat".split()
+rng = np.random.default_rng(3)
+REFERENCES = [" ".join(rng.choice(WORDS, size=rng.integers(5, 12))) for _ in range(80)]
+
+
+def predictions(error, seed):
+    noise = np.random.default_rng(seed)
+    return [
+        " ".join(str(noise.choice(WORDS)) if noise.random() < error else w for w in text.split())
+        for text in REFERENCES
+    ]
+
+
+GOOD, POOR = predictions(0.15, 1), predictions(0.45, 2)
+
+
+def statistics(metric, texts):
+    return score_texts([metric], texts, [[text] for text in REFERENCES])[metric].statistics
+
+
+@pytest.mark.parametrize("metric", TEXT_METRICS)
+def test_better_step_has_positive_difference_and_small_p(metric):
+    better, worse = statistics(metric, GOOD), statistics(metric, POOR)
+    result = compare(better, worse)
+    assert result["difference"] > 5
+    assert 0 < result["ci95"][0] <= result["difference"] <= result["ci95"][1]
+    assert result["p_value"] == pytest.approx(2 / 1001)
+    back = compare(worse, better)
+    assert back["difference"] == pytest.approx(-result["difference"])
+    assert back["ci95"] == pytest.approx([-result["ci95"][1], -result["ci95"][0]])
+
+
+def test_step_against_itself_shows_no_difference():
+    same = statistics("bleu", GOOD)
+    assert compare(same, same) == {"difference": 0.0, "ci95": [0.0, 0.0], "p_value": 1.0}
+
+
+def test_chance_is_not_called_a_difference():
+    result = compare(statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6)))
+    assert result["p_value"] > 0.05
+    assert result["ci95"][0] < 0 < result["ci95"][1]
+
+
+def test_difference_and_p_agree_with_sacrebleu_paired_bootstrap():
+    near = predictions(0.2, 7)
+    ours = compare(statistics("bleu", near), statistics("bleu", GOOD))
+    test = PairedTest(
+        [("good", GOOD), ("near", near)],
+        {"BLEU": BLEU(references=[REFERENCES])},
+        None,
+        test_type="bs",
+        n_samples=1000,
+    )
+    _, scores = test()
+    first, second = scores["BLEU"]
+    assert ours["difference"] == pytest.approx(second.score - first.score, abs=1e-6)
+    # theirs is two-sided about the shifted mean, ours inverts the percentile interval
+    assert ours["p_value"] == pytest.approx(second.p_value, abs=0.04)
+
+
+def test_p_equals_count_over_the_same_resamples():
+    near = predictions(0.2, 7)
+    metric = BLEU()
+    one = np.array(metric._extract_corpus_statistics(near, [REFERENCES]))
+    two = np.array(metric._extract_corpus_statistics(GOOD, [REFERENCES]))
+    draws = np.random.default_rng(12345).integers(0, 80, size=(1000, 80))
+    differences = np.array(
+        [
+            metric._aggregate_and_compute(one[i].tolist()).score
+            - metric._aggregate_and_compute(two[i].tolist()).score
+            for i in draws
+        ]
+    )
+    result = compare(statistics("bleu", near), statistics("bleu", GOOD))
+    assert result["p_value"] == pytest.approx(2 * (np.sum(differences >= 0) + 1) / 1001)
+    assert result["ci95"] == pytest.approx(list(np.quantile(differences, (0.025, 0.975))))
+
+
+def test_accuracy_uses_mcnemar_exact():
+    gold = [1] * 40
+    one = [1] * 32 + [0] * 8  # 10 right that the other gets wrong, 2 the other way round
+    other = [1] * 22 + [0] * 10 + [1] * 2 + [0] * 6
+    result = compare(
+        score_labels(["accuracy"], one, gold)["accuracy"].statistics,
+        score_labels(["accuracy"], other, gold)["accuracy"].statistics,
+    )
+    assert result["difference"] == pytest.approx(100 * 8 / 40)
+    # 2 * (C(12,0) + C(12,1) + C(12,2)) / 2^12
+    assert result["p_value"] == pytest.approx(2 * (1 + 12 + 66) / 4096)
+
+
+def test_accuracy_without_discordant_examples_has_p_one():
+    score = score_labels(["accuracy"], [0, 1, 1], [0, 1, 0])["accuracy"].statistics
+    assert compare(score, score)["p_value"] == 1.0
+
+
+def test_f1_difference_equals_sklearn():
+    gold = [0, 1, 2, 0, 1, 2, 0, 1]
+    one, other = [0, 1, 2, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0, 2]
+    result = compare(
+        score_labels(["f1"], one, gold)["f1"].statistics, score_labels(["f1"], other, gold)["f1"].statistics
+    )
+    expected = 100 * (f1_score(gold, one, average="macro") - f1_score(gold, other, average="macro"))
+    assert result["difference"] == pytest.approx(expected)
+
+
+def test_other_examples_are_refused():
+    one = score_texts(["bleu"], ["a b"], [["a b"]])["bleu"].statistics
+    other = score_texts(["bleu"], ["a b"], [["a c"]])["bleu"].statistics
+    with pytest.raises(InputError, match="their examples differ"):
+        compare(one, other)
+    with pytest.raises(InputError, match="their metric differ"):
+        compare(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)

@@ -1,0 +1,133 @@
+"""What the pages say can be done: links lead somewhere, commands and their options exist."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SKIPPED = {".venv", ".git", "build", "runs", "node_modules", ".pytest_cache"}
+PAGES = sorted(
+    path for path in ROOT.rglob("*.md") if not SKIPPED & set(path.relative_to(ROOT).parts) and path.is_file()
+)
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", flags=re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
+SHELLS = {"bash", "sh", "console", "shell"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """The words of each command in the page's shell blocks; comments and a leading `$` are dropped."""
+    found = []
+    for language, block in FENCE.findall(text):
+        if language not in SHELLS:
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+            if words:
+                found.append(words)
+    return found
+
+
+def smelt_arguments(text: str) -> list[list[str]]:
+    """What stands behind `smelt`, `.venv/bin/smelt` or `python -m smelt` in the page's commands."""
+    found = []
+    for words in command_lines(text):
+        if Path(words[0]).name == "smelt":
+            found.append(words[1:])
+        elif words[1:3] == ["-m", "smelt"]:
+            found.append(words[3:])
+    return found
+
+
+def check_command(arguments: list[str]) -> None:
+    """Read `arguments` as the command line would, without doing anything.
+
+    Raises:
+        click.UsageError: no such command or option, or more words than it takes.
+    """
+    from smelt.cli import main
+
+    command: click.Command = main
+    context = click.Context(command, info_name="smelt")
+    while isinstance(command, click.Group):
+        _, rest, _ = command.make_parser(context).parse_args(args=list(arguments))
+        if not rest:
+            return
+        name, found, arguments = command.resolve_command(context, list(rest))
+        assert found is not None
+        command = found
+        context = click.Context(command, info_name=name, parent=context)
+    _, left, _ = command.make_parser(context).parse_args(args=list(arguments))
+    if left and not context.allow_extra_args:
+        raise click.UsageError(f"'{context.command_path}' does not take the words {left}.")
+
+
+def relative_links(text: str) -> Iterator[str]:
+    prose = FENCE.sub("", text)
+    for target in LINK.findall(prose):
+        if not re.match(r"[a-z]+:|#", target):
+            yield target.split("#")[0]
+
+
+PAGES_WITH_COMMANDS = [page for page in PAGES if smelt_arguments(page.read_text(encoding="utf-8"))]
+
+
+def test_there_are_pages_with_commands() -> None:
+    assert ROOT / "README.md" in PAGES_WITH_COMMANDS
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=name_of)
+def test_smelt_commands_exist(page: Path) -> None:
+    for arguments in smelt_arguments(page.read_text(encoding="utf-8")):
+        try:
+            check_command(arguments)
+        except click.UsageError as error:
+            pytest.fail(f"smelt {shlex.join(arguments)}: {error.format_message()}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    text = page.read_text(encoding="utf-8")
+    named = {words[1] for words in command_lines(text) if words[0] == "make" and len(words) > 1}
+    named |= set(re.findall(r"`make ([a-z]+)`", text))
+    assert named - targets == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [link for link in relative_links(text) if link and not (page.parent / link).exists()] == []
+
+
+def test_index_of_docs_names_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in relative_links(index.read_text(encoding="utf-8"))}
+    pages = {page for page in (ROOT / "docs").rglob("*.md") if page != index}
+    assert pages - linked == set()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["rnu", "recipe.yaml"], ["run", "--no-such-option", "recipe.yaml"], ["run", "a.yaml", "b.yaml"]],
+)
+def test_command_check_finds_a_mistake(arguments: list[str]) -> None:
+    with pytest.raises(click.UsageError):
+        check_command(arguments)
+
+
+def test_command_lines_reads_continued_and_commented_lines() -> None:
+    text = "```bash\n# first\n$ smelt run a.yaml \\\n  --limit 8   # few rows\n```\n```yaml\nsmelt: no\n```\n"
+    assert smelt_arguments(text) == [["run", "a.yaml", "--limit", "8"]]
+
+
+def test_relative_links_leaves_out_addresses_anchors_and_code() -> None:
+    text = "[a](x.md#part) ![b](images/p.png) [c](https://e.org) [d](#here)\n```\n[e](no.md)\n```\n"
+    assert list(relative_links(text)) == ["x.md", "images/p.png"]

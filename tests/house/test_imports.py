@@ -1,0 +1,134 @@
+"""What importing smelt costs: the command line answers at once, and nothing optional is needed."""
+
+import ast
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+    "package-dir"
+]
+HEAVY = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxsim", "tensorrt", "openvino"]
+HEAVY += ["datasets", "sklearn", "sacrebleu", "plotly", "pandas", "scipy", "accelerate"]
+EXTRAS = ["tensorrt", "tensorrt_bindings", "openvino", "bitsandbytes", "tensorboard", "wandb", "swanlab"]
+HELP_BOUND_SECONDS = 1.0
+"""The promise is 0.3 s; the bound leaves room for a busy machine."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of smelt: dotted name to file."""
+    found = {}
+    for package, folder in PACKAGE_DIR.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *parts]).removesuffix(".__init__")
+            found[name] = path
+    return found
+
+
+def stage_modules() -> list[str]:
+    """Modules with a class that has a `settings_type`: the stages, wherever the table puts them."""
+    names = []
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and name != "smelt.core.stage":
+                fields = {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
+                fields |= {ast.unparse(t) for f in node.body if isinstance(f, ast.Assign) for t in f.targets}
+                if "settings_type" in fields:
+                    names.append(name)
+    return sorted(set(names))
+
+
+def python(code: str) -> Any:
+    """Run `code` in a new interpreter, outside the tree; return the JSON of its last line."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path.home(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def loaded_after(names: list[str]) -> list[str]:
+    """Which heavy packages are loaded once `names` are imported."""
+    return python(
+        "import importlib, json, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(json.dumps(sorted(set({HEAVY!r}) & set(sys.modules))))"
+    )
+
+
+def test_importing_smelt_loads_nothing_heavy() -> None:
+    assert loaded_after(["smelt"]) == []
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    assert loaded_after(["smelt.cli"]) == []
+
+
+def test_importing_core_loads_nothing_heavy() -> None:
+    names = [name for name in modules() if name.startswith("smelt.core")]
+    assert len(names) > 4
+    assert loaded_after(names) == []
+
+
+def test_importing_the_stages_loads_nothing_heavy() -> None:
+    names = stage_modules()
+    assert len(names) >= 7, names
+    assert loaded_after(names) == []
+
+
+def test_heavy_check_finds_a_heavy_import() -> None:
+    assert "torch" in loaded_after(["smelt.runtime.low_rank"])
+
+
+def test_every_module_imports_without_the_extras() -> None:
+    # phrases.py needs Babel, a tool of the extra "dev", and says so in its docstring.
+    names = [name for name in modules() if not name.endswith("__main__")]
+    code = (
+        "import importlib, json, sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {EXTRAS!r}: raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(json.dumps(sorted(set({EXTRAS!r}) & set(sys.modules))))"
+    )
+    assert python(code) == []
+
+
+def run_smelt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "smelt", *arguments]
+    return subprocess.run(command, cwd=Path.home(), check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_help_names_the_commands() -> None:
+    done = run_smelt("--help")
+    assert done.returncode == 0, done.stderr
+    for command in ("run", "plan", "stages", "eval", "predict", "report", "doctor"):
+        assert f"\n  {command} " in done.stdout, done.stdout
+
+
+def test_help_answers_at_once() -> None:
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        assert run_smelt("--help").returncode == 0
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < HELP_BOUND_SECONDS, seconds
+
+
+@pytest.mark.parametrize("name", ["smelt", "smelt.core", "smelt.runtime", "smelt.compress", "smelt.export"])
+def test_package_has_a_docstring(name: str) -> None:
+    assert ast.get_docstring(ast.parse(modules()[name].read_text(encoding="utf-8")))

@@ -1,0 +1,130 @@
+"""Dependencies point one way: core <- runtime <- compress, export, evaluate <- pipeline."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAY_IMPORT = {
+    "core": {"core"},
+    "runtime": {"core", "runtime"},
+    "compress": {"core", "runtime", "compress"},
+    "export": {"core", "runtime", "export"},
+    "evaluate": {"core", "runtime", "evaluate"},
+    "configs": {"configs"},
+    "pipeline": {"core", "runtime", "compress", "export", "evaluate", "configs", "pipeline"},
+}
+SOURCES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "os.system",
+    "eval",
+    "exec",
+}
+FORBIDDEN_KEYWORDS = {"trust_remote_code", "shell", "allow_pickle"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that `tree` imports; `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.level == 0)
+
+
+def layer(name: str) -> str:
+    """The folder that a dotted name below `smelt` lies in."""
+    second = name.split(".")[1] if "." in name else ""
+    return second if second in MAY_IMPORT and second != "pipeline" else "pipeline"
+
+
+def bad_calls(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in FORBIDDEN_CALLS:
+            yield f"line {node.lineno}: {called}(...)"
+        for keyword in node.keywords:
+            off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg in FORBIDDEN_KEYWORDS and not off:
+                yield f"line {node.lineno}: {keyword.arg}={ast.unparse(keyword.value)}"
+
+
+def layer_breaks(folder: str, tree: ast.AST) -> list[str]:
+    """What a module of `folder` imports of smelt and may not."""
+    ours = {name for name in imported(tree) if name.split(".")[0] == "smelt"}
+    if folder != "pipeline":
+        # `from smelt.core import x` yields smelt.core and smelt.core.x: each says its layer itself.
+        return sorted(name for name in ours if layer(name) not in MAY_IMPORT[folder])
+    return []
+
+
+def test_there_are_sources_in_every_folder() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_module_imports_only_layers_below_it(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert layer_breaks(path.relative_to(ROOT).parts[0], tree) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_module_imports_no_folder_by_its_bare_name(path: Path) -> None:
+    names = set(imported(ast.parse(path.read_text(encoding="utf-8"))))
+    bare = {name for name in names if name.split(".")[0] in MAY_IMPORT}
+    relative = {name for name in names if name.startswith(".")}
+    assert (bare, relative) == (set(), set())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_module_never_unpickles_nor_runs_foreign_code(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    unpicklers = {name for name in imported(tree) if name.split(".")[0] in UNPICKLERS}
+    assert (unpicklers, list(bad_calls(tree))) == (set(), [])
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        ("core", "import smelt.runtime.runner"),
+        ("runtime", "from smelt.compress import prune"),
+        ("compress", "from smelt.export.onnx import Onnx"),
+        ("evaluate", "from smelt import run"),
+        ("export", "def f():\n    import smelt.plan"),
+    ],
+)
+def test_layer_check_finds_a_break(folder: str, text: str) -> None:
+    assert layer_breaks(folder, ast.parse(text)) != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.load(path)",
+        "yaml.load(text)",
+        "run(command, shell=True)",
+        "f(trust_remote_code=True)",
+        "eval(x)",
+    ],
+)
+def test_call_check_finds_a_forbidden_call(text: str) -> None:
+    assert len(list(bad_calls(ast.parse(text)))) == 1
+
+
+@pytest.mark.parametrize("text", ["f(trust_remote_code=False)", "model.eval()", "yaml.safe_load(text)"])
+def test_call_check_leaves_harmless_calls_alone(text: str) -> None:
+    assert list(bad_calls(ast.parse(text))) == []

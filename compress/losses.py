@@ -21,7 +21,7 @@ _BLOCK_BYTES = 8 * 2**20  # of float32 per block: small enough for the caches, l
 
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917: apply() passes by position
+    def forward(
         ctx: Any, logits: Tensor, labels: Tensor, teacher: Tensor | None,
         temperature: float, logits_weight: float, labels_weight: float, smoothing: float,
     ) -> Tensor:  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
+
 from smelt.core.artifact import Artifact
 from smelt.core.data import SplitName
 from smelt.core.errors import InputError
@@ -78,6 +79,12 @@ def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
             f" Put '{stage}' before 'quantize' in the recipe."
         )
     return load_model(src.path)
+
+
+def stored_parameters(model: Any) -> int:
+    """Return how many values of `model` its file holds; fixed position tables are not stored."""
+    fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return sum(p.numel() for n, p in model.named_parameters() if n not in fixed)
 
 
 def train(

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context
 from smelt.runtime.predict import encode_texts, length_limit
-from torch import Tensor
 
 IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
 TensorBatch: TypeAlias = dict[str, Tensor]
@@ -40,6 +41,7 @@ def encode_split(
     config: Any,
     tokenizer: Any,
     ctx: Context,
+    *,
     max_length: int | None = None,
     what: str = "train",
 ) -> list[Row]:

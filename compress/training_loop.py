@@ -18,13 +18,14 @@ from typing import Any, TypeAlias
 
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
 from smelt.compress.losses import IGNORE, mixed_loss
 from smelt.compress.training import TrainingSettings
 from smelt.compress.training_data import Row, TensorBatch, collate, group_by_length, plan_batches
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from smelt.core.stage import Context, Progress
 
 # From a model and a batch to the mean loss over its labels (a float32 scalar).
 Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]
@@ -84,7 +85,8 @@ def _bf16_works() -> bool:
     """
     code = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); assert float((x @ x)[0, 0]) == 64"
     try:
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+        probe = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120)
+        return probe.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -97,11 +99,10 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
     """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
 
-    def __init__(
-        self, model: nn.Module, evaluate: Callable[[], float] | None, evals: int, ema: float | None
-    ) -> None:
+    def __init__(self, model: nn.Module, ema: float | None, progress: Progress) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.evaluate, self.evals, self.ema = evaluate, evals if evaluate else 0, ema
+        self.evaluate: Callable[[], float] | None = None
+        self.evals, self.ema, self.progress = 0, ema, progress
         self.average: dict[str, Tensor] = {}
         self.best: dict[str, Tensor] = {}
         self.best_loss, self.best_step = math.inf, 0
@@ -152,8 +153,8 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
     loss_is_scaled_for_ga = False  # the objective is a mean per batch
 
     def __init__(
-        self, model: nn.Module, args: Any, rows: Sequence[Row], *, plan: list[list[int]], objective: Objective,
-        keeper: Keeper, precision: str,
+        self, model: nn.Module, args: Any, rows: Sequence[Row], *, plan: list[list[int]],
+        objective: Objective, keeper: Keeper, precision: str,
     ) -> None:  # fmt: skip
         pack = partial(collate, config=model.config)
         super().__init__(model=model, args=args, train_dataset=rows, callbacks=[keeper], data_collator=pack)

@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,7 +97,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         raw = gzip.decompress(path.read_bytes()) if suffixes[-1] == ".gz" else path.read_bytes()
         text = raw.decode("utf-8-sig")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8.") from error

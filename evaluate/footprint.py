@@ -130,7 +130,7 @@ def _values(tensor: Any) -> int:
     """Return how many weights an initializer holds; 0 for what is no weight."""
     from onnx import TensorProto
 
-    count = math.prod(tensor.dims)
+    count: int = math.prod(tensor.dims)
     if tensor.data_type in (TensorProto.STRING, TensorProto.BOOL):
         return 0
     floating = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
+
 from smelt.core.data import Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Progress, Settings, silent
@@ -244,7 +245,8 @@ class _Measurement:
         try:
             return self._job.prepare(self._base, size)
         except RunError as error:
-            return self._baseline_failed(error)
+            self._baseline_failed(error)
+            return None
 
     def _round_baseline(self, timing: Timing) -> bool:
         assert self._base is not None

@@ -136,9 +136,9 @@ def peak_memory_bytes() -> int:
                 return int(line.split()[1]) * 1024
     import psutil
 
-    memory = psutil.Process().memory_info()
-    if hasattr(memory, "peak_wset"):  # Windows
-        return int(memory.peak_wset)
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if peak is not None:
+        return int(peak)
     import resource
 
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # macOS counts in bytes

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
-
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.evaluate.significance import (
@@ -40,7 +39,7 @@ class Score(BaseModel):
 
     value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval. signature: version and
     settings that the value depends on. statistics: per example, for `significance.compare`; left out
-    of `model_dump`, keep it with `score.statistics.model_dump()`.
+    of `model_dump`, keep it with `score.statistics.dump()`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,7 +52,7 @@ class Score(BaseModel):
     signature: str
     statistics: Statistics = Field(exclude=True, repr=False)
 
-    def entry(self) -> dict[str, Any]:
+    def public(self) -> dict[str, Any]:
         """Return what report.json holds under `quality.METRIC`."""
         return self.model_dump(mode="json", exclude={"metric"})
 

@@ -9,12 +9,11 @@ Shapes: n = examples, K = summands per example, R = resamples.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-
 from smelt.core.errors import InputError
 
 RESAMPLES = 1000
@@ -38,6 +37,10 @@ class Statistics(BaseModel):
     signature: str
     examples: str
     rows: list[list[int | float]]
+
+    def dump(self) -> dict[str, Any]:
+        """Return a JSON-able dict; `Statistics.model_validate` reads it back."""
+        return self.model_dump(mode="json")
 
 
 class Comparison(TypedDict):

@@ -163,20 +163,21 @@ def graphs_of(model: Any) -> list[Graph]:
 
 def _classifier(model: Any) -> Graph:
     names = ["input_ids", "attention_mask", "token_type_ids"]
-    ids = torch.ones(2, 7, dtype=torch.int64)
+    # three tensors, not one three times: torch.export takes the same object for the same input
+    ids = tuple(torch.ones(2, 7, dtype=torch.int64) for _ in names)
     axes = ({0: "batch", 1: "length"},) * 3
-    return Graph("model", Classifier(model), (ids, ids, ids), names, ["logits"], axes)
+    return Graph("model", Classifier(model), ids, names, ["logits"], axes)
 
 
 def _seq2seq(model: Any) -> list[Graph]:
     layers = model.get_decoder().layers
-    ids = torch.ones(2, 7, dtype=torch.int64)
+    ids, mask, token = (torch.ones(2, n, dtype=torch.int64) for n in (7, 7, 1))
     two = {0: "batch", 1: "encoder_length"}
     pairs = [(i, kind) for i in range(len(layers)) for kind in ("key", "value")]
     cross = [f"{i}.encoder.{kind}" for i, kind in pairs]
     own = [f"{i}.decoder.{kind}" for i, kind in pairs]
     encoder = Graph(
-        "encoder_model", Encoder(model), (ids, ids), ["input_ids", "attention_mask"],
+        "encoder_model", Encoder(model), (ids, mask), ["input_ids", "attention_mask"],
         ["last_hidden_state", *(f"present.{n}" for n in cross)], (two, two),
     )  # fmt: skip
 
@@ -187,7 +188,7 @@ def _seq2seq(model: Any) -> list[Graph]:
 
     decoder = Graph(
         "decoder_with_past_model", DecoderStep(model),
-        (ids[:, :1], ids, caches("self_attn", 5), caches("encoder_attn", 7)),
+        (token, mask, caches("self_attn", 5), caches("encoder_attn", 7)),
         ["input_ids", "encoder_attention_mask", *(f"past_key_values.{n}" for n in [*own, *cross])],
         ["logits", *(f"present.{n}" for n in own)],
         (

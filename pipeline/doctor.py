@@ -6,6 +6,8 @@ fail: whatever goes wrong inside of one becomes its finding.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import platform
 import textwrap
 from collections.abc import Callable, Iterator
@@ -88,7 +90,10 @@ def _cause(error: BaseException) -> str:
 def _attempt(name: str, work: Callable[[], str], remedy: str = "") -> Finding:
     """Try one runtime; `work` returns what to say of it."""
     try:
-        return Finding("runtimes", name, True, work())
+        with contextlib.redirect_stdout(io.StringIO()):  # ONNX Runtime prints its failures
+            return Finding("runtimes", name, True, work())
+    except ModuleNotFoundError as error:
+        return Finding("runtimes", name, False, f"{error.name or name} is not installed", remedy)
     except Exception as error:  # whatever a runtime raises is the finding
         return Finding("runtimes", name, False, _cause(error), remedy)
 
@@ -153,8 +158,8 @@ def _onnxruntime() -> Iterator[Finding]:
     wanted = ["CPUExecutionProvider", "CUDAExecutionProvider"]
     available = onnxruntime.get_available_providers()
     for provider in dict.fromkeys([*wanted, *available]):
-        if provider == "AzureExecutionProvider":
-            continue  # calls a service; computes nothing here
+        if provider in _NOT_USED:
+            continue
         name = f"onnxruntime {provider.removesuffix('ExecutionProvider').lower()}"
         if provider in available:
             yield _attempt(name, lambda p=provider: _session(model, p), _REMEDIES.get(provider, ""))  # type: ignore[misc]
@@ -162,11 +167,11 @@ def _onnxruntime() -> Iterator[Finding]:
             yield Finding("runtimes", name, False, "not in this build", _REMEDIES.get(provider, ""))
 
 
-_REMEDIES = {
-    "CUDAExecutionProvider": "with an NVIDIA GPU: pip install 'onnxruntime-gpu[cuda,cudnn]'",
-    "TensorrtExecutionProvider": "only needed by ONNX Runtime itself; smelt runs engines through"
-    " pip install 'smelt[tensorrt]'",
-}
+_REMEDIES = {"CUDAExecutionProvider": "with an NVIDIA GPU: pip install 'onnxruntime-gpu[cuda,cudnn]'"}
+# Azure's calls a service and computes nothing here; engines run through TensorRT itself.
+_NOT_USED = frozenset(
+    {"AzureExecutionProvider", "TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider"}
+)
 
 
 def _tiny_graph() -> bytes:
@@ -201,8 +206,10 @@ def _extras() -> Iterator[Finding]:
 
 
 def _tensorrt() -> str:
-    from smelt.export.tensorrt_build import import_tensorrt
+    from smelt.runtime.tensorrt_module import find_tensorrt, import_tensorrt
 
+    if find_tensorrt() is None:
+        raise ModuleNotFoundError(name="tensorrt")
     trt = import_tensorrt()
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     if builder is None:

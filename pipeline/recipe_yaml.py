@@ -24,7 +24,7 @@ MAX_BYTES = 1_000_000
 # Aliases may repeat a node; a few lines of them can stand for billions of nodes.
 MAX_NODES = 20_000
 MAX_DEPTH = 40
-# Whole numbers beyond 64 bits have no use in a recipe, and turning long digits into a number is slow.
+# Whole numbers beyond 64 bits have no use in a recipe, and JSON readers disagree about them.
 MAX_WHOLE = 2**63 - 1
 
 _TAG = "tag:yaml.org,2002:"
@@ -52,6 +52,7 @@ class Document:
 
     name: str
     value: Any
+    text: str = ""
     lines: dict[Where, int] = field(default_factory=dict)
     mistakes: list[tuple[Where, str, int]] = field(default_factory=list)
 
@@ -86,7 +87,7 @@ def parse_yaml(text: str, name: str) -> Document:
     """
     if len(text) > MAX_BYTES:
         raise InputError(f"{name}: larger than {MAX_BYTES:,} bytes, so it is not a recipe.")
-    document = Document(name, None)
+    document = Document(name, None, text)
     try:
         loader = _Loader(text)
         try:
@@ -105,11 +106,17 @@ def parse_yaml(text: str, name: str) -> Document:
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {error}") from error
     except RecursionError as error:
-        raise InputError(f"{name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe.") from error
+        raise InputError(
+            f"{name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe."
+        ) from error
     except (ValueError, IndexError, OverflowError) as error:
         # PyYAML's scanner lets a few of these through, for example for \U escapes beyond Unicode
         raise InputError(f"{name}: not valid YAML: {error}") from error
     return document
+
+
+def _too_deep(name: str) -> str:
+    return f"{name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe."
 
 
 def _yaml_message(name: str, error: yaml.MarkedYAMLError) -> str:
@@ -136,9 +143,7 @@ class _Builder:
                 f"{self.document.name}: more than {MAX_NODES:,} values once its aliases (*name) are expanded."
             )
         if depth > MAX_DEPTH:
-            raise InputError(
-                f"{self.document.name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe."
-            )
+            raise InputError(_too_deep(self.document.name))
         self.document.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             self._expect_tag(node, path, "map")
@@ -146,6 +151,7 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             self._expect_tag(node, path, "seq")
             return [self.build(child, (*path, i), depth + 1) for i, child in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)  # the composer knows no fourth kind
         return self._scalar(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: Where, depth: int) -> dict[str, Any]:
@@ -182,26 +188,30 @@ class _Builder:
             return None
         if text in _BOOL:
             return _BOOL[text]
-        if _INT.match(text):
-            whole = int(text.replace("_", "")) if len(text) < 40 else MAX_WHOLE + 1
-            if abs(whole) > MAX_WHOLE:
-                self._note(path, f"this number is too large: {text[:40]}.", line)
-                return 0
-            return whole
         if _NOT_FINITE.match(text):
             self._note(path, f"expected a finite number, read {text}.", line)
             return 0.0
-        if _FLOAT.match(text):
-            number = float(text.replace("_", ""))
-            if not math.isfinite(number):
-                self._note(path, f"this number is too large: {text[:40]}.", line)
-                return 0.0
-            return number
+        if _INT.match(text) or _FLOAT.match(text):
+            return self._number(text, path, line)
         return text
+
+    def _number(self, text: str, path: Where, line: int) -> int | float:
+        digits = text.replace("_", "")
+        number: int | float = float(digits)
+        if _INT.match(text) and abs(number) < MAX_WHOLE:
+            return int(digits)
+        if _INT.match(text) or not math.isfinite(number):
+            self._note(path, f"this number is too large: {text[:40]}.", line)
+            return 0
+        return number
 
     def _expect_tag(self, node: yaml.Node, path: Where, tag: str) -> None:
         if node.tag not in (f"{_TAG}{tag}", "!"):
-            self._note(path, f"the tag {node.tag[:60]!r} is not used in recipes. Remove it.", node.start_mark.line + 1)
+            self._note(
+                path,
+                f"the tag {node.tag[:60]!r} is not used in recipes. Remove it.",
+                node.start_mark.line + 1,
+            )
 
     def _note(self, path: Where, message: str, line: int) -> None:
         self.document.mistakes.append((path, message, line))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import Split, read_split
-from smelt.core.errors import InputError, MissingDependencyError, SmeltError
+from smelt.core.data import Split
+from smelt.core.errors import InputError, SmeltError
 from smelt.core.files import write_atomically
 from smelt.core.store import Store
 from smelt.display import Display, duration
@@ -63,17 +63,12 @@ def run_plan(plan: Plan, options: Options) -> Result:
     Raises:
         InputError: what can be known before any work is done; nothing has been written then.
     """
-    recipe = plan.recipe
-    for step in plan.steps:
-        if step.unavailable and not step.optional:
-            raise MissingDependencyError(
-                f"{plan.path}:{step.line}: step '{step.name}' cannot run: {step.unavailable}"
-                " Or give the step `optional: true` to have it skipped."
-            )
+    plan.require_runnable()
     unknown = options.fresh - {"*", ROOT} - {s.name for s in plan.steps}
     if unknown:
-        raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {', '.join(s.name for s in plan.steps)}.")
-    data = load_data(plan, options.limit)
+        known = ", ".join(s.name for s in plan.steps)
+        raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
+    data = plan.read_data(options.limit)
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     store = Store(options.store or folder.parent / ".store")
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,18 +77,6 @@ def run_plan(plan: Plan, options: Options) -> Result:
         return _Run(plan, options, data, folder, store, display).go()
     finally:
         display.close()
-
-
-def load_data(plan: Plan, limit: int | None) -> dict[str, Split]:
-    """Read every split that the recipe names; each problem of each file is an InputError."""
-    data = plan.recipe.data
-    base = plan.path.parent
-    splits = {}
-    for name in ("train", "validation", "calibration", "test"):
-        origin = getattr(data, name)
-        if origin is not None:
-            splits[name] = read_split(origin, plan.recipe.task, data.columns, base, name).head(limit)
-    return splits
 
 
 class _Run:

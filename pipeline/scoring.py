@@ -137,8 +137,8 @@ def label_index(label: int | str | None, names: Sequence[str], origin: str) -> i
 def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Split scores into what the report shows and what paired tests need."""
     return {
-        "quality": {name: score.entry() for name, score in scores.items()},
-        "statistics": {name: score.statistics.model_dump(mode="json") for name, score in scores.items()},
+        "quality": {name: score.public() for name, score in scores.items()},
+        "statistics": {name: score.statistics.dump() for name, score in scores.items()},
     }
 
 

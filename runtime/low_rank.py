@@ -13,9 +13,23 @@ class LowRankLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.down = nn.Linear(in_features, rank, bias=False)
         self.up = nn.Linear(rank, out_features, bias=bias)
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input; pruning may have changed it."""
+        return self.down.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output; pruning may have changed it."""
+        return self.up.out_features
+
+    @property
+    def rank(self) -> int:
+        """Width between the two halves."""
+        return self.down.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""

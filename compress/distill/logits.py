@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
+
 from smelt.compress.training import TrainingSettings, load_float, train
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import Task
@@ -105,6 +106,7 @@ class Distill:
 def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
     """Return the mixed loss of `settings` with `teacher` (eval mode) run on the same batch."""
     import torch
+
     from smelt.compress.losses import mixed_loss
     from smelt.compress.training_loop import logits_of
 
@@ -131,7 +133,8 @@ def _load_teacher(name: str, ctx: Context) -> Any:
     if artifact is None:
         known = ", ".join(ctx.ancestors)
         raise InputError(
-            f"distill: the teacher '{name}' is no step before this one. There are: {known}.{nearest(name, ctx.ancestors)}"
+            f"distill: the teacher '{name}' is no step before this one. There are: {known}."
+            f"{nearest(name, ctx.ancestors)}"
         )
     if artifact.format != "torch":
         raise InputError(
@@ -152,5 +155,6 @@ def _check_outputs(model: Any, teacher: Any) -> None:
         )
     if not ours.is_encoder_decoder and ours.id2label != theirs.id2label:
         raise InputError(
-            f"distill: the teacher's labels are {theirs.id2label}, the student's {ours.id2label}. They must agree."
+            f"distill: the teacher's labels are {theirs.id2label}, the student's {ours.id2label}."
+            " They must agree."
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from smelt.core.errors import InputError
 from smelt.runtime.structure import Edit
-from torch import nn
 
 
 def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
@@ -100,8 +101,8 @@ def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
             other = rename(edit["with"])
             if other is None:
                 raise InputError(
-                    f"distill: {edit['module']} shares its weights with {edit['with']}, which the student drops."
-                    " Choose the layers so that both stay or both go."
+                    f"distill: {edit['module']} shares its weights with {edit['with']}, which the student"
+                    " drops. Choose the layers so that both stay or both go."
                 )
             changed["with"] = other
         result.append(changed)

@@ -55,7 +55,9 @@ class Quantize:
 
         model, edits = load_model(src.path)
         if any(edit["op"] == "quantize" for edit in edits):
-            raise InputError(f"{src.path}: this model is already quantized; quantize it once, after all other steps.")
+            raise InputError(
+                f"{src.path}: this model is already quantized; quantize it once, after all other steps."
+            )
         before = stored_bytes(model)
         new = quantize_model(model, settings)
         if not any(edit["op"] == "quantize" for edit in new):
@@ -82,7 +84,9 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
 
     head = model.get_output_embeddings()
     words = {id(m.weight) for m in word_embeddings(model)}
-    done: dict[int, tuple[str, nn.Module]] = {}  # by the weight's identity: the first module quantized from it
+    done: dict[
+        int, tuple[str, nn.Module]
+    ] = {}  # by the weight's identity: the first module quantized from it
     edits: list[dict[str, Any]] = []
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if any(fnmatchcase(name, pattern) for pattern in settings.skip):

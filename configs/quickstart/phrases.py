@@ -1,9 +1,9 @@
 """Endless English-German phrases of dates, times, numbers, money, units and names.
 
 Every word comes from the Unicode CLDR tables that Babel carries, except a few connectives
-("at"/"um", "until"/"bis zum") in `TEMPLATES`. The templates use only constructions that need no
-agreement between their parts, so that a source has exactly one right target. Babel is needed to
-generate phrases; the files in `data/` are generated already.
+("at"/"um", "until"/"bis zum") in the templates of `content`. These use only constructions that
+need no agreement between their parts, so that a source has exactly one right target. Babel is
+needed to generate phrases; the files in `data/` are generated already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,6 +34,16 @@ from babel.numbers import (
 )
 from babel.units import format_unit
 
+from smelt.configs.quickstart.content import (
+    COUNTRIES,
+    CURRENCIES,
+    NO_TERRITORY,
+    SECONDS,
+    TEMPLATES,
+    UNITS,
+    RelativeUnit,
+)
+
 Split = Literal["train", "validation", "test"]
 Pair = tuple[str, str]
 """The same content in English and in German."""
@@ -42,82 +51,8 @@ Pair = tuple[str, str]
 LOCALES = (Locale("en"), Locale("de"))
 HELD_OUT_PERCENT = 4
 """Share of all phrases, in percent, kept for each of validation and test."""
-
-# Countries whose German name stands without an article, so that "in X" is right in both languages.
-COUNTRIES = (
-    "AD AF AL AM AO AR AT AU AZ BB BD BE BG BI BJ BO BR BT BW BY CA CL CM CN CO CR CU CY CZ DE DJ DK"
-    " DZ EC EE EG ER ES ET FI FJ FR GA GE GH GM GN GR GT GY HN HR HT HU ID IE IL IN IS IT JM JO JP"
-    " KE KG KH KP KR KW KZ LA LB LI LK LR LS LT LU LV LY MA MC MD ME MG ML MM MR MT MU MW MX MY MZ"
-    " NA NG NI NO NP NR NZ OM PA PE PG PK PL PT PY QA RO RS RU RW SA SE SG SI SL SM SN SO SR SV SY"
-    " SZ TG TH TJ TL TM TN TO TV TW TZ UG UY UZ VE VN VU WS ZA ZM ZW"
-).split()
-NO_TERRITORY = frozenset("EU EZ QO UN XA XB ZZ".split())
-CURRENCIES = (
-    "AED ARS AUD BGN BRL CAD CHF CLP CNY COP CZK DKK DZD EGP EUR GBP GEL HKD HUF IDR ILS INR ISK"
-    " JPY KES KRW KZT MAD MXN MYR NGN NOK NZD PEN PHP PKR PLN QAR RON RSD SAR SEK SGD THB TND TRY"
-    " TWD UAH USD UYU VND ZAR"
-).split()
-UNITS = (
-    "angle-degree area-acre area-hectare area-square-centimeter area-square-foot"
-    " area-square-kilometer area-square-meter area-square-mile"
-    " consumption-liter-per-100-kilometer digital-bit digital-byte digital-gigabyte"
-    " digital-kilobyte digital-megabit digital-megabyte digital-terabyte duration-century"
-    " duration-day duration-decade duration-hour duration-microsecond duration-millisecond"
-    " duration-minute duration-month duration-second duration-week duration-year"
-    " electric-ampere electric-milliampere electric-ohm electric-volt energy-calorie energy-joule"
-    " energy-kilocalorie energy-kilojoule energy-kilowatt-hour force-newton frequency-gigahertz"
-    " frequency-hertz frequency-kilohertz frequency-megahertz graphics-megapixel graphics-pixel"
-    " length-centimeter length-decimeter length-foot length-inch length-kilometer"
-    " length-light-year length-meter length-micrometer length-mile length-millimeter"
-    " length-nanometer length-nautical-mile length-yard light-lux mass-carat mass-gram"
-    " mass-kilogram mass-microgram mass-milligram mass-ounce mass-pound mass-tonne"
-    " power-gigawatt power-horsepower power-kilowatt power-megawatt power-watt"
-    " pressure-atmosphere pressure-bar pressure-hectopascal pressure-millibar"
-    " speed-kilometer-per-hour speed-knot speed-meter-per-second speed-mile-per-hour"
-    " temperature-celsius temperature-fahrenheit temperature-kelvin torque-newton-meter"
-    " volume-barrel volume-centiliter volume-cubic-centimeter volume-cubic-kilometer"
-    " volume-cubic-meter volume-deciliter volume-gallon volume-hectoliter volume-liter"
-    " volume-milliliter volume-pint volume-tablespoon volume-teaspoon"
-).split()
-SECONDS = {
-    "second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800,
-    "month": 2592000, "year": 31536000,
-}  # fmt: skip
-"""Length in seconds that Babel gives each unit of relative time."""
-
-# Weight, English, German. A digit behind a slot's name only tells two slots of a kind apart.
-TEMPLATES: tuple[tuple[int, str, str], ...] = (
-    (6, "{full_date} at {time}", "{full_date} um {time}"),
-    (4, "{full_date} at {time} in {country}", "{full_date} um {time} in {country}"),
-    (3, "{full_date}", "{full_date}"),
-    (3, "{short_date}, {time1} to {time2}", "{short_date}, {time1} bis {time2}"),
-    (3, "from {time1} to {time2}", "von {time1} bis {time2}"),
-    (3, "on {long_date}", "am {long_date}"),
-    (2, "since {long_date}", "seit dem {long_date}"),
-    (2, "until {long_date}", "bis zum {long_date}"),
-    (2, "before {long_date} in {country}", "vor dem {long_date} in {country}"),
-    (2, "after {long_date}", "nach dem {long_date}"),
-    (2, "{month_year} to {month_year2}", "{month_year} bis {month_year2}"),
-    (2, "{quarter} in {country}", "{quarter} in {country}"),
-    (4, "{relative}: {quantity}", "{relative}: {quantity}"),
-    (3, "{relative} in {country}", "{relative} in {country}"),
-    (3, "{days} at {time}", "{days} um {time}"),
-    (2, "{months} in {country}", "{months} in {country}"),
-    (6, "{territories}", "{territories}"),
-    (5, "{languages}", "{languages}"),
-    (4, "{languages} in {country}", "{languages} in {country}"),
-    (3, "{territories}: {percent}", "{territories}: {percent}"),
-    (5, "{quantity}", "{quantity}"),
-    (4, "{quantity1} or {quantity2}", "{quantity1} oder {quantity2}"),
-    (4, "{quantities} in {country}", "{quantities} in {country}"),
-    (5, "{money} for {quantity}", "{money} für {quantity}"),
-    (3, "{money} on {long_date}", "{money} am {long_date}"),
-    (3, "{money1} or {money2}", "{money1} oder {money2}"),
-    (3, "{number} ({percent})", "{number} ({percent})"),
-    (2, "{number1} and {number2}", "{number1} und {number2}"),
-    (2, "{percent} of {number}", "{percent} von {number}"),
-    (2, "{country}: {number}", "{country}: {number}"),
-)
+FAR = 10**9
+"""A threshold that keeps Babel's relative times in the unit asked for."""
 
 
 def _names(tables: Iterable[Mapping[str, str]], codes: Iterable[str]) -> list[Pair]:
@@ -141,7 +76,8 @@ def _tables() -> dict[str, list[Pair]]:
     territories = _names(territory_maps, codes)
     homonyms = {pair[0] for pair in territories}
     languages = _names(
-        [locale.languages for locale in LOCALES], sorted(c for c in english.languages if len(c) == 2)
+        [locale.languages for locale in LOCALES],
+        sorted(c for c in english.languages if len(c) == 2),
     )
     wide = [locale.days["format"]["wide"] for locale in LOCALES]
     months = [locale.months["format"]["wide"] for locale in LOCALES]
@@ -183,14 +119,11 @@ def _skeleton(skeleton: str, day: date) -> Pair:
 
 
 @lru_cache(maxsize=10_000)
-def _relative(unit: str, count: int) -> Pair:
-    """ "in 3 days" for a positive count, "3 days ago" for a negative one."""
+def _relative(unit: RelativeUnit, count: int) -> Pair:
+    """A time seen from now: "in 3 days" for a positive count, "3 days ago" for a negative one."""
     delta = timedelta(seconds=count * SECONDS[unit])
-    # The threshold keeps Babel from going over to a longer unit.
     return _both(
-        lambda locale: format_timedelta(
-            delta, unit, threshold=1e9, add_direction=True, locale=locale  # type: ignore[arg-type]
-        )
+        lambda locale: format_timedelta(delta, unit, threshold=FAR, add_direction=True, locale=locale)
     )
 
 
@@ -209,9 +142,7 @@ def _number(rng: random.Random) -> Pair:
     if rng.random() < 0.3:
         value = rng.randint(11, 9_999) * 10 ** rng.choice((5, 8))
         return _both(
-            lambda locale: format_compact_decimal(
-                value, format_type="long", fraction_digits=1, locale=locale
-            )
+            lambda locale: format_compact_decimal(value, format_type="long", fraction_digits=1, locale=locale)
         )
     amount = _amount(rng) if rng.random() < 0.6 else Decimal(rng.randrange(10_000_000))
     return _both(lambda locale: format_decimal(amount, locale=locale))
@@ -230,44 +161,41 @@ def _quantity(rng: random.Random) -> Pair:
 def _money(rng: random.Random) -> Pair:
     amount, currency = _amount(rng) + 1, rng.choice(CURRENCIES)
     style: Literal["standard", "name"] = "standard" if rng.random() < 0.4 else "name"
-    return _both(
-        lambda locale: format_currency(amount, currency, format_type=style, locale=locale)
-    )
+    return _both(lambda locale: format_currency(amount, currency, format_type=style, locale=locale))
 
 
 def _several(rng: random.Random, pairs: list[Pair], least: int = 1, most: int = 3) -> Pair:
     """A list of some of the pairs, joined by commas and "and" or "or" as each language does."""
     chosen = rng.sample(pairs, rng.randint(least, most))
     style: Literal["standard", "or"] = "or" if rng.random() < 0.3 else "standard"
-    english, german = (
-        format_list([pair[i] for pair in chosen], style, locale=LOCALES[i]) for i in range(2)
-    )
+    english, german = (format_list([pair[i] for pair in chosen], style, locale=LOCALES[i]) for i in range(2))
     return english, german
 
 
-def _slot(kind: str, rng: random.Random) -> Pair:
-    """A random content for one slot of a template."""
-    if kind.endswith("_date"):
-        style: Literal["full", "long", "medium"] = (
-            "full" if kind == "full_date" else "long" if kind == "long_date" else "medium"
-        )
-        return _date(_day(rng), style)
-    if kind == "time":
-        return _time(rng.randrange(0, 1440, rng.choice((1, 5, 15))))
-    if kind == "month_year":
-        return _skeleton("yMMMM", _day(rng).replace(day=1))
-    if kind == "quarter":
-        return _skeleton("yQQQQ", _day(rng).replace(day=1))
-    if kind == "relative":
-        return _relative(rng.choice(list(SECONDS)), rng.choice((-1, 1)) * rng.randint(1, 99))
-    if kind == "quantities":
-        return _several(rng, [_quantity(rng) for _ in range(3)], least=2)
-    if kind == "country":
-        return rng.choice(_tables()[kind])
-    if kind in ("territories", "languages", "days", "months"):
-        return _several(rng, _tables()[kind], most=4 if kind == "territories" else 3)
-    makers = {"number": _number, "percent": _percent, "quantity": _quantity, "money": _money}
-    return makers[kind](rng)
+def _name_list(table: str, most: int) -> Callable[[random.Random], Pair]:
+    return lambda rng: _several(rng, _tables()[table], most=most)
+
+
+_SLOTS: dict[str, Callable[[random.Random], Pair]] = {
+    "full_date": lambda rng: _date(_day(rng), "full"),
+    "long_date": lambda rng: _date(_day(rng), "long"),
+    "short_date": lambda rng: _date(_day(rng), "medium"),
+    "time": lambda rng: _time(rng.randrange(0, 1440, rng.choice((1, 5, 15)))),
+    "month_year": lambda rng: _skeleton("yMMMM", _day(rng).replace(day=1)),
+    "quarter": lambda rng: _skeleton("yQQQQ", _day(rng).replace(day=1)),
+    "relative": lambda rng: _relative(rng.choice(list(SECONDS)), rng.choice((-1, 1)) * rng.randint(1, 99)),
+    "country": lambda rng: rng.choice(_tables()["country"]),
+    "territories": _name_list("territories", 4),
+    "languages": _name_list("languages", 3),
+    "days": _name_list("days", 3),
+    "months": _name_list("months", 3),
+    "number": _number,
+    "percent": _percent,
+    "quantity": _quantity,
+    "quantities": lambda rng: _several(rng, [_quantity(rng) for _ in range(3)], least=2),
+    "money": _money,
+}
+"""What makes a random content for each kind of slot in a template."""
 
 
 @lru_cache(maxsize=1)
@@ -282,7 +210,7 @@ def _compiled() -> tuple[list[int], list[tuple[str, str, list[str]]]]:
 def _clause(rng: random.Random) -> Pair:
     weights, texts = _compiled()
     english, german, slots = rng.choices(texts, weights)[0]
-    filled = {slot: _slot(slot.rstrip(string.digits), rng) for slot in slots}
+    filled = {slot: _SLOTS[slot.rstrip(string.digits)](rng) for slot in slots}
     return (
         english.format(**{slot: pair[0] for slot, pair in filled.items()}),
         german.format(**{slot: pair[1] for slot, pair in filled.items()}),

@@ -224,7 +224,7 @@ def save(model: MarianMTModel, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def test_bleu(folder: Path) -> tuple[float, int]:
+def greedy_bleu(folder: Path) -> tuple[float, int]:
     """BLEU (sacrebleu's default, 0 to 100) of greedy decoding on the test file, and its rows."""
     tokenizer = MarianTokenizer.from_pretrained(folder)
     model = MarianMTModel.from_pretrained(folder)
@@ -257,7 +257,7 @@ def main(steps: int, threads: int, out: Path) -> None:
     model = new_model(tokenizer.pad_token_id)
     click.echo(f"{sum(p.numel() for p in model.parameters())} parameters")
     save(fit(model, tokenizer, steps), out)
-    score, count = test_bleu(out)
+    score, count = greedy_bleu(out)
     click.echo(f"BLEU {score:.2f} on {count} test phrases")
 
 

@@ -3,12 +3,28 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from sklearn.metrics import f1_score
-
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
 from smelt.evaluate.significance import compare
 
-WORDS = "a man and the dog run over green grass near white fence by river with hat".split()
+WORDS = [
+    "a",
+    "man",
+    "and",
+    "the",
+    "dog",
+    "run",
+    "over",
+    "green",
+    "grass",
+    "near",
+    "white",
+    "fence",
+    "by",
+    "river",
+    "with",
+    "hat",
+]
 rng = np.random.default_rng(3)
 REFERENCES = [" ".join(rng.choice(WORDS, size=rng.integers(5, 12))) for _ in range(80)]
 

@@ -1,5 +1,6 @@
 """What the pages say can be done: links lead somewhere, commands and their options exist."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -76,6 +77,15 @@ def relative_links(text: str) -> Iterator[str]:
             yield target.split("#")[0]
 
 
+def recipes(page: Path) -> list[str]:
+    """The YAML blocks of a page that are whole recipes."""
+    blocks = [
+        block for language, block in FENCE.findall(page.read_text(encoding="utf-8")) if language == "yaml"
+    ]
+    return [block for block in blocks if re.search(r"^model:", block, flags=re.M) and "\nstages:" in block]
+
+
+RECIPES = [(page, number) for page in PAGES for number in range(len(recipes(page)))]
 PAGES_WITH_COMMANDS = [page for page in PAGES if smelt_arguments(page.read_text(encoding="utf-8"))]
 
 
@@ -90,6 +100,21 @@ def test_smelt_commands_exist(page: Path) -> None:
             check_command(arguments)
         except click.UsageError as error:
             pytest.fail(f"smelt {shlex.join(arguments)}: {error.format_message()}")
+
+
+def test_readme_has_a_recipe_for_each_task() -> None:
+    assert len(recipes(ROOT / "README.md")) == 2
+
+
+@pytest.mark.parametrize(("page", "number"), RECIPES, ids=[f"{name_of(p)}-{n}" for p, n in RECIPES])
+def test_recipe_in_a_page_has_no_mistake_in_its_text(page: Path, number: int, tmp_path: Path) -> None:
+    from smelt.recipe import parse_recipe
+    from smelt.stage_table import load_stage
+
+    recipe = parse_recipe(recipes(page)[number], tmp_path / "recipe.yaml")
+    assert len(recipe.stages) > 1
+    for entry in recipe.stages:
+        load_stage(entry.word).settings_type.model_validate_json(json.dumps(entry.settings), strict=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

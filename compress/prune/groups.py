@@ -1,0 +1,124 @@
+"""Which tensors share a head or a neuron, in each family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smelt.core.errors import InputError
+from smelt.runtime.low_rank import LowRankLinear
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """One attention: its heads own rows of query, key, value and columns of out.
+
+    All fields are dotted module names, except `heads`, the attribute of `name` that counts them, and
+    `size`, the attribute that holds heads times head dimension, where there is one.
+    """
+
+    name: str
+    query: str
+    key: str
+    value: str
+    out: str
+    heads: str
+    size: str | None
+
+    def count(self, model: nn.Module) -> int:
+        """Return the number of heads."""
+        return int(getattr(model.get_submodule(self.name), self.heads))
+
+    def head_dim(self, model: nn.Module) -> int:
+        """Return the width of one head."""
+        return rows_of(model, self.query).out_features // self.count(model)
+
+
+@dataclass(frozen=True)
+class FeedForwardGroup:
+    """One feed-forward block: a neuron owns a row of `first` and a column of `second`.
+
+    `setting` is the config's word for the width of all blocks of this kind.
+    """
+
+    name: str
+    first: str
+    second: str
+    setting: str
+
+    def count(self, model: nn.Module) -> int:
+        """Return the number of neurons."""
+        return rows_of(model, self.first).out_features
+
+
+def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
+    """Return the attentions and feed-forward blocks of a Marian or BERT model, in order.
+
+    Raises:
+        InputError: another family.
+    """
+    kind = model.config.model_type
+    if kind == "marian":
+        return list(_marian_attentions(model)), list(_marian_blocks(model))
+    if kind == "bert":
+        return list(_bert_attentions(model)), list(_bert_blocks(model))
+    raise InputError(f"prune: the layers of a {kind} model are not known. Known: marian, bert.")
+
+
+def rows_of(model: nn.Module, name: str) -> nn.Linear:
+    """Return the Linear whose rows are the outputs of `name`: itself, or the `up` half of a pair."""
+    return _half(model.get_submodule(name), "up", name)
+
+
+def columns_of(model: nn.Module, name: str) -> nn.Linear:
+    """Return the Linear whose columns are the inputs of `name`: itself, or the `down` half of a pair."""
+    return _half(model.get_submodule(name), "down", name)
+
+
+def path_of(model: nn.Module, name: str, half: str) -> str:
+    """Return the dotted name of the Linear to cut: `name`, or `name.half` of a pair."""
+    return f"{name}.{half}" if isinstance(model.get_submodule(name), LowRankLinear) else name
+
+
+def _half(module: nn.Module, half: str, name: str) -> nn.Linear:
+    found = getattr(module, half) if isinstance(module, LowRankLinear) else module
+    if not isinstance(found, nn.Linear):
+        raise InputError(
+            f"prune: {name} is a {type(found).__name__}, which cannot be cut. Prune before quantizing."
+        )
+    return found
+
+
+def _marian_attentions(model: Any) -> Iterator[AttentionGroup]:
+    for side, names in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"])):
+        for i in range(len(model.get_submodule(f"model.{side}.layers"))):
+            for name in names:
+                at = f"model.{side}.layers.{i}.{name}"
+                yield AttentionGroup(
+                    at, f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", f"{at}.out_proj", "num_heads", None
+                )
+
+
+def _marian_blocks(model: Any) -> Iterator[FeedForwardGroup]:
+    for side in ("encoder", "decoder"):
+        for i in range(len(model.get_submodule(f"model.{side}.layers"))):
+            at = f"model.{side}.layers.{i}"
+            yield FeedForwardGroup(at, f"{at}.fc1", f"{at}.fc2", f"{side}_ffn_dim")
+
+
+def _bert_attentions(model: Any) -> Iterator[AttentionGroup]:
+    for i in range(len(model.get_submodule("bert.encoder.layer"))):
+        at = f"bert.encoder.layer.{i}.attention"
+        yield AttentionGroup(
+            f"{at}.self", f"{at}.self.query", f"{at}.self.key", f"{at}.self.value", f"{at}.output.dense",
+            "num_attention_heads", "all_head_size",
+        )  # fmt: skip
+
+
+def _bert_blocks(model: Any) -> Iterator[FeedForwardGroup]:
+    for i in range(len(model.get_submodule("bert.encoder.layer"))):
+        at = f"bert.encoder.layer.{i}"
+        yield FeedForwardGroup(at, f"{at}.intermediate.dense", f"{at}.output.dense", "intermediate_size")

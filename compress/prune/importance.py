@@ -1,0 +1,111 @@
+"""How much each head and each neuron matters; compress/prune/structured.py does the cutting.
+
+Shapes: H = heads of a layer, F = neurons of its feed-forward block, D = head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Importance by group name: float64 [H] per attention, [F] per feed-forward block."""
+
+    heads: dict[str, Tensor]
+    neurons: dict[str, Tensor]
+
+
+def magnitude_scores(
+    model: nn.Module, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup]
+) -> Scores:
+    """Score every unit by the product of the norms of what goes in and what comes out of it.
+
+    A head: |rows of v| * |columns of out|; a neuron: |row of fc1| * |column of fc2| (L2, biases not
+    counted). The product does not change when a scale moves from one side to the other.
+    """
+    heads = {}
+    for group in attentions:
+        value = rows_of(model, group.value).weight.detach().double()
+        out = columns_of(model, group.out).weight.detach().double()
+        size = (group.count(model), group.head_dim(model))
+        into = value.square().sum(dim=1).view(size).sum(dim=1).sqrt()
+        heads[group.name] = into * out.square().sum(dim=0).view(size).sum(dim=1).sqrt()
+    neurons = {}
+    for block in blocks:
+        first = rows_of(model, block.first).weight.detach().double()
+        second = columns_of(model, block.second).weight.detach().double()
+        neurons[block.name] = first.norm(dim=1) * second.norm(dim=0)
+    return Scores(heads, neurons)
+
+
+def taylor_scores(
+    model: nn.Module,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+    batches: Iterable[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+) -> Scores:
+    """Score every unit by the first-order change of the loss when it goes, summed over batches.
+
+    A head: |dL/dm| for a mask m = 1 on its output (Michel et al. 2019, arXiv:1905.10650). A neuron:
+    |sum(w1 * g1) + b1 * gb1| + |sum(w2 * g2)| with its row w1 and bias b1 of the first product, its
+    column w2 of the second, and their gradients (DynaBERT, Hou et al. 2020, arXiv:2004.04037,
+    run_glue.py, compute_neuron_head_importance).
+
+    Args:
+        model: in eval mode.
+        attentions: what to score.
+        blocks: what to score.
+        batches: calibration batches.
+        loss_of: the mean loss of model and batch.
+    """
+    masks = {g.name: torch.ones(g.count(model), requires_grad=True) for g in attentions}
+    heads = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
+    neurons = {b.name: torch.zeros(b.count(model), dtype=torch.float64) for b in blocks}
+    hooks = [
+        columns_of(model, g.out).register_forward_pre_hook(_masking(masks[g.name], g.head_dim(model)))
+        for g in attentions
+    ]
+    try:
+        for batch in batches:
+            model.zero_grad(set_to_none=True)
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            for name, mask in masks.items():
+                assert mask.grad is not None
+                heads[name] += mask.grad.abs().double()
+                mask.grad = None
+            for block in blocks:
+                neurons[block.name] += _neuron_terms(
+                    rows_of(model, block.first), columns_of(model, block.second)
+                )
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad(set_to_none=True)
+    return Scores(heads, neurons)
+
+
+def _masking(mask: Tensor, head_dim: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] * mask.repeat_interleave(head_dim), *inputs[1:])
+
+    return hook
+
+
+def _neuron_terms(first: nn.Linear, second: nn.Linear) -> Tensor:
+    """Return |sum(w1 * g1) + b1 * gb1| + |sum(w2 * g2)| per neuron, float64 [F]."""
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None
+    into = (first.weight * first.weight.grad).sum(dim=1)
+    if first.bias is not None and first.bias.grad is not None:
+        into = into + first.bias * first.bias.grad
+    out = (second.weight * second.weight.grad).sum(dim=0)
+    return (into.abs() + out.abs()).detach().double()

@@ -1,0 +1,196 @@
+"""Structured pruning: whole attention heads and feed-forward neurons go, and the model gets smaller."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from smelt.compress.training import load_float, stored_parameters
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import Split, Task
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, Need, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
+    from smelt.compress.prune.importance import Scores
+    from smelt.runtime.structure import Edit
+
+
+class PruneSettings(Settings):
+    """Settings of `prune`. In each layer the same fraction of units stays; at least one head does."""
+
+    what: list[Literal["heads", "ffn"]] = Field(
+        default=["heads", "ffn"], min_length=1, description="attention heads, feed-forward neurons"
+    )
+    keep: float = Field(default=0.5, gt=0, le=1, description="fraction of units that stays in each layer")
+    keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
+    keep_ffn: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for neurons")
+    importance: Literal["taylor", "magnitude"] = Field(
+        default="taylor", description="taylor looks at the loss on rows, magnitude at the weights alone"
+    )
+    rows: int = Field(default=256, ge=1, description="rows that taylor looks at (calibration, else train)")
+    batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
+    round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
+
+
+class Prune:
+    """Remove the least important attention heads and feed-forward neurons of each layer.
+
+    They are removed physically, with all that is coupled to them: rows of query, key, value and
+    columns of the output product; rows of the first and columns of the second feed-forward product.
+    Importance is the first-order change of the loss on calibration rows. Quality falls at once;
+    follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads.
+
+        - prune: {what: [ffn], keep: 0.5, importance: taylor}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "prune"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    source: ClassVar[str] = (
+        "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
+        " run_glue.py"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[PruneSettings]] = PruneSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+
+    def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+        """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""
+        from smelt.compress.prune.groups import find_groups
+        from smelt.runtime.checkpoint import save_model
+
+        model, edits = load_float(src, self.name)
+        before = stored_parameters(model)
+        attentions, blocks = find_groups(model)
+        attentions = attentions if "heads" in settings.what else []
+        blocks = blocks if "ffn" in settings.what else []
+        scores = _score(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        for group in attentions:
+            _cut_heads(model, edits, group, scores.heads[group.name], settings)
+        for block in blocks:
+            _cut_neurons(model, edits, block, scores.neurons[block.name], settings)
+        edits = _say_in_config(model, edits)
+        ctx.facts["kept_heads"] = {g.name: g.count(model) for g in attentions}
+        ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
+        ctx.facts["parameters_before"] = before
+        ctx.facts["parameters_after"] = stored_parameters(model)
+        save_model(model, edits, ctx.out, src.path)
+
+
+def heads_kept(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` heads stay; at least one."""
+    return max(1, round(count * (settings.keep_heads or settings.keep)))
+
+
+def neurons_kept(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` neurons stay: the nearest multiple of `round_to`, at least one multiple."""
+    wanted = count * (settings.keep_ffn or settings.keep)
+    return min(count, max(1, round(wanted / settings.round_to)) * settings.round_to)
+
+
+def _score(
+    model: Any, src: Artifact, settings: PruneSettings, ctx: Context, *,
+    attentions: list[AttentionGroup], blocks: list[FeedForwardGroup],
+) -> Scores:  # fmt: skip
+    from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+
+    if settings.importance == "magnitude":
+        return magnitude_scores(model, attentions, blocks)
+    from smelt.compress.training_data import collate, encode_split, group_by_length
+    from smelt.compress.training_loop import label_objective
+    from smelt.runtime.checkpoint import load_tokenizer
+
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is None:
+        raise InputError(
+            "prune: importance: taylor needs rows with labels. Name them with data: {train: FILE}."
+        )
+    drawn = sorted(random.Random(ctx.seed).sample(range(len(split)), min(settings.rows, len(split))))
+    sample = Split(split.origin, tuple(split.examples[i] for i in drawn))
+    rows = encode_split(sample, model.config, load_tokenizer(src.path), ctx, what="prune: calibration")
+    groups = group_by_length(rows, settings.batch_size, None, None)
+    done = 0
+
+    def batches() -> Any:
+        nonlocal done
+        for group in groups:
+            yield collate([rows[i] for i in group], model.config)
+            done += len(group)
+            ctx.progress(done, len(rows), "importance")
+
+    return taylor_scores(model, attentions, blocks, batches(), label_objective())
+
+
+def _cut_heads(
+    model: Any, edits: list[Edit], group: AttentionGroup, scores: Tensor, settings: PruneSettings
+) -> None:
+    import torch
+
+    count, width = group.count(model), group.head_dim(model)
+    stay = scores.topk(heads_kept(count, settings)).indices.sort().values
+    if len(stay) == count:
+        return
+    places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
+    for name in (group.query, group.key, group.value):
+        _cut(model, edits, name, places, dim=0)
+    _cut(model, edits, group.out, places, dim=1)
+    module = model.get_submodule(group.name)
+    values = {group.heads: len(stay), **({group.size: len(places)} if group.size else {})}
+    for attribute, value in values.items():
+        setattr(module, attribute, value)
+        edits.append({"op": "set", "module": group.name, "attribute": attribute, "value": value})
+
+
+def _cut_neurons(
+    model: Any, edits: list[Edit], block: FeedForwardGroup, scores: Tensor, settings: PruneSettings
+) -> None:
+    count = block.count(model)
+    stay = scores.topk(neurons_kept(count, settings)).indices.sort().values
+    if len(stay) < count:
+        _cut(model, edits, block.first, stay, dim=0)
+        _cut(model, edits, block.second, stay, dim=1)
+
+
+def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> None:
+    """Keep `places` of the rows (dim 0, with their biases) or columns (dim 1) of a Linear or a pair."""
+    from torch import nn
+
+    from smelt.compress.prune.groups import columns_of, path_of, rows_of
+    from smelt.runtime.structure import replace_module
+
+    old = rows_of(model, name) if dim == 0 else columns_of(model, name)
+    weight = old.weight.detach().index_select(dim, places)
+    new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None)
+    new.weight = nn.Parameter(weight.clone())
+    if old.bias is not None:
+        bias = old.bias.detach()
+        new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
+    path = path_of(model, name, "up" if dim == 0 else "down")
+    replace_module(model, path, new)
+    edits.append(
+        {"op": "linear", "module": path, "in_features": new.in_features, "out_features": new.out_features}
+    )
+
+
+def _say_in_config(model: Any, edits: list[Edit]) -> list[Edit]:
+    """Where all blocks of a kind are equally wide, the config says so and their edits are dropped."""
+    from smelt.compress.prune.groups import find_groups
+
+    _, blocks = find_groups(model)
+    for setting in {block.setting for block in blocks}:
+        kind = [block for block in blocks if block.setting == setting]
+        widths = {block.count(model) for block in kind}
+        if len(widths) > 1:
+            continue
+        setattr(model.config, setting, widths.pop())
+        names = {n for b in kind for n in (b.first, f"{b.first}.up", b.second, f"{b.second}.down")}
+        edits = [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
+    return edits

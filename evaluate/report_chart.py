@@ -1,0 +1,190 @@
+"""The geometry of the picture of quality against latency; the template only draws it.
+
+Coordinates are those of an SVG of WIDTH x HEIGHT units, y growing downwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from smelt.evaluate import report_view as view
+from smelt.evaluate.report_schema import Report, Step
+
+WIDTH, HEIGHT = 640, 420
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 18, 52
+_LETTER = 6.6  # width of a letter of a label at 12 units, a little generous
+_LINE = 14.0
+_LOG_FROM = 4.0  # the axis of latency is logarithmic where the slowest takes this many times the fastest
+
+Box = tuple[float, float, float, float]
+Scale = Callable[[float], float]
+
+
+@dataclass
+class Point:
+    """One step in the picture, with its error bars and where its label stands."""
+
+    name: str
+    shape: str
+    x: float
+    y: float
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    front: bool
+    baseline: bool
+    title: str
+    label_x: float = 0.0
+    label_y: float = 0.0
+    anchor: str = "start"
+
+
+@dataclass
+class Chart:
+    """All that is drawn: points, axes with (position, text) ticks, and the line of the front."""
+
+    metric: str
+    batch_size: int
+    logarithmic: bool
+    points: list[Point]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    front: str
+    shapes: list[str] = field(default_factory=list)
+
+
+def scatter(report: Report) -> Chart | None:
+    """Return the picture, or None where no step has both quality and latency."""
+    metric, sizes = next(iter(view.metrics(report)), None), view.batch_sizes(report)
+    if metric is None or not sizes:
+        return None
+    steps = [s for s in report.steps if metric in s.quality and (e := s.at(sizes[0])) and e.p50_ms > 0]
+    if not steps:
+        return None
+    spans = [_latency_span(step, sizes[0]) for step in steps]
+    logarithmic = max(s[0] for s in spans) >= _LOG_FROM * min(s[0] for s in spans)
+    x_scale, x_ticks = _horizontal([v for span in spans for v in span], logarithmic)
+    y_scale, y_ticks = _vertical([v for s in steps for v in (s.quality[metric].value, *s.quality[metric].ci95)])
+    points = [
+        _point(step, metric, span, x_scale, y_scale, report) for step, span in zip(steps, spans, strict=True)
+    ]
+    _place_labels(points)
+    shapes = list(dict.fromkeys(point.shape for point in points))
+    front = _staircase([point for point in points if point.front])
+    return Chart(view.label(metric), sizes[0], logarithmic, points, x_ticks, y_ticks, front, shapes)
+
+
+def _latency_span(step: Step, batch_size: int) -> tuple[float, float, float]:
+    """Return p50 and its interval in ms: the interval of the speed-up, laid about the p50."""
+    entry = step.at(batch_size)
+    assert entry is not None
+    if not entry.speedup or not entry.speedup_ci95 or entry.speedup_ci95[0] <= 0:
+        return entry.p50_ms, entry.p50_ms, entry.p50_ms
+    low, high = entry.speedup_ci95
+    return entry.p50_ms, entry.p50_ms * entry.speedup / high, entry.p50_ms * entry.speedup / low
+
+
+def _point(
+    step: Step, metric: str, span: tuple[float, float, float], x: Scale, y: Scale, report: Report
+) -> Point:
+    score = step.quality[metric]
+    title = (
+        f"{step.name}: {view.label(metric)} {view.number(score.value)} {view.interval(score.ci95)},"
+        f" p50 {view.significant_digits(span[0])} ms"
+    )
+    return Point(
+        name=step.name if len(step.name) <= 28 else step.name[:27] + "…",
+        shape=step.format or "other",
+        x=x(span[0]),
+        y=y(score.value),
+        x_low=x(span[1]),
+        x_high=x(span[2]),
+        y_low=y(score.ci95[0]),
+        y_high=y(score.ci95[1]),
+        front=step.name in report.frontier,
+        baseline=step.name == report.baseline,
+        title=title,
+    )
+
+
+def _horizontal(values: Sequence[float], logarithmic: bool) -> tuple[Scale, list[tuple[float, str]]]:
+    end = WIDTH - RIGHT
+    if not logarithmic:
+        low, high, ticks = _round_range(min(values), max(values), floor=0.0)
+        linear = _linear(low, high, LEFT, end)
+        return linear, [(linear(t), f"{t:g}") for t in ticks]
+    low, high = math.log(min(values) / 1.25), math.log(max(values) * 1.25)
+    scale = _linear(low, high, LEFT, end)
+    powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+    marks = [m * 10.0**power for power in powers for m in (1, 2, 5)]
+    ticks = [m for m in marks if low <= math.log(m) <= high]
+    return lambda value: scale(math.log(value)), [(scale(math.log(t)), f"{t:g}") for t in ticks]
+
+
+def _vertical(values: Sequence[float]) -> tuple[Scale, list[tuple[float, str]]]:
+    low, high, ticks = _round_range(min(values), max(values))
+    scale = _linear(low, high, HEIGHT - BOTTOM, TOP)
+    return scale, [(scale(t), view.number(t, 0 if all(x == round(x) for x in ticks) else 1)) for t in ticks]
+
+
+def _linear(low: float, high: float, start: float, end: float) -> Scale:
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 2)
+
+
+def _round_range(low: float, high: float, floor: float = -math.inf) -> tuple[float, float, list[float]]:
+    """Return a range a little wider than the values, and ticks of 1, 2 or 5 times a power of ten in it."""
+    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = max(floor, low - room), high + room
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
+    first = math.ceil(low / step)
+    return low, high, [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
+
+
+def _staircase(points: Sequence[Point]) -> str:
+    """Return an SVG path: from each point of the front across to the next slower one, then up to it."""
+    path = ""
+    for point in sorted(points, key=lambda p: (p.x, p.y)):
+        path += f"H{point.x}V{point.y}" if path else f"M{point.x},{point.y}"
+    return path
+
+
+def _place_labels(points: Sequence[Point]) -> None:
+    """Give each label the place around its point where it covers least of labels, points and bars."""
+    taken: list[tuple[Box, float]] = []
+    for p in points:
+        taken.append(((p.x - 7, p.y - 7, p.x + 7, p.y + 7), 3.0))
+        taken.append(((p.x - 2, p.y_high, p.x + 2, p.y_low), 1.0))
+        taken.append(((p.x_low, p.y - 2, p.x_high, p.y + 2), 1.0))
+    for point in sorted(points, key=lambda p: p.y):
+        best = min(_places(point), key=lambda place: _cost(place, taken))
+        point.label_x, point.label_y, point.anchor, box = best
+        taken.append((box, 4.0))
+
+
+def _places(point: Point) -> list[tuple[float, float, str, Box]]:
+    """Return (x, y of the baseline, text-anchor, box) of the places to try, the preferred first."""
+    length = len(point.name) * _LETTER
+    found = []
+    for far in (0.0, 9.0, 20.0, 34.0):
+        for right, down in ((1, -1), (1, 1), (-1, -1), (-1, 1), (1, 0), (-1, 0), (0, -1), (0, 1)):
+            x = point.x + right * 10
+            y = point.y + down * (13 + far) + 4
+            start = x if right > 0 else x - length if right < 0 else x - length / 2
+            anchor = {1: "start", -1: "end", 0: "middle"}[right]
+            found.append((x, y, anchor, (start, y - _LINE + 3, start + length, y + 3)))
+    return found
+
+
+def _cost(place: tuple[float, float, str, Box], taken: Sequence[tuple[Box, float]]) -> float:
+    left, top, right, bottom = place[3]
+    outside = max(0, LEFT + 2 - left) + max(0, right - WIDTH) + max(0, TOP - top) + max(0, bottom - HEIGHT + BOTTOM)
+    covered = sum(
+        weight * max(0, min(right, b[2]) - max(left, b[0])) * max(0, min(bottom, b[3]) - max(top, b[1]))
+        for b, weight in taken
+    )
+    return covered + 100 * outside

@@ -1,0 +1,76 @@
+"""report.html, drawn from report.json alone: one file, no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from smelt.evaluate import report_chart as chart
+from smelt.evaluate import report_view as view
+from smelt.evaluate.report_schema import Difference, Report, Step, validate_report
+
+_BADGES = {
+    "passed": "good",
+    "gate-failed": "bad",
+    "error": "bad",
+    "interrupted": "warn",
+    "skipped": "warn",
+    "not-reached": "warn",
+}
+_TEMPLATE = "report.html.jinja"
+
+
+def write_html(report: Mapping[str, Any]) -> str:
+    """Return the text of report.html.
+
+    Raises:
+        InputError: not a report of schema 1.
+    """
+    import jinja2
+
+    checked = validate_report(report)
+    source = files("smelt.evaluate").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    # everything in a report may come from a stranger's recipe, so all of it is escaped
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(source).render(
+        report=checked,
+        view=view,
+        chart=chart,
+        picture=chart.scatter(checked),
+        rows=view.rows(checked),
+        metrics=view.metrics(checked),
+        sizes=view.batch_sizes(checked),
+        bars=_bars(checked),
+        pick=_pick(checked),
+        verdict=_verdict,
+        badge=lambda status: _BADGES.get(status, "plain"),
+    )
+
+
+def _verdict(difference: Difference | None, higher_is_better: bool) -> str:
+    """Return the CSS class of a difference: good or bad only where it is significant."""
+    if difference is None or not view.matters(difference) or not difference.difference:
+        return "even"
+    return "good" if (difference.difference > 0) == higher_is_better else "bad"
+
+
+def _pick(report: Report) -> Step | None:
+    """Return the fastest step at the smallest batch size that fails no gate; not the baseline."""
+    sizes = view.batch_sizes(report)
+    fit = [
+        (entry.speedup, step)
+        for step in report.steps
+        if step.status in ("done", "cached") and step.name != report.baseline and all(g.passed for g in step.gates)
+        if (entry := step.at(sizes[0]) if sizes else None) and entry.speedup is not None
+    ]
+    return max(fit, key=lambda pair: pair[0])[1] if fit else None
+
+
+def _bars(report: Report) -> list[tuple[Step, float]]:
+    """Return the steps that have a size, with the length of their bar in percent of the largest."""
+    sized = [row.step for row in view.rows(report) if row.step.size_bytes]
+    most = max((step.size_bytes or 0 for step in sized), default=0)
+    return [(step, round(100 * (step.size_bytes or 0) / most, 2)) for step in sized]

@@ -1,0 +1,164 @@
+"""report.md, drawn from report.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smelt.evaluate import report_view as view
+from smelt.evaluate.report_schema import Report, Step, validate_report
+
+_SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
+
+
+def write_markdown(report: Mapping[str, Any]) -> str:
+    """Return the text of report.md (GitHub's Markdown).
+
+    Raises:
+        InputError: not a report of schema 1.
+    """
+    checked = validate_report(report)
+    parts = [_header(checked), "## Steps", _steps(checked)]
+    if len(view.metrics(checked)) > 1:
+        parts += ["## Quality", _quality(checked)]
+    if len(view.batch_sizes(checked)) > 0:
+        parts += ["## Latency", _latency(checked)]
+    if any(step.gates for step in checked.steps):
+        parts += ["## Gates", _gates(checked)]
+    if view.notes(checked):
+        parts += [
+            "## Notes",
+            "\n".join(f"- **{_text(n)}** {_text(k)}: {_text(t)}" for n, k, t in view.notes(checked)),
+        ]
+    parts += ["## How it was measured", _foot(checked)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(value: object) -> str:
+    """Escape what Markdown or HTML would take as markup, on one line."""
+    return " ".join(str(value).split()).translate(_SPECIAL)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    marks = [":--" if i < left else "--:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, marks, *rows])
+
+
+def _header(report: Report) -> str:
+    n = view.examples(report)
+    lines = [
+        f"# {_text(view.model_name(report))}: {_text(report.status)}",
+        f"Task {_text(report.recipe.get('task', view.MISSING))}, n = {view.MISSING if n is None else f'{n:,}'},"
+        f" {_text(view.hardware(report))}.",
+    ]
+    if report.frontier:
+        lines.append("On the quality-latency front: " + ", ".join(map(_text, report.frontier)) + ".")
+    return "\n\n".join(lines)
+
+
+def _name(row: view.Row) -> str:
+    # Markdown drops spaces at the start of a cell
+    return row.branch.replace(" ", "&nbsp;") + _text(row.step.name)
+
+
+def _steps(report: Report) -> str:
+    metric = next(iter(view.metrics(report)), None)
+    sizes = view.batch_sizes(report)
+    timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
+    quality = [f"{_text(view.label(metric))} (95 % interval)", "difference"] if metric else []
+    head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters"]
+    rows = [
+        [
+            _name(row),
+            _text(row.step.stage),
+            _text(view.kind_of(row.step)),
+            row.step.status,
+            *([_score(row.step, metric), _difference(row.step, metric)] if metric else []),
+            *(cell for size in sizes for cell in _times(row.step, size)),
+            _size(row.step, report.base),
+            view.millions(row.step.parameters),
+        ]
+        for row in view.rows(report)
+    ]
+    legend = "A step goes on from the one above it; differences and speed-ups are against"
+    return (
+        _table(head, rows, left=4) + f"\n\n{legend} {_text(report.baseline or view.MISSING)}; \\* p < 0.05."
+    )
+
+
+def _score(step: Step, metric: str) -> str:
+    score = step.quality.get(metric)
+    return f"{view.number(score.value)} {_text(view.interval(score.ci95))}" if score else view.MISSING
+
+
+def _difference(step: Step, metric: str) -> str:
+    found = step.against_baseline.get(metric)
+    return view.signed(found.difference) + ("\\*" if view.matters(found) else "") if found else view.MISSING
+
+
+def _times(step: Step, size: int) -> tuple[str, str]:
+    entry = step.at(size)
+    if entry is None:
+        return view.MISSING, view.MISSING
+    if entry.speedup is None:
+        return view.significant_digits(entry.p50_ms), view.MISSING
+    speedup = f"{view.number(entry.speedup)}× {_text(view.interval(entry.speedup_ci95))}".rstrip()
+    return view.significant_digits(entry.p50_ms), speedup
+
+
+def _size(step: Step, base: Step | None) -> str:
+    ratio = view.ratio_of_size(step, base)
+    return view.megabytes(step.size_bytes) + (f" ({100 * ratio:.0f} %)" if ratio is not None else "")
+
+
+def _quality(report: Report) -> str:
+    metrics = view.metrics(report)
+    head = ["step", *(_text(view.label(metric)) for metric in metrics)]
+    rows = []
+    for row in view.rows(report):
+        if row.step.quality:
+            cells = [(_score(row.step, m), _difference(row.step, m)) for m in metrics]
+            rows.append([_name(row), *(s if d == view.MISSING else f"{s}, {d}" for s, d in cells)])
+    return _table(head, rows)
+
+
+def _latency(report: Report) -> str:
+    head = ["step", "batch", "threads", "p50 ms", "p90 ms", "p99 ms", "throughput", "tokens in", "tokens out"]
+    rows = [
+        [
+            _name(row),
+            str(entry.batch_size),
+            view.MISSING if entry.threads is None else str(entry.threads),
+            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms)),
+            f"{view.significant_digits(entry.throughput)} {_text(entry.unit or '')}".rstrip(),
+            view.number(entry.input_tokens, 1),
+            view.number(entry.output_tokens, 1),
+        ]
+        for row in view.rows(report)
+        for entry in row.step.latency
+    ]
+    return _table(head, rows)
+
+
+def _gates(report: Report) -> str:
+    rows = [
+        [
+            _name(row),
+            _text(view.label(gate.metric)),
+            _text(gate.kind),
+            "passed" if gate.passed else "**failed**",
+            view.number(gate.value),
+            view.number(gate.limit),
+        ]
+        for row in view.rows(report)
+        for gate in row.step.gates
+    ]
+    return _table(["step", "metric", "kind", "result", "value", "limit"], rows, left=4)
+
+
+def _foot(report: Report) -> str:
+    lines = [
+        f"- {_text(view.label(metric))}: {_text(signature)}" for metric, signature in view.signatures(report)
+    ]
+    lines += [f"- {_text(name)}: {_text(value)}" for name, value in view.flatten(report.environment)]
+    return "\n".join(lines) or view.MISSING

@@ -1,0 +1,187 @@
+"""What report.json holds, as types; docs/report.md describes the same for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from smelt.core.errors import InputError
+
+RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
+StepStatus = Literal["done", "cached", "skipped", "error", "not-reached"]
+
+Strict = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
+    if pair[0] > pair[1]:
+        raise ValueError(f"the lower end {pair[0]} lies above the upper end {pair[1]}")
+    return pair
+
+
+class _Part(BaseModel):
+    model_config = Strict
+
+
+class _WithInterval(_Part):
+    ci95: tuple[float, float]
+
+    @model_validator(mode="after")
+    def _check_interval(self) -> Self:
+        _ordered(self.ci95)
+        return self
+
+
+class Quality(_WithInterval):
+    """One metric of one step, in `unit`."""
+
+    value: float
+    unit: str
+    higher_is_better: bool
+    n: int = Field(ge=1)
+    signature: str
+
+
+class Latency(_Part):
+    """Times of one step at one batch size. `rounds_ms`: each round's median call."""
+
+    batch_size: int = Field(ge=1)
+    threads: int | None = None
+    input_tokens: float | None = None
+    output_tokens: float | None = None
+    p50_ms: float = Field(ge=0)
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+    throughput: float | None = None
+    unit: str | None = None
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+    rounds_ms: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _check_interval(self) -> Self:
+        if self.speedup_ci95:
+            _ordered(self.speedup_ci95)
+        return self
+
+
+class Difference(_WithInterval):
+    """This step minus the other, on the same examples."""
+
+    difference: float
+    p_value: float = Field(ge=0, le=1)
+
+
+class Gate(_Part):
+    """A limit of the recipe and whether the step keeps it; `value` is None where it was not measured."""
+
+    metric: str
+    kind: str
+    limit: float
+    value: float | None
+    passed: bool
+
+
+def _none_is_empty(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _none_is_no_rows(value: Any) -> Any:
+    return [] if value is None else value
+
+
+Differences = Annotated[dict[str, Difference], BeforeValidator(_none_is_empty)]
+
+
+class Step(_Part):
+    """One step of the run, done or not."""
+
+    name: str = Field(min_length=1)
+    stage: str
+    parent: str | None = None
+    status: StepStatus
+    reason: str | None = None
+    error: str | None = None
+    format: str | None = None
+    target: str | None = None
+    runner: str | None = None
+    artifact: str | None = None
+    key: str | None = None
+    settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
+    parameters: int | None = Field(default=None, ge=0)
+    size_bytes: int | None = Field(default=None, ge=0)
+    seconds: float | None = Field(default=None, ge=0)
+    peak_memory_bytes: int | None = Field(default=None, ge=0)
+    warnings: Annotated[list[str], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    quality: Annotated[dict[str, Quality], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
+    latency: Annotated[list[Latency], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    against_baseline: Differences = Field(default_factory=dict)
+    against_parent: Differences = Field(default_factory=dict)
+    gates: Annotated[list[Gate], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    facts: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_words(self) -> Self:
+        if self.status == "skipped" and not self.reason:
+            raise ValueError("a skipped step needs a 'reason'")
+        if self.status == "error" and not self.error:
+            raise ValueError("a step with status 'error' needs the 'error' text")
+        return self
+
+    def at(self, batch_size: int) -> Latency | None:
+        """Return the times at `batch_size`, or None."""
+        return next((entry for entry in self.latency if entry.batch_size == batch_size), None)
+
+
+class Report(_Part):
+    """A whole report.json, version 1."""
+
+    model_config = ConfigDict(**{**Strict, "serialize_by_alias": True})
+    schema_version: Literal[1] = Field(alias="schema")
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    status: RunStatus
+    baseline: str | None = None
+    steps: list[Step]
+    frontier: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        seen: set[str] = set()
+        for step in self.steps:
+            if step.name in seen:
+                raise ValueError(f"two steps are named '{step.name}'")
+            if step.parent is not None and step.parent not in seen:
+                raise ValueError(
+                    f"step '{step.name}' goes on from '{step.parent}', which is no step before it"
+                )
+            seen.add(step.name)
+        for where, name in [("baseline", self.baseline), *(("frontier", name) for name in self.frontier)]:
+            if name is not None and name not in seen:
+                raise ValueError(f"'{where}' names '{name}', which is no step")
+        return self
+
+    @property
+    def base(self) -> Step | None:
+        """The step that the others are compared with."""
+        return next((step for step in self.steps if step.name == self.baseline), None)
+
+
+def validate_report(report: Mapping[str, Any]) -> Report:
+    """Check a report as read from report.json.
+
+    Raises:
+        InputError: with every place where it departs from the schema.
+    """
+    try:
+        return Report.model_validate(report)
+    except ValidationError as error:
+        lines = []
+        for found in error.errors():
+            where = ".".join(map(str, found["loc"])) or "report"
+            read = repr(found["input"])
+            lines.append(f"  {where}: {found['msg']}; read {read if len(read) <= 80 else read[:77] + '...'}")
+        raise InputError(
+            "Not a report.json that this version of smelt reads (schema 1):\n" + "\n".join(lines)
+        ) from error

@@ -1,0 +1,100 @@
+"""The table of steps for a terminal, in plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from smelt.evaluate import report_view as view
+from smelt.evaluate.report_schema import Report, Step, validate_report
+
+_ASCII = str.maketrans(
+    {"├": "|", "└": "`", "│": "|", "─": "-", "–": "-", "−": "-", "…": "~", "×": "x", "·": ","}
+)
+_NARROWEST_NAME = 10
+
+
+def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
+    """Return the steps as a tree with the first metric, its difference, p50, speed-up and size.
+
+    Args:
+        report: a report.json.
+        width: columns of the terminal; at least 60 are used.
+        ascii_only: write no other characters than ASCII, for terminals that cannot show them.
+
+    Raises:
+        InputError: not a report of schema 1.
+    """
+    checked = validate_report(report)
+    width = max(60, width)
+    metric = next(iter(view.metrics(checked)), None)
+    sizes = view.batch_sizes(checked)
+    head = [view.label(metric) if metric else "quality", "diff", "p50 ms", "speed-up", "MB"]
+    lines = [(row, _cells(row.step, metric, sizes)) for row in view.rows(checked)]
+    widths = [max([len(head[i]), *(len(cells[i]) for _, cells in lines if cells)]) for i in range(len(head))]
+    room = max(_NARROWEST_NAME, width - sum(widths) - 2 * len(widths))
+    names = [row.branch + row.step.name for row, _ in lines]
+    room = min(room, max([len("step"), *map(len, names)]))
+    text = [_line("step", room, head, widths)]
+    text.append("─" * len(text[0]))
+    for name, (row, cells) in zip(names, lines, strict=True):
+        text.append(_line(name, room, cells, widths) if cells else _unmeasured(name, row.step, room, width))
+    text += ["", *_legend(checked, metric, sizes, width)]
+    joined = "\n".join(line.rstrip() for line in text)
+    return joined.translate(_ASCII).encode("ascii", "replace").decode() if ascii_only else joined
+
+
+def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
+    """Return the five cells of a measured step; nothing for one that was not."""
+    if step.status not in ("done", "cached"):
+        return []
+    score = step.quality.get(metric) if metric else None
+    difference = step.against_baseline.get(metric) if metric else None
+    latency = step.at(sizes[0]) if sizes else None
+    mark = "" if difference is None else "*" if view.matters(difference) else " "
+    return [
+        view.number(score.value if score else None),
+        view.signed(difference.difference if difference else None) + mark,
+        view.significant_digits(latency.p50_ms if latency else None),
+        f"{view.number(latency.speedup)}×" if latency and latency.speedup is not None else view.MISSING,
+        view.megabytes(step.size_bytes),
+    ]
+
+
+def _line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
+    return _cut(name, room).ljust(room) + "".join(
+        "  " + cell.rjust(size) for cell, size in zip(cells, widths, strict=True)
+    )
+
+
+def _unmeasured(name: str, step: Step, room: int, width: int) -> str:
+    words = " ".join((step.error or step.reason or "").split())
+    return f"{_cut(name, room).ljust(room)}  {_cut(step.status + (': ' + words if words else ''), width - room - 2)}"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def _legend(report: Report, metric: str | None, sizes: list[int], width: int) -> list[str]:
+    parts = []
+    if report.baseline:
+        parts.append(f"diff and speed-up against '{report.baseline}'")
+    if any(metric in step.against_baseline for step in report.steps):
+        parts.append("* p < 0.05")
+    if sizes:
+        parts.append(f"batch {sizes[0]}")
+    if (n := view.examples(report)) is not None:
+        parts.append(f"n = {n:,}")
+    lines = textwrap.wrap(", ".join(parts), width) if parts else []
+    failed = [
+        f"gate failed at '{step.name}': {view.label(gate.metric)} {gate.kind} {view.number(gate.value)},"
+        f" limit {view.number(gate.limit)}"
+        for step in report.steps
+        for gate in step.gates
+        if not gate.passed
+    ]
+    for text in failed:
+        lines += textwrap.wrap(text, width)
+    return [*lines, f"status: {report.status}"]

@@ -1,0 +1,180 @@
+"""What the three drawings of a report (terminal, Markdown, HTML) share: order, names, numbers as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.evaluate.report_schema import Difference, Report, Step
+
+MISSING = "–"
+MINUS = "−"
+SIGNIFICANT = 0.05
+_LABELS = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "accuracy": "Accuracy",
+    "f1": "F1",
+}
+_HARDWARE = ("cpu", "cpu_model", "processor", "gpu", "gpus", "device")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step and the branches drawn before its name, for example `│  └─ `."""
+
+    step: Step
+    branch: str
+
+
+def rows(report: Report) -> list[Row]:
+    """Return the steps depth first. An only child keeps its parent's indent, branches are drawn."""
+    children: dict[str | None, list[Step]] = {}
+    for step in report.steps:
+        children.setdefault(step.parent, []).append(step)
+    ordered = []
+    stack = _branches(children.get(None, []), "", root=True)
+    while stack:
+        step, own, below = stack.pop()
+        ordered.append(Row(step, own))
+        stack += _branches(children.get(step.name, []), below)
+    return ordered
+
+
+def _branches(steps: Sequence[Step], indent: str, root: bool = False) -> list[tuple[Step, str, str]]:
+    """Return (step, text before it, text before what hangs on it), the last one first."""
+    if root or len(steps) == 1:
+        return [(step, indent, indent) for step in reversed(steps)]
+    drawn = [(step, indent + "├─ ", indent + "│  ") for step in steps[:-1]]
+    drawn += [(step, indent + "└─ ", indent + "   ") for step in steps[-1:]]
+    return drawn[::-1]
+
+
+def metrics(report: Report) -> list[str]:
+    """Return the quality metrics of the report in their first order."""
+    return list(dict.fromkeys(metric for step in report.steps for metric in step.quality))
+
+
+def batch_sizes(report: Report) -> list[int]:
+    """Return the batch sizes that were timed, smallest first."""
+    return sorted({entry.batch_size for step in report.steps for entry in step.latency})
+
+
+def label(metric: str) -> str:
+    """Return the metric's name as papers write it."""
+    return _LABELS.get(metric, metric)
+
+
+def model_name(report: Report) -> str:
+    """Return the model of the recipe: a name, or the last part of a path."""
+    model = report.recipe.get("model")
+    if isinstance(model, Mapping):
+        model = model.get("config")
+    return str(model).rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1] if model else "model"
+
+
+def hardware(report: Report) -> str:
+    """Return what the environment says of processor and accelerator."""
+    found = [report.environment[name] for name in _HARDWARE if report.environment.get(name)]
+    return " · ".join(dict.fromkeys(_plain(value) for value in found)) or MISSING
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_plain, value))
+    return str(value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return nested settings as (dotted name, text) pairs."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found += flatten(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", MISSING if value is None else _plain(value)))
+    return found
+
+
+def examples(report: Report) -> int | None:
+    """Return on how many examples the first metric was computed."""
+    return next((score.n for step in report.steps for score in step.quality.values()), None)
+
+
+def signatures(report: Report) -> list[tuple[str, str]]:
+    """Return (metric, signature), each pair once."""
+    pairs = ((m, q.signature) for step in report.steps for m, q in step.quality.items())
+    return list(dict.fromkeys(pairs))
+
+
+def notes(report: Report) -> list[tuple[str, str, str]]:
+    """Return (step, kind, text) of all errors, reasons and warnings, in this order within a step."""
+    found = []
+    for step in report.steps:
+        found += [
+            (step.name, kind, text)
+            for kind, text in (("error", step.error), (step.status, step.reason))
+            if text
+        ]
+        found += [(step.name, "warning", text) for text in step.warnings]
+    return found
+
+
+def kind_of(step: Step) -> str:
+    """Return where the step's artifact runs: format and target."""
+    return " · ".join(part for part in (step.format, step.target) if part) or MISSING
+
+
+def matters(difference: Difference) -> bool:
+    """Tell whether the difference is significant at 5 %."""
+    return difference.p_value < SIGNIFICANT
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return `value` with fixed digits, thousands set apart."""
+    if value is None:
+        return MISSING
+    text = f"{value:,.{digits}f}"
+    return text.replace("-", MINUS) if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """Return `value` with its sign; a zero has none."""
+    text = number(value, digits)
+    return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
+
+
+def interval(pair: tuple[float, float] | None, digits: int = 2) -> str:
+    """Return `[low, high]`, or nothing."""
+    return "" if pair is None else f"[{number(pair[0], digits)}, {number(pair[1], digits)}]"
+
+
+def significant_digits(value: float | None, digits: int = 3) -> str:
+    """Return `value` to three significant digits, but all digits before the point: 1.23, 12.3, 1,234."""
+    if value is None:
+        return MISSING
+    before = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    return number(value, max(0, digits - before))
+
+
+def megabytes(size_bytes: int | None) -> str:
+    """Return bytes as megabytes of 10^6."""
+    return MISSING if size_bytes is None else significant_digits(size_bytes / 1e6)
+
+
+def millions(count: int | None) -> str:
+    """Return a count in millions."""
+    return MISSING if count is None else significant_digits(count / 1e6)
+
+
+def ratio_of_size(step: Step, base: Step | None) -> float | None:
+    """Return the step's size over the baseline's."""
+    if base is None or not base.size_bytes or step.size_bytes is None:
+        return None
+    return step.size_bytes / base.size_bytes

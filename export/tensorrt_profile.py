@@ -1,0 +1,96 @@
+"""Which sizes an engine is built for: ranges per named dimension, shapes per input.
+
+An engine works for any shape between a profile's min and max and is fastest at its opt. Inputs that
+share a dimension (both masks and ids have `length`) get the same numbers, since the shapes are made
+from one range per dimension name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.core.errors import RunError, nearest
+
+
+@dataclass(frozen=True)
+class Range:
+    """The smallest, the usual and the largest size of one dimension."""
+
+    min: int
+    opt: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.opt <= self.max:
+            raise RunError(
+                f"optimization profile: expected min <= opt <= max, got {self.min}, {self.opt}, {self.max}"
+            )
+
+
+# Names that exporters give to the same thing; the key is smelt's own word.
+DIMENSIONS: dict[str, tuple[str, ...]] = {
+    "batch": ("batch", "batch_size"),
+    "input": ("length", "encoder_length", "sequence_length", "encoder_sequence_length"),
+    "past": ("past_length", "past_sequence_length", "past_decoder_sequence_length"),
+}
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+
+def round_up(value: float, multiple: int = 8) -> int:
+    """Return the next multiple of 8, the width that tensor cores like."""
+    return -(-int(-(-value // 1)) // multiple) * multiple
+
+
+def input_range(lengths: Sequence[int], percentile: float, limit: int) -> Range:
+    """Return the range of token counts: from 1, usually the median, at most `percentile` or `limit`."""
+    import numpy as np
+
+    highest = min(limit, round_up(float(np.percentile(lengths, percentile))))
+    return Range(1, max(1, min(highest, int(np.percentile(lengths, 50)))), max(1, highest))
+
+
+def past_range(output_lengths: Sequence[int], max_new_tokens: int, limit: int) -> Range:
+    """Return the range of the decoder's cache: empty at the first step, one short of the longest output."""
+    import numpy as np
+
+    longest = max(0, min(max_new_tokens, limit) - 1)
+    # over a whole sentence the cache is half as long as the sentence, on average
+    return Range(0, min(longest, max(1, int(np.percentile(output_lengths, 50)) // 2)), longest)
+
+
+def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:
+    """Return min, opt and max shape of every dynamic input of an ONNX model.
+
+    Raises:
+        RunError: a dynamic dimension has no name, or one that is not in `DIMENSIONS`.
+    """
+    known = {
+        alias: ranges[name] for name, aliases in DIMENSIONS.items() if name in ranges for alias in aliases
+    }
+    weights = {tensor.name for tensor in model.graph.initializer}
+    shapes: Shapes = {}
+    for value in model.graph.input:
+        if value.name in weights:
+            continue
+        dimensions = [_size(d, value.name, known, graph) for d in value.type.tensor_type.shape.dim]
+        if any(size.min != size.max for size in dimensions):
+            shapes[value.name] = (
+                tuple(d.min for d in dimensions),
+                tuple(d.opt for d in dimensions),
+                tuple(d.max for d in dimensions),
+            )
+    return shapes
+
+
+def _size(dimension: Any, name: str, known: Mapping[str, Range], graph: str) -> Range:
+    if dimension.HasField("dim_value"):
+        return Range(dimension.dim_value, dimension.dim_value, dimension.dim_value)
+    if dimension.dim_param in known:
+        return known[dimension.dim_param]
+    said = dimension.dim_param or "without a name"
+    raise RunError(
+        f"{graph}: input '{name}' has a dynamic dimension ({said}) that no length is known for."
+        f" Known: {', '.join(known)}.{nearest(said, known)}"
+    )

@@ -1,0 +1,172 @@
+"""Is this folder a model that smelt can start from? Asked before torch is imported.
+
+Only safetensors weights are read. Pickle files (`pytorch_model.bin`, `.pt`, `.ckpt`) can run any code
+when they are opened, so they are refused, whatever they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import Task
+from smelt.core.errors import InputError, nearest
+
+# Model families of each task, by the config's model_type.
+FAMILIES: dict[Task, tuple[str, ...]] = {"translation": ("marian",), "text-classification": ("bert",)}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# What is fetched from the hub: no pickles, no weights of other frameworks, no code.
+_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt"]
+_CONVERT = (
+    "Convert them in a place that you trust: "
+    "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True), with the Auto class"
+    " of the task, and copy the tokenizer's files."
+)
+
+
+def local_folder(model: str, base: Path) -> Path | None:
+    """Return the folder that `model` means, relative to `base`, or None for an id on the hub."""
+    path = (base / model).expanduser()
+    if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir():
+        return path
+    return None
+
+
+def fetch_model(model: str, base: Path, task: Task) -> Path:
+    """Return the folder of `model`; an id on the hub is downloaded (safetensors and texts only).
+
+    Raises:
+        InputError: it cannot be had, or is not a model that smelt can start from.
+    """
+    folder = local_folder(model, base)
+    if folder is None:
+        import huggingface_hub
+
+        try:
+            folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+        except Exception as error:  # the hub client raises many kinds; all mean: not to be had
+            raise InputError(
+                f"{model}: no such folder, and the hub does not give a model of that name: {error}"
+            ) from error
+    problems, _ = check_model_folder(folder, task)
+    if problems:
+        raise InputError("\n".join(problems))
+    return folder
+
+
+def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list[str]]:
+    """Look at the files of `folder`: config, weights, tokenizer.
+
+    Args:
+        folder: the model's folder.
+        task: what the model is for; None where that is not known.
+
+    Returns:
+        What makes it unusable, and what the user should be warned of.
+    """
+    if folder.suffix == ".onnx":
+        return [f"{folder}: starting from an ONNX file is not yet supported by this version."], []
+    if not folder.is_dir():
+        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = nearest(folder.name, beside)
+        kind = "not a folder" if folder.exists() else "no such folder"
+        return [f"{folder}: {kind}; expected a model's folder with config.json, or a hub id.{near}"], []
+    config, problems = _read_config(folder)
+    problems += _weights(folder)
+    kind = str(config.get("model_type", ""))
+    families = FAMILIES[task] if task else ()
+    if config and families and kind not in families:
+        problems.append(
+            f"{folder / 'config.json'}: model_type '{kind}' is not yet supported for {task} by this version."
+            f" Supported: {', '.join(families)}."
+        )
+    problems += _tokenizer(folder, kind)
+    return problems, _warnings(config, task) if not problems else []
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}, [f"{folder}: no config.json in this folder, so it is not a model's folder."]
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"{path}: broken JSON: {error}"]
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return {}, [f"{path}: expected a JSON object with a model_type, as transformers writes it."]
+    return config, []
+
+
+def _weights(folder: Path) -> list[str]:
+    if (folder / _WEIGHTS).is_file():
+        return _header(folder / _WEIGHTS)
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted({str(name) for name in weight_map.values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return [f"{index}: not an index of weights: {error}"]
+        outside = [name for name in shards if Path(name).name != name]
+        if outside:
+            return [f"{index}: the file name {outside[0]!r} leads out of the folder."]
+        return [problem for name in shards for problem in _header(folder / name)]
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return [
+            f"{folder}: the weights are pickle files ({', '.join(pickles[:3])}), which can run any code when"
+            f" they are opened, so smelt never reads them. {_CONVERT}"
+        ]
+    return [f"{folder}: no weights in this folder; expected {_WEIGHTS}."]
+
+
+def _header(path: Path) -> list[str]:
+    """Check the header of a safetensors file and that the file is as long as the header says.
+
+    Format: 8 bytes little-endian length, JSON of that length, then the tensors
+    (https://github.com/huggingface/safetensors, "Format").
+    """
+    if not path.is_file():
+        return [f"{path}: this file of the weights is missing."]
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            header = json.loads(stream.read(length)) if 8 + length <= size else None
+        if start == b"version ":
+            return [f"{path}: a Git LFS pointer, not the weights. Fetch them with `git lfs pull`."]
+        tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
+        expected = 8 + length + max(tensors)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return [f"{path}: not a safetensors file, or cut short ({size:,} bytes). Copy or download it again."]
+    if size < expected:
+        return [f"{path}: cut short: {size:,} of {expected:,} bytes. Copy or download it again."]
+    return []
+
+
+def _tokenizer(folder: Path, kind: str) -> list[str]:
+    fix = "Copy the tokenizer's files there (tokenizer.save_pretrained(FOLDER))."
+    if kind == "marian":
+        files = ("source.spm", "target.spm", "vocab.json")
+        missing = [name for name in files if not (folder / name).is_file()]
+        return [f"{folder}: no tokenizer: {', '.join(missing)} missing. {fix}"] if missing else []
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+        return []
+    if kind and kind != "bert":  # an unsupported family is said elsewhere; its tokenizer is unknown here
+        return []
+    return [f"{folder}: no tokenizer; expected tokenizer.json or vocab.txt. {fix}"] if kind else []
+
+
+def _warnings(config: dict[str, Any], task: Task | None) -> list[str]:
+    named = [str(name) for name in config.get("architectures") or []]
+    if task == "text-classification" and named and not any("SequenceClassification" in n for n in named):
+        return [
+            f"the model ({named[0]}) has no classifier yet; one with random weights is added, so begin with"
+            " a finetune step and take that as the baseline."
+        ]
+    return []

@@ -1,0 +1,306 @@
+"""What can be known of a plan before work starts: order, needs, data, model, gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt import stage_table
+from smelt.core.artifact import Format
+from smelt.core.data import Split
+from smelt.core.errors import InputError, nearest
+from smelt.core.stage import Settings, Stage
+from smelt.machine import unavailable_reason
+from smelt.model_folder import check_model_folder, local_folder
+from smelt.plan import PlannedGate, Step, read_origin
+from smelt.recipe import Recipe
+from smelt.recipe_errors import Mistakes, check
+from smelt.recipe_stages import ROOT, StageEntry, step_names
+
+# These work on float weights, which a quantized model no longer has.
+_NEED_FLOAT = frozenset({"finetune", "distill", "prune", "factorize", "quantize"})
+# Files up to this size are read when the plan is made, so that their mistakes are known at once.
+_READ_AT_ONCE_BYTES = 8_000_000
+
+
+@dataclass
+class _Draft:
+    """A step as far as it is known; `cls` and `settings` are None where they are wrong."""
+
+    entry: StageEntry
+    name: str
+    parent: str | None
+    cls: type[Stage[Any]] | None = None
+    settings: Settings | None = None
+    unavailable: str | None = None
+
+    @property
+    def format(self) -> Format | None:
+        return self.cls.produces if self.cls else None
+
+
+class Checker:
+    """Checks one recipe; mistakes go to `mistakes`, advice to `warnings`.
+
+    bad: the top-level keys that are wrong already, and of which nothing more is said.
+    """
+
+    def __init__(self, recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
+        self.recipe, self.mistakes, self.bad = recipe, mistakes, bad
+        self.warnings: list[str] = []
+        self.drafts: dict[str, _Draft] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all steps, `model` first."""
+        return [ROOT, *self.drafts]
+
+    def steps(self) -> tuple[Step, ...]:
+        """Build the tree and check every step; only whole steps are returned."""
+        entries = list(self.recipe.stages)
+        names = step_names(entries)
+        previous: str | None = ROOT
+        for position, (entry, name) in enumerate(zip(entries, names, strict=True)):
+            if name in self.drafts:
+                first = self.drafts[name].entry.line
+                where = ("stages", entry.index, "name")
+                self.mistakes.add(where, f"'{name}' is already the name of the step in line {first}.")
+                self.bad.add("stages")
+                previous = None
+                continue
+            # after a step that could not be read nobody knows what this one goes on from
+            before = entries[position - 1].index if position else -1
+            previous = previous if entry.index == before + 1 else None
+            draft = _Draft(entry, name, self._parent(entry, previous, names))
+            self.drafts[name] = draft
+            self._load(draft)
+            self._check(draft)
+            previous = name
+        return tuple(step for draft in self.drafts.values() if (step := _finish(draft)))
+
+    def _parent(self, entry: StageEntry, previous: str | None, names: list[str]) -> str | None:
+        if entry.parent is None:
+            return previous
+        if entry.parent in self.names:
+            return entry.parent
+        later = entry.parent in names
+        if later or "stages" not in self.bad:
+            word = entry.parent[:60]
+            what = f"'{word}' is not an earlier step" if later else f"no step '{word}'"
+            hint = "" if later else nearest(word, self.names)
+            known = f"Earlier steps: {', '.join(self.names)}."
+            self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}")
+        return None
+
+    def _load(self, draft: _Draft) -> None:
+        draft.cls = stage_table.load_stage(draft.entry.word)
+        settings_type: type[Settings] = draft.cls.settings_type
+        draft.settings, _ = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
+
+    def _check(self, draft: _Draft) -> None:
+        """Check order, task, data and machine for one step whose parents were checked."""
+        assert draft.cls is not None
+        word, path = draft.entry.word, draft.entry.path
+        if "task" not in self.bad and self.recipe.task not in draft.cls.tasks:
+            tasks = ", ".join(sorted(draft.cls.tasks))
+            self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
+        given = self.recipe.data.splits()
+        for need in ("train", "validation", "calibration"):
+            if need in draft.cls.needs and need not in given and "data" not in self.bad:
+                self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
+        draft.unavailable = unavailable_reason(draft.cls)
+        if draft.parent is None:
+            return
+        parent = self.drafts.get(draft.parent)
+        if parent and parent.unavailable and not draft.unavailable:
+            draft.unavailable = f"it goes on from '{parent.name}', which cannot run here."
+        self._check_order(draft)
+
+    def _check_order(self, draft: _Draft) -> None:
+        assert draft.cls is not None
+        word, path = draft.entry.word, draft.entry.path
+        above = self._above(draft)
+        parent = above[0] if above else None
+        given: Format | None = parent.format if parent else "torch"
+        if given is not None and given not in draft.cls.accepts:
+            accepts = " or ".join(sorted(draft.cls.accepts))
+            advice = self._advice(draft, given, above)
+            reality = f"its parent step '{draft.parent}' gives {given}"
+            self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
+            return
+        quantized = next((d for d in above if d.entry.word == "quantize"), None)
+        if quantized and word in _NEED_FLOAT:
+            self.mistakes.add(
+                path,
+                f"{word} cannot work after '{quantized.name}', which left int8 weights;"
+                f" move it before '{quantized.name}', or give `from: {quantized.parent or ROOT}`.",
+            )
+        self._check_target(draft, parent, quantized)
+        self._advise(draft, above)
+
+    def _check_target(self, draft: _Draft, parent: _Draft | None, quantized: _Draft | None) -> None:
+        """TensorRT reads only graphs that were made for it, and has no dynamic int8."""
+        target = getattr(draft.settings, "target", None)
+        if draft.entry.word == "onnx" and target == "tensorrt" and quantized:
+            self.mistakes.add(
+                (*draft.entry.path, "target"),
+                f"TensorRT cannot run the dynamic int8 of '{quantized.name}';"
+                f" give `from: {quantized.parent or ROOT}`.",
+            )
+        made_for = getattr(parent.settings, "target", None) if parent else None
+        if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
+            assert parent is not None
+            self.mistakes.add(
+                draft.entry.path,
+                f"tensorrt reads graphs with target tensorrt, but '{parent.name}' has target {made_for};"
+                " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
+            )
+
+    def _advise(self, draft: _Draft, above: list[_Draft]) -> None:
+        """Warn about orders that run but are known to be poor."""
+        words = [d.entry.word for d in above]
+        where = f"line {draft.entry.line}: {draft.name}"
+        if draft.entry.word == "prune" and "factorize" in words:
+            self.warnings.append(f"{where}: pruning after factorize finds few whole matrices; prune first.")
+        if draft.entry.word == "distill" and draft.entry.settings.get("student"):
+            late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
+            if late:
+                self.warnings.append(
+                    f"{where}: choosing a student's layers after {late} throws part of that work away;"
+                    " distil to fewer layers first."
+                )
+
+    def _above(self, draft: _Draft) -> list[_Draft]:
+        """Return the steps above `draft`, the nearest first."""
+        found: list[_Draft] = []
+        name = draft.parent
+        while name is not None and name in self.drafts:
+            found.append(self.drafts[name])
+            name = self.drafts[name].parent
+        return found
+
+    def _format(self, name: str) -> Format | None:
+        return "torch" if name == ROOT else self.drafts[name].format
+
+    def _advice(self, draft: _Draft, given: Format, above: list[_Draft]) -> str:
+        """Say how `draft` comes to a parent whose format it accepts."""
+        assert draft.cls is not None
+        accepts = draft.cls.accepts
+        ways = []
+        turned = [d for d in above if d.format == given]
+        if turned and turned[-1].parent is not None and self._format(turned[-1].parent) in accepts:
+            ways.append(f"move it before '{turned[-1].name}'")
+        possible = [name for name in self.names if name != draft.name and self._format(name) in accepts]
+        if possible:
+            ways.append(f"give `from:` with one of: {', '.join(possible)}")
+        makers = [word for word in stage_table.TABLE if stage_table.load_stage(word).produces in accepts]
+        return ", or ".join(ways) or f"put one of these before it: {', '.join(makers)}"
+
+    def cut(self, until: str | None) -> list[str]:
+        """Return the names of the steps that `until` needs and itself (all for None), in order."""
+        if until is None or until == ROOT:
+            return [] if until else list(self.drafts)
+        if until not in self.drafts:
+            if "stages" not in self.bad:
+                self.mistakes.say(f"--until: {self._no_step(until)}")
+            return list(self.drafts)
+        wanted = {until, *(draft.name for draft in self._above(self.drafts[until]))}
+        return [name for name in self.drafts if name in wanted]
+
+    def gates(self, kept: list[str]) -> tuple[PlannedGate, ...]:
+        """Give every gate its steps: those of `at`, else the last of each branch that can run here."""
+        if self.bad & {"gates", "score", "task", "stages"}:
+            return ()
+        out: list[PlannedGate] = []
+        for metric, gate in self.recipe.gates.items():
+            at = (gate.at,) if isinstance(gate.at, str) else gate.at
+            for name in at or ():
+                if name not in self.names:
+                    self.mistakes.add(("gates", metric, "at"), self._no_step(name))
+            steps = tuple(n for n in at if n in (ROOT, *kept)) if at else self._leaves(kept)
+            limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
+            out += [PlannedGate(metric, k, v, steps) for k, v in limits.items() if v is not None and steps]
+        return tuple(out)
+
+    def _leaves(self, kept: list[str]) -> tuple[str, ...]:
+        running = [d for name in kept if not (d := self.drafts[name]).unavailable]
+        parents = {d.parent for d in running}
+        return tuple(d.name for d in running if d.name not in parents) or (ROOT,)
+
+    def baseline(self, kept: list[str]) -> None:
+        """Check that the baseline is a step, and one that will be there."""
+        name = self.recipe.baseline
+        if self.bad & {"baseline", "stages"} or name in (ROOT, *kept):
+            return
+        if name in self.names:
+            self.warnings.append(f"the baseline '{name}' is left out, so nothing is compared with it.")
+        else:
+            self.mistakes.add(("baseline",), self._no_step(name))
+
+    def _no_step(self, name: str) -> str:
+        return f"no step '{name[:60]}'. Known: {', '.join(self.names)}.{nearest(name, self.names)}"
+
+    def model(self) -> Path | None:
+        """Check the model's folder; return it, or None for an id on the hub."""
+        model = self.recipe.model
+        if "model" in self.bad:
+            return None
+        if not isinstance(model, str):
+            self.mistakes.add(
+                ("model",),
+                "starting from a config without weights is not yet supported by this version;"
+                " give the folder of a trained model, or a hub id.",
+            )
+            return None
+        if not model.strip() or "\0" in model:
+            self.mistakes.add(("model",), "expected a model's folder or a hub id, read an empty name.")
+            return None
+        try:
+            folder = local_folder(model, self.recipe.base)
+            if folder is None:
+                self.warnings.append(f"model: '{model}' is no folder here; the run fetches it from the hub.")
+                return None
+            task = None if "task" in self.bad else self.recipe.task
+            problems, warnings = check_model_folder(folder, task)
+        except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
+            problems, warnings, folder = [f"cannot be read: {error}."], [], None
+        for problem in problems:
+            self.mistakes.add(("model",), problem)
+        self.warnings += [f"model: {warning}" for warning in warnings]
+        return folder
+
+    def data(self) -> dict[str, Split]:
+        """Check that the files of the data are there, and read the small ones."""
+        if self.bad & {"data", "task"}:
+            return {}
+        splits: dict[str, Split] = {}
+        for name, origin in self.recipe.data.splits().items():
+            path = self.recipe.base / origin
+            try:
+                path = path.expanduser()
+                large = path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES
+                if large or _is_hub(origin, path):
+                    continue
+                splits[name] = read_origin(self.recipe, origin, name)
+            except InputError as error:
+                self.mistakes.add(("data", name), str(error))
+            except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have
+                self.mistakes.add(("data", name), f"cannot be read: {error}.")
+        return splits
+
+
+def _is_hub(origin: str, path: Path) -> bool:
+    """Say whether `read_split` would ask the hub for `origin`."""
+    local = bool(path.suffix) or origin.startswith((".", "/", "~")) or "/" not in origin
+    return not local and not path.is_file()
+
+
+def _finish(draft: _Draft) -> Step | None:
+    if draft.cls is None or draft.settings is None or draft.parent is None:
+        return None
+    entry = draft.entry
+    return Step(
+        draft.name, entry.word, draft.cls, draft.settings, draft.parent, entry.optional, entry.line,
+        draft.unavailable,
+    )  # fmt: skip

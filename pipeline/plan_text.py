@@ -1,0 +1,91 @@
+"""The plan in words, for `smelt plan`."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from smelt.plan import Plan, Step
+from smelt.recipe_stages import ROOT
+
+WIDTH = 80
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the plan as text of at most 80 columns: model, data, tree of steps, score, gates, warnings."""
+    recipe = plan.recipe
+    lines = [*_wrapped(f"{recipe.path}: {recipe.task}, {_count(len(plan.steps), 'step')}", 2), ""]
+    lines += _wrapped(f"model       {recipe.model}", 12)
+    for name, origin in recipe.data.splits().items():
+        rows = f" ({_count(len(plan.splits[name]), 'row')})" if name in plan.splits else ""
+        lines += _wrapped(f"{name:<12}{origin}{rows}", 12)
+    lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
+    lines += _score(plan)
+    for gate in plan.gates:
+        sign = {"max_drop": "drop at most", "min": "at least", "max": "at most"}[gate.kind]
+        lines += _wrapped(f"gate        {gate.metric}: {sign} {gate.limit:,.10g} at {', '.join(gate.at)}", 12)
+    if plan.until:
+        lines += _wrapped(f"until       {plan.until}; left out: {', '.join(plan.left_out) or 'nothing'}", 12)
+    for warning in plan.warnings:
+        lines += _wrapped(f"warning     {warning}", 12)
+    blocked = [step.name for step in plan.steps if step.unavailable and not step.optional]
+    if blocked:
+        lines += _wrapped(
+            f"cannot run here as it is: {', '.join(blocked)}. Install what is missing, or write"
+            " `optional: true` beside the stage to skip it.",
+            0,
+        )
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _tree(plan: Plan, name: str, indent: str) -> Iterator[str]:
+    """Yield the steps below `name`; a chain stays in one column, branches are indented."""
+    children = [step for step in plan.steps if step.parent == name]
+    for number, step in enumerate(children):
+        last = number == len(children) - 1
+        mark, bar = ("", "") if len(children) == 1 else ("└─ ", "   ") if last else ("├─ ", "│  ")
+        yield from _step(step, indent + mark, indent + bar)
+        yield from _tree(plan, step.name, indent + bar)
+
+
+def _step(step: Step, first: str, rest: str) -> Iterator[str]:
+    given = step.settings.model_dump(mode="json", exclude_defaults=True)
+    settings = ", ".join(f"{name}: {_value(value)}" for name, value in given.items())
+    reads = sorted(need for need in step.cls.needs if need in ("train", "validation", "calibration"))
+    title = step.name if step.name == step.stage else f"{step.name} ({step.stage})"
+    parts = [f"{title} -> {step.format}"]
+    parts += [f"{{{settings}}}"] if settings else []
+    parts += [f"reads {', '.join(reads)}"] if reads else []
+    if step.unavailable:
+        what = "will be skipped" if step.optional else "CANNOT RUN"
+        parts.append(f"{what}: {step.unavailable}")
+    elif step.optional:
+        parts.append("optional")
+    yield from textwrap.wrap(
+        "  ".join(parts), WIDTH, initial_indent=first, subsequent_indent=f"{rest}    ", break_on_hyphens=False
+    )
+
+
+def _score(plan: Plan) -> list[str]:
+    score = plan.recipe.score
+    text = f"score       {', '.join(score.quality)}"
+    if plan.recipe.task == "translation":
+        text += f"; greedy, at most {score.generation.max_new_tokens} new tokens"
+    if score.latency:
+        sizes = ", ".join(map(str, score.latency.batch_sizes))
+        text += f"; latency at batch size {sizes} against {plan.recipe.baseline}"
+    return _wrapped(text, 12)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace('"', "")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)

@@ -1,0 +1,42 @@
+"""The table of stages: the word in a recipe and the class behind it, imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.stage import Stage
+
+TABLE: dict[str, str] = {
+    "finetune": "smelt.compress.finetune:Finetune",
+    "distill": "smelt.compress.distill.logits:Distill",
+    "prune": "smelt.compress.prune.structured:Prune",
+    "factorize": "smelt.compress.factorize.svd:Factorize",
+    "quantize": "smelt.compress.quantize.int8_dynamic:Quantize",
+    "onnx": "smelt.export.onnx_stage:Onnx",
+    "tensorrt": "smelt.export.tensorrt_stage:Tensorrt",
+}
+
+
+def load_stage(word: str) -> type[Stage[Any]]:
+    """Return the class behind `word`.
+
+    Raises:
+        InputError: there is no such stage; the message names the nearest.
+    """
+    if word not in TABLE:
+        raise InputError(unknown_stage(word))
+    module, _, name = TABLE[word].partition(":")
+    stage: type[Stage[Any]] = getattr(import_module(module), name)
+    return stage
+
+
+def stages() -> dict[str, type[Stage[Any]]]:
+    """Return every stage by its word, in the order in which they are usually used."""
+    return {word: load_stage(word) for word in TABLE}
+
+
+def unknown_stage(word: str) -> str:
+    """Return the sentence that says that `word` is no stage."""
+    return f"unknown stage '{word[:60]}'. Known: {', '.join(TABLE)}.{nearest(word, TABLE)}"

@@ -1,0 +1,133 @@
+"""Distillation of a tiny classifier: the objective, the student, the teachers that cannot teach."""
+
+import json
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn import functional as F
+from transformers import BertConfig, BertForSequenceClassification
+
+from smelt.compress.distill.logits import Distill, DistillSettings, distill_objective
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model
+
+WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
+
+
+def classifier(folder, names=("neg", "pos"), seed=0):
+    folder.mkdir(parents=True)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 16})
+    )
+    config = BertConfig(
+        vocab_size=11, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)},
+        initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return artifact(folder)
+
+
+def artifact(folder, kind="torch"):
+    manifest = Manifest(
+        key="0" * 64, format=kind, task="text-classification", stage="model", settings={}, seed=0, parent=None,
+        versions={},
+    )  # fmt: skip
+    return Artifact(folder, manifest)
+
+
+def context(tmp_path, ancestors):
+    # every label is the same: whatever else the student learns, it learns from the teacher
+    rows = Split(
+        "x", tuple(Example(f"{a} {b} {c}", label="pos") for a in WORDS for b in WORDS for c in WORDS)
+    )
+    out = tmp_path / "work" / "out"
+    out.mkdir(parents=True)
+    return Context(
+        out=out,
+        task="text-classification",
+        data={"train": rows},
+        seed=1,
+        ancestors=ancestors,
+        score=lambda a: {},
+    )
+
+
+def batch():
+    ids = torch.tensor([[2, a, b, 3] for a in range(5, 11) for b in range(5, 11)])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.ones(len(ids)).long()}
+
+
+def test_the_objective_is_the_formula(tmp_path):
+    student, _ = load_model(classifier(tmp_path / "s", seed=1).path)
+    teacher, _ = load_model(classifier(tmp_path / "t").path)
+    settings = DistillSettings.model_validate({"temperature": 3.0, "losses": {"logits": 0.8, "labels": 0.3}})
+    inputs = {k: v for k, v in batch().items() if k != "labels"}
+    with torch.no_grad():
+        zs, zt = student(**inputs).logits, teacher(**inputs).logits
+        kl = F.kl_div((zs / 3).log_softmax(-1), (zt / 3).softmax(-1), reduction="batchmean")
+        wanted = 0.8 * 9 * kl + 0.3 * F.cross_entropy(zs, batch()["labels"])
+    torch.testing.assert_close(
+        distill_objective(teacher, settings)(student, batch()), wanted, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
+    source = classifier(tmp_path / "model")
+    ctx = context(tmp_path, {"model": source})
+    settings = DistillSettings.model_validate(
+        {
+            "student": {"layers": 2}, "losses": {"logits": 1.0, "labels": 0.0}, "max_steps": 60, "batch_size": 36,
+            "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0,
+        }
+    )  # fmt: skip
+    Distill()(source, settings, ctx)
+    assert ctx.facts["kept_layers"] == [0, 2]
+    student, _ = load_model(ctx.out)
+    teacher, _ = load_model(source.path)
+    assert (len(student.bert.encoder.layer), student.config.num_hidden_layers) == (2, 2)
+    untrained, _ = load_model(source.path)
+    del untrained.bert.encoder.layer[1]
+
+    def distance(model):
+        with torch.no_grad():
+            return float(distill_objective(teacher, settings)(model, batch()))
+
+    assert distance(student) < 0.2 * distance(untrained)
+
+
+def test_an_unknown_teacher_names_the_known_steps(tmp_path):
+    source = classifier(tmp_path / "model")
+    ctx = context(tmp_path, {"model": source, "prune": source})
+    with pytest.raises(
+        InputError, match="'prun' is no step before this one. There are: model, prune. Did you mean"
+    ):
+        Distill()(source, DistillSettings(teacher="prun"), ctx)
+
+
+def test_a_teacher_that_left_torch_is_refused(tmp_path):
+    source = classifier(tmp_path / "model")
+    ctx = context(tmp_path, {"model": artifact(source.path, "onnx")})
+    with pytest.raises(InputError, match="stored as onnx; it must be a torch step"):
+        Distill()(source, DistillSettings(), ctx)
+
+
+def test_a_teacher_with_other_labels_is_refused(tmp_path):
+    source = classifier(tmp_path / "model")
+    ctx = context(tmp_path, {"model": classifier(tmp_path / "other", names=("a", "b", "c"))})
+    with pytest.raises(InputError, match="They must agree"):
+        Distill()(source, DistillSettings(), ctx)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"losses": {"logits": 0, "labels": 0}}, {"student": {"layers": 0}}, {"student": {"layers": []}}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValidationError, match=r"at least one"):
+        DistillSettings.model_validate(wrong)

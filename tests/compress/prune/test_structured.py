@@ -1,0 +1,239 @@
+"""Pruning: the scores recomputed by hand, and cutting against masking."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForSequenceClassification,
+    MarianConfig,
+    MarianMTModel,
+)
+
+from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
+from smelt.compress.losses import mixed_loss
+from smelt.compress.prune.groups import columns_of, find_groups, rows_of
+from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+from smelt.compress.prune.structured import (
+    Prune,
+    PruneSettings,
+    _cut_heads,
+    _cut_neurons,
+    _say_in_config,
+    heads_kept,
+    neurons_kept,
+)
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model, save_model
+from smelt.runtime.structure import replace_module
+
+
+def marian():
+    torch.manual_seed(0)
+    config = MarianConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=48, max_position_embeddings=16,
+        pad_token_id=63, decoder_start_token_id=63, eos_token_id=0, forced_eos_token_id=0, init_std=0.2,
+    )  # fmt: skip
+    return MarianMTModel(config).eval()
+
+
+def bert():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=16, initializer_range=0.2,
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval()
+
+
+def factorized():
+    model = marian()
+    for name in ("encoder.layers.0.fc1", "encoder.layers.0.fc2", "decoder.layers.1.encoder_attn.v_proj"):
+        layer = model.get_submodule(f"model.{name}")
+        replace_module(model, f"model.{name}", factorize_layer(layer, FactorizeSettings(rank=9))[0])
+    return model
+
+
+def batch_for(model, rows=3):
+    g = torch.Generator().manual_seed(5)
+    batch = {"input_ids": torch.randint(1, 60, (rows, 7), generator=g)}
+    batch["attention_mask"] = torch.tensor([[1] * 7, [1] * 7, [1, 1, 1, 1, 0, 0, 0]])[:rows]
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = torch.randint(1, 60, (rows, 5), generator=g)
+    return batch
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(**batch_for(model)).logits
+
+
+def loss_of(model, batch):
+    logits = model(**batch).logits
+    labels = torch.arange(logits[..., 0].numel()).view(logits.shape[:-1]) % logits.shape[-1]
+    return mixed_loss(logits, labels)
+
+
+def mask_units(model, heads, neurons):
+    """Silence units by zeroing their outgoing weights."""
+    with torch.no_grad():
+        for group, gone in heads.values():
+            width = group.head_dim(model)
+            for head in gone:
+                columns_of(model, group.out).weight[:, head * width : (head + 1) * width] = 0
+        for block, gone in neurons.values():
+            columns_of(model, block.second).weight[:, gone] = 0
+
+
+@pytest.mark.parametrize("build", [marian, bert, factorized])
+def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path):
+    model = build()
+    attentions, blocks = find_groups(model)
+    scores = magnitude_scores(model, attentions, blocks)
+    settings = PruneSettings(keep_heads=0.5, keep_ffn=0.25)
+    heads = {g.name: (g, scores.heads[g.name].argsort()[:2].tolist()) for g in attentions}
+    neurons = {
+        b.name: (
+            b,
+            scores.neurons[b.name].argsort()[: b.count(model) - neurons_kept(b.count(model), settings)],
+        )
+        for b in blocks
+    }
+    edits = [
+        {"op": "low_rank", "module": n, "rank": m.rank}
+        for n, m in model.named_modules()
+        if type(m).__name__ == "LowRankLinear"
+    ]
+    untouched = outputs(model)
+    mask_units(model, heads, neurons)
+    masked = outputs(model)
+    for group in attentions:
+        _cut_heads(model, edits, group, scores.heads[group.name], settings)
+    for block in blocks:
+        _cut_neurons(model, edits, block, scores.neurons[block.name], settings)
+    edits = _say_in_config(model, edits)
+    assert (masked - untouched).abs().max() > 1e-3
+    torch.testing.assert_close(outputs(model), masked, rtol=1e-4, atol=1e-5)
+    assert all(g.count(model) == 2 for g in attentions)
+    assert {b.count(model) for b in blocks} <= {16, 8}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "src").mkdir()
+    save_model(model, edits, tmp_path / "out", tmp_path / "src")
+    again, _ = load_model(tmp_path / "out")
+    torch.testing.assert_close(outputs(again), masked, rtol=1e-4, atol=1e-5)
+
+
+def test_pruning_units_without_outgoing_weights_changes_nothing():
+    model = marian()
+    attentions, blocks = find_groups(model)
+    mask_units(
+        model, {g.name: (g, [1, 3]) for g in attentions}, {b.name: (b, list(range(0, 32))) for b in blocks}
+    )
+    before = outputs(model)
+    batch = batch_for(model)
+    scores = taylor_scores(model, attentions, blocks, [batch], loss_of)
+    assert all((s[[1, 3]] == 0).all() and (s[[0, 2]] > 0).all() for s in scores.heads.values())
+    settings = PruneSettings(keep=0.5, round_to=1)
+    edits = []
+    for group in attentions:
+        _cut_heads(model, edits, group, scores.heads[group.name], settings)
+    torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
+    for block in blocks[:2]:  # the encoder's 64 neurons, of which 32 are silent
+        _cut_neurons(model, edits, block, columns_of(model, block.second).weight.norm(dim=0), settings)
+    torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pruned_translator_generates_with_its_cache_as_without():
+    model = marian()
+    attentions, blocks = find_groups(model)
+    scores = magnitude_scores(model, attentions, blocks)
+    for group in attentions:
+        _cut_heads(model, [], group, scores.heads[group.name], PruneSettings(keep=0.75))
+    batch = {k: v for k, v in batch_for(model).items() if k != "decoder_input_ids"}
+    with_cache, without = (
+        model.generate(**batch, max_new_tokens=8, num_beams=1, do_sample=False, use_cache=c)
+        for c in (True, False)
+    )
+    assert torch.equal(with_cache, without)
+
+
+def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
+    model = bert().double()
+    attentions, blocks = find_groups(model)
+    batches = [batch_for(model), {k: v[:2] for k, v in batch_for(model).items()}]
+    scores = taylor_scores(model, attentions, blocks, batches, loss_of)
+    group, head, step = attentions[1], 2, 1e-4
+    weight = columns_of(model, group.out).weight
+    width = group.head_dim(model)
+    original = weight.detach().clone()
+    total = 0.0
+    for batch in batches:  # scaling a head's output is scaling its columns of the output product
+        values = []
+        for scale in (1 + step, 1 - step):
+            with torch.no_grad():
+                weight.copy_(original)
+                weight[:, head * width : (head + 1) * width] *= scale
+                values.append(float(loss_of(model, batch)))
+        total += abs(values[0] - values[1]) / (2 * step)
+    assert float(scores.heads[group.name][head]) == pytest.approx(total, rel=1e-2)
+
+
+@pytest.mark.parametrize("build", [bert, factorized])
+def test_taylor_neuron_score_is_dynaberts_formula(build):
+    model = build()
+    attentions, blocks = find_groups(model)
+    batch = batch_for(model)
+    scores = taylor_scores(model, attentions, blocks, [batch, batch], loss_of)
+    block = blocks[0]
+    first, second = rows_of(model, block.first), columns_of(model, block.second)
+    w1, b1, w2 = torch.autograd.grad(loss_of(model, batch), [first.weight, first.bias, second.weight])
+    model.requires_grad_(False)
+    n = 3
+    by_hand = abs(float((first.weight[n] * w1[n]).sum() + first.bias[n] * b1[n])) + abs(
+        float((second.weight[:, n] * w2[:, n]).sum())
+    )
+    assert float(scores.neurons[block.name][n]) == pytest.approx(2 * by_hand, rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
+    model = marian()
+    _, blocks = find_groups(model)
+    before = magnitude_scores(model, [], blocks).neurons[blocks[0].name]
+    with torch.no_grad():
+        rows_of(model, blocks[0].first).weight[4] *= 8
+        columns_of(model, blocks[0].second).weight[:, 4] /= 8
+    torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)
+
+
+def test_counts_that_stay():
+    assert heads_kept(4, PruneSettings(keep=0.1)) == 1
+    assert heads_kept(8, PruneSettings(keep=0.5, keep_heads=0.75)) == 6
+    assert neurons_kept(1024, PruneSettings(keep=0.3)) == 304
+    assert neurons_kept(1024, PruneSettings(keep=0.001)) == 8
+    assert neurons_kept(6, PruneSettings(keep=0.9)) == 6
+
+
+def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
+    marian().save_pretrained(tmp_path / "model")
+    manifest = Manifest(
+        key="0" * 64,
+        format="torch",
+        task="translation",
+        stage="model",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+    )
+    (tmp_path / "out").mkdir()
+    ctx = Context(out=tmp_path / "out", task="translation", data={}, seed=1, ancestors={}, score=lambda a: {})
+    Prune()(Artifact(tmp_path / "model", manifest), PruneSettings(what=["ffn"], importance="magnitude"), ctx)
+    assert not (ctx.out / "structure.json").exists()
+    plain = AutoModelForSeq2SeqLM.from_pretrained(ctx.out).eval()
+    ours, edits = load_model(ctx.out)
+    assert (edits, plain.config.encoder_ffn_dim, plain.config.decoder_ffn_dim) == ([], 32, 24)
+    torch.testing.assert_close(outputs(plain), outputs(ours))
+    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == 2 * (32 + 24) * (32 + 1 + 32)

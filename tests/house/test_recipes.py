@@ -1,0 +1,37 @@
+"""Every recipe that ships can be planned, and every recipe of the benchmarks can be read."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.yaml"))
+
+
+def test_quickstart_ships() -> None:
+    assert "quickstart" in [path.stem for path in SHIPPED]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipe_is_found_by_name_and_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from smelt.plan import load_plan
+
+    monkeypatch.chdir(Path.home())  # a recipe must not lean on the folder that smelt is started in
+    plan = load_plan(path.stem, (), None)
+    assert plan.path == path
+    assert len(plan.steps) >= 1
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_benchmark_recipe_has_no_mistake_in_its_text(path: Path) -> None:
+    from smelt.recipe import read_recipe
+
+    assert read_recipe(path).task in ("translation", "text-classification")
+
+
+def test_quickstart_shows_every_kind_of_stage() -> None:
+    from smelt.recipe import read_recipe
+
+    words = {entry.word for entry in read_recipe(ROOT / "configs" / "quickstart.yaml").stages}
+    assert words >= {"prune", "factorize", "distill", "quantize", "onnx", "tensorrt"}

@@ -1,0 +1,49 @@
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from smelt import doctor
+from smelt.doctor import Finding, describe, diagnose
+
+
+def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
+    findings = {(f.group, f.name): f for f in diagnose()}
+    assert findings["runtimes", "torch cpu"].ok
+    assert findings["runtimes", "onnxruntime cpu"].ok
+    assert findings["packages", "transformers"].ok
+    for finding in findings.values():
+        if finding.group == "runtimes" and not finding.ok:
+            assert finding.remedy, f"{finding.name} does not say how to get it"
+
+
+def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    (finding,) = [f for f in doctor._extras() if f.name == "openvino"]
+    assert finding == Finding(
+        "runtimes", "openvino", False, "openvino is not installed", "pip install 'smelt[openvino]'"
+    )
+
+
+def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _torch() -> Iterator[Finding]:
+        yield Finding("runtimes", "torch cpu", True, "")
+        raise OSError("libtorch.so: wrong architecture\nand more lines")
+
+    monkeypatch.setattr(doctor, "_torch", _torch)
+    findings = diagnose()
+    assert Finding("runtimes", "torch", False, "libtorch.so: wrong architecture") in findings
+    assert any(f.name == "onnxruntime cpu" for f in findings), "the others are still looked at"
+
+
+def test_description_fits_80_columns_and_marks_what_is_missing() -> None:
+    findings = [
+        Finding("packages", "torch", True, "2.13.0"),
+        Finding("runtimes", "tensorrt", False, "word " * 40, "pip install 'smelt[tensorrt]'"),
+        Finding("machine", "processor", None, "x" * 300),
+    ]
+    lines = describe(findings).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "  + torch  2.13.0" in [line.rstrip() for line in lines]
+    assert any(line.startswith("  - tensorrt") for line in lines)
+    assert any("-> pip install 'smelt[tensorrt]'" in line for line in lines)

@@ -57,7 +57,7 @@ def encode_split(
     pairs = [e.text_pair for e in examples]
     sources = encode_texts([e.text for e in examples], tokenizer, limit, pairs)
     cut = sources.truncated
-    types = sources.types or [None] * len(examples)
+    types: Sequence[list[int] | None] = sources.types or [None] * len(examples)
     if ctx.task == "translation":
         texts = [reference for e in examples for reference in e.references]
         targets = encode_targets(texts, tokenizer, limit)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from smelt.compress.losses import IGNORE, mixed_loss
 from smelt.compress.training import TrainingSettings
 from smelt.compress.training_data import Row, TensorBatch, collate, group_by_length, plan_batches
+from smelt.compress.training_state import threads, training_state
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Progress
 
@@ -216,10 +217,10 @@ def run_training(
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
-        stack.enter_context(_threads(ctx.threads))
+        stack.enter_context(threads(ctx.threads))
         args = _arguments(settings, folder, ctx.seed)
         precision = pick_precision(settings.precision, args.device)
-        stack.enter_context(_training_state(model, settings.dropout, args.device))
+        stack.enter_context(training_state(model, settings.dropout, args.device))
         keeper = Keeper(model, settings.ema, ctx.progress)
         loop = Loop(model, args, rows, plan=plan, objective=objective, keeper=keeper, precision=precision)
         if validation:
@@ -258,71 +259,3 @@ def _arguments(settings: TrainingSettings, folder: str, seed: int) -> Any:
         dataloader_pin_memory=False,
         accelerator_config={"even_batches": False},
     )
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _training_state(model: Any, dropout: float | None, device: torch.device) -> Iterator[None]:
-    """Prepare `model` for training; leave it as it was: float32, CPU, eval mode, its own dropout."""
-    with contextlib.ExitStack() as undo:
-        attention = model.config._attn_implementation
-        if device.type == "cpu":
-            # scaled_dot_product_attention's backward is slow on CPUs
-            model.set_attn_implementation("eager")
-        undo.callback(model.set_attn_implementation, attention)
-        for module in model.modules() if dropout is not None else ():
-            _override_dropout(module, float(dropout or 0.0), undo)
-        fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        for name, parameter in model.named_parameters():
-            if name in fixed:  # position tables that no file holds would be lost if they were trained
-                undo.callback(parameter.requires_grad_, parameter.requires_grad)
-                parameter.requires_grad_(False)
-        for handle in _hold_pad_rows(model):
-            undo.callback(handle.remove)
-        try:
-            yield
-        finally:
-            model.zero_grad(set_to_none=True)
-            model.to("cpu")
-            model.eval()
-
-
-def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
-    if isinstance(module, nn.Dropout):
-        undo.callback(setattr, module, "p", module.p)
-        module.p = value
-    # Marian keeps the rate as a number; that of its attention weights (there is head_dim) is another one
-    elif isinstance(getattr(module, "dropout", None), float) and not hasattr(module, "head_dim"):
-        undo.callback(setattr, module, "dropout", module.dropout)
-        module.dropout = value  # type: ignore[assignment]
-
-
-def _hold_pad_rows(model: Any) -> list[Any]:
-    """Keep Marian's embedding row of pad, its decoder's start, where it is (zero in a good checkpoint).
-
-    The row is an input like any other, but it is tied to the output head, whose softmax would move
-    it; Marian and CTranslate2 start from a zero embedding whatever the file says.
-    """
-    if model.config.model_type != "marian":
-        return []
-    rows = {
-        id(m.weight): (m.weight, m.padding_idx)
-        for m in model.modules()
-        if isinstance(m, nn.Embedding) and m.padding_idx is not None and m.weight.requires_grad
-    }
-
-    def without(row: int, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        gradient[row] = 0
-        return gradient
-
-    return [weight.register_hook(partial(without, row)) for weight, row in rows.values()]

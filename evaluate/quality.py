@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.evaluate.significance import (
@@ -160,7 +161,7 @@ def _sacrebleu_rows(
     columns = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
     rows = scorer._extract_corpus_statistics(predictions, columns)  # type: ignore[arg-type]
     # the signature tells of the bootstrap only where these are set, as `corpus_score` does
-    scorer.n_bootstrap, scorer.seed = RESAMPLES, str(SEED)  # type: ignore[assignment]
+    scorer.n_bootstrap, scorer.seed = RESAMPLES, str(SEED)
     return str(scorer.get_signature()), rows
 
 

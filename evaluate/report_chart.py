@@ -61,13 +61,15 @@ def scatter(report: Report) -> Chart | None:
     metric, sizes = next(iter(view.metrics(report)), None), view.batch_sizes(report)
     if metric is None or not sizes:
         return None
-    steps = [s for s in report.steps if metric in s.quality and (e := s.at(sizes[0])) and e.p50_ms > 0]
+    timed = [(step, step.at(sizes[0])) for step in report.steps if metric in step.quality]
+    steps = [step for step, entry in timed if entry and entry.p50_ms > 0]
     if not steps:
         return None
     spans = [_latency_span(step, sizes[0]) for step in steps]
     logarithmic = max(s[0] for s in spans) >= _LOG_FROM * min(s[0] for s in spans)
     x_scale, x_ticks = _horizontal([v for span in spans for v in span], logarithmic)
-    y_scale, y_ticks = _vertical([v for s in steps for v in (s.quality[metric].value, *s.quality[metric].ci95)])
+    scores = [step.quality[metric] for step in steps]
+    y_scale, y_ticks = _vertical([v for score in scores for v in (score.value, *score.ci95)])
     points = [
         _point(step, metric, span, x_scale, y_scale, report) for step, span in zip(steps, spans, strict=True)
     ]
@@ -119,8 +121,11 @@ def _horizontal(values: Sequence[float], logarithmic: bool) -> tuple[Scale, list
     low, high = math.log(min(values) / 1.25), math.log(max(values) * 1.25)
     scale = _linear(low, high, LEFT, end)
     powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
-    marks = [m * 10.0**power for power in powers for m in (1, 2, 5)]
-    ticks = [m for m in marks if low <= math.log(m) <= high]
+    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        marks = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [mark for mark in marks if low <= math.log(mark) <= high]
+        if len(ticks) >= 4:
+            break
     return lambda value: scale(math.log(value)), [(scale(math.log(t)), f"{t:g}") for t in ticks]
 
 
@@ -138,7 +143,7 @@ def _round_range(low: float, high: float, floor: float = -math.inf) -> tuple[flo
     """Return a range a little wider than the values, and ticks of 1, 2 or 5 times a power of ten in it."""
     room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = max(floor, low - room), high + room
-    raw = (high - low) / 5
+    raw = (high - low) / 7
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
     first = math.ceil(low / step)
@@ -182,7 +187,8 @@ def _places(point: Point) -> list[tuple[float, float, str, Box]]:
 
 def _cost(place: tuple[float, float, str, Box], taken: Sequence[tuple[Box, float]]) -> float:
     left, top, right, bottom = place[3]
-    outside = max(0, LEFT + 2 - left) + max(0, right - WIDTH) + max(0, TOP - top) + max(0, bottom - HEIGHT + BOTTOM)
+    outside = max(0, LEFT + 2 - left) + max(0, right - WIDTH)
+    outside += max(0, TOP - top) + max(0, bottom - HEIGHT + BOTTOM)
     covered = sum(
         weight * max(0, min(right, b[2]) - max(left, b[0])) * max(0, min(bottom, b[3]) - max(top, b[1]))
         for b, weight in taken

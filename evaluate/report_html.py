@@ -63,7 +63,8 @@ def _pick(report: Report) -> Step | None:
     fit = [
         (entry.speedup, step)
         for step in report.steps
-        if step.status in ("done", "cached") and step.name != report.baseline and all(g.passed for g in step.gates)
+        if step.status in ("done", "cached") and step.name != report.baseline
+        if all(gate.passed for gate in step.gates)
         if (entry := step.at(sizes[0]) if sizes else None) and entry.speedup is not None
     ]
     return max(fit, key=lambda pair: pair[0])[1] if fit else None

@@ -26,10 +26,8 @@ def write_markdown(report: Mapping[str, Any]) -> str:
     if any(step.gates for step in checked.steps):
         parts += ["## Gates", _gates(checked)]
     if view.notes(checked):
-        parts += [
-            "## Notes",
-            "\n".join(f"- **{_text(n)}** {_text(k)}: {_text(t)}" for n, k, t in view.notes(checked)),
-        ]
+        lines = [tuple(map(_text, note)) for note in view.notes(checked)]
+        parts += ["## Notes", "\n".join(f"- **{name}** {kind}: {text}" for name, kind, text in lines)]
     parts += ["## How it was measured", _foot(checked)]
     return "\n\n".join(parts) + "\n"
 
@@ -45,11 +43,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
 
 
 def _header(report: Report) -> str:
-    n = view.examples(report)
+    task, n = _text(report.recipe.get("task") or view.MISSING), view.examples(report)
     lines = [
         f"# {_text(view.model_name(report))}: {_text(report.status)}",
-        f"Task {_text(report.recipe.get('task', view.MISSING))}, n = {view.MISSING if n is None else f'{n:,}'},"
-        f" {_text(view.hardware(report))}.",
+        f"Task {task}, n = {view.number(n, 0)}, {_text(view.hardware(report))}.",
     ]
     if report.frontier:
         lines.append("On the quality-latency front: " + ", ".join(map(_text, report.frontier)) + ".")
@@ -80,10 +77,9 @@ def _steps(report: Report) -> str:
         ]
         for row in view.rows(report)
     ]
-    legend = "A step goes on from the one above it; differences and speed-ups are against"
-    return (
-        _table(head, rows, left=4) + f"\n\n{legend} {_text(report.baseline or view.MISSING)}; \\* p < 0.05."
-    )
+    against = _text(report.baseline or view.MISSING)
+    legend = "A step goes on from the one above it, branches are drawn; differences and speed-ups are against"
+    return f"{_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05."
 
 
 def _score(step: Step, metric: str) -> str:
@@ -147,8 +143,8 @@ def _gates(report: Report) -> str:
             _text(view.label(gate.metric)),
             _text(gate.kind),
             "passed" if gate.passed else "**failed**",
-            view.number(gate.value),
-            view.number(gate.limit),
+            view.quantity(gate.metric, gate.value),
+            view.quantity(gate.metric, gate.limit),
         ]
         for row in view.rows(report)
         for gate in row.step.gates
@@ -157,8 +153,6 @@ def _gates(report: Report) -> str:
 
 
 def _foot(report: Report) -> str:
-    lines = [
-        f"- {_text(view.label(metric))}: {_text(signature)}" for metric, signature in view.signatures(report)
-    ]
-    lines += [f"- {_text(name)}: {_text(value)}" for name, value in view.flatten(report.environment)]
+    pairs = [(view.label(metric), signature) for metric, signature in view.signatures(report)]
+    lines = [f"- {_text(name)}: {_text(text)}" for name, text in pairs + view.flatten(report.environment)]
     return "\n".join(lines) or view.MISSING

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
 from smelt.core.errors import InputError
 
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]

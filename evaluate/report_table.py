@@ -9,9 +9,7 @@ from typing import Any
 from smelt.evaluate import report_view as view
 from smelt.evaluate.report_schema import Report, Step, validate_report
 
-_ASCII = str.maketrans(
-    {"├": "|", "└": "`", "│": "|", "─": "-", "–": "-", "−": "-", "…": "~", "×": "x", "·": ","}
-)
+_ASCII = str.maketrans("├└│─–−…×·", "|`|---~x,")
 _NARROWEST_NAME = 10
 
 
@@ -69,8 +67,8 @@ def _line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
 
 
 def _unmeasured(name: str, step: Step, room: int, width: int) -> str:
-    words = " ".join((step.error or step.reason or "").split())
-    return f"{_cut(name, room).ljust(room)}  {_cut(step.status + (': ' + words if words else ''), width - room - 2)}"
+    words = " ".join([step.status + ":", *(step.error or step.reason or "").split()])
+    return f"{_cut(name, room).ljust(room)}  {_cut(words.rstrip(':'), width - room - 2)}"
 
 
 def _cut(text: str, room: int) -> str:
@@ -89,12 +87,15 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
         parts.append(f"n = {n:,}")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
-        f"gate failed at '{step.name}': {view.label(gate.metric)} {gate.kind} {view.number(gate.value)},"
-        f" limit {view.number(gate.limit)}"
+        f"gate failed at '{step.name}': {view.label(gate.metric)} {gate.kind}"
+        f" {view.quantity(gate.metric, gate.value)}, limit {view.quantity(gate.metric, gate.limit)}"
         for step in report.steps
         for gate in step.gates
         if not gate.passed
     ]
+    # a step that is done can still have failed to be timed
+    untimed = [step for step in report.steps if step.error and step.status != "error"]
+    failed += [f"'{step.name}': {step.error}" for step in untimed]
     for text in failed:
         lines += textwrap.wrap(text, width)
     return [*lines, f"status: {report.status}"]

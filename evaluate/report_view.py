@@ -19,8 +19,9 @@ _LABELS = {
     "rougeL": "ROUGE-L",
     "accuracy": "Accuracy",
     "f1": "F1",
+    "size_bytes": "size",
+    "speedup": "speed-up",
 }
-_HARDWARE = ("cpu", "cpu_model", "processor", "gpu", "gpus", "device")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,12 @@ def model_name(report: Report) -> str:
 
 def hardware(report: Report) -> str:
     """Return what the environment says of processor and accelerator."""
-    found = [report.environment[name] for name in _HARDWARE if report.environment.get(name)]
-    return " · ".join(dict.fromkeys(_plain(value) for value in found)) or MISSING
+    cpu, cores = report.environment.get("cpu"), report.environment.get("cores")
+    found = [str(cpu)] if cpu else []
+    found += [f"{cores} core{'' if cores == 1 else 's'}"] if cores else []
+    gpus = report.environment.get("gpus") or []
+    found += [str(gpu.get("name") if isinstance(gpu, Mapping) else gpu) for gpu in gpus]
+    return ", ".join(found) or MISSING
 
 
 def _plain(value: Any) -> str:
@@ -117,11 +122,8 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
     """Return (step, kind, text) of all errors, reasons and warnings, in this order within a step."""
     found = []
     for step in report.steps:
-        found += [
-            (step.name, kind, text)
-            for kind, text in (("error", step.error), (step.status, step.reason))
-            if text
-        ]
+        said = (("error", step.error), (step.status, step.reason))
+        found += [(step.name, kind, text) for kind, text in said if text]
         found += [(step.name, "warning", text) for text in step.warnings]
     return found
 
@@ -166,6 +168,18 @@ def significant_digits(value: float | None, digits: int = 3) -> str:
 def megabytes(size_bytes: int | None) -> str:
     """Return bytes as megabytes of 10^6."""
     return MISSING if size_bytes is None else significant_digits(size_bytes / 1e6)
+
+
+def probability(p_value: float) -> str:
+    """Return `p = 0.012`, or `p < 0.001` where three digits would show nothing."""
+    return f"p = {p_value:.3f}" if p_value >= 0.001 else "p < 0.001"
+
+
+def quantity(metric: str, value: float | None) -> str:
+    """Return the value or limit of a gate on `metric`."""
+    if metric == "size_bytes" and value is not None:
+        return f"{significant_digits(value / 1e6)} MB"
+    return number(value)
 
 
 def millions(count: int | None) -> str:

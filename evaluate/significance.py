@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
+
 from smelt.core.errors import InputError
 
 RESAMPLES = 1000

@@ -109,6 +109,14 @@ def _names(module: nn.Module) -> tuple[str, str, str, str | None, str] | None:
     return None
 
 
+def pack_projections(module: nn.Module) -> None:
+    """Give an attention module its packed product of queries, keys and values, once."""
+    names = _names(module)
+    assert names is not None
+    if not hasattr(module, "pack"):
+        module.pack = Pack([module.get_submodule(n) for n in names[:3]])
+
+
 @contextmanager
 def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
     """Let every attention module below `model` compute as the graph should, within the block.
@@ -122,8 +130,7 @@ def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
     for module in modules:
         names = _names(module)
         assert names is not None
-        if not hasattr(module, "pack"):
-            module.pack = Pack([module.get_submodule(n) for n in names[:3]])
+        pack_projections(module)
         module.forward = partial(_attend, module, names, scope)  # type: ignore[method-assign]
     try:
         yield

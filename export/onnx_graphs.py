@@ -9,6 +9,7 @@ Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError, RunError
-from smelt.export.attention import Pack, Scope, graph_attention, is_attention, split_heads
+from smelt.export.attention import Pack, Scope, graph_attention, is_attention, pack_projections, split_heads
 from smelt.runtime import emit
-from smelt.runtime.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.quantized import QuantizedLinear
 
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none
 
@@ -199,16 +200,15 @@ def _seq2seq(model: Any) -> list[Graph]:
     return [encoder, decoder]
 
 
-def prepare(model: nn.Module, graph: Graph) -> None:
-    """Turn the codes of quantized layers around, once, before they are traced."""
-    for module in graph.module.modules():
-        if is_attention(module) and not hasattr(module, "pack"):
-            names = ("q_proj", "k_proj", "v_proj") if hasattr(module, "q_proj") else ("query", "key", "value")
-            module.pack = Pack([module.get_submodule(n) for n in names])
+def _prepare(graph: Graph) -> None:
+    """Make the packed products and turn the codes of quantized layers around, before they are traced."""
+    graph.module.eval()
+    for module in list(graph.module.modules()):
+        if is_attention(module):
+            pack_projections(module)
     for module in graph.module.modules():
         if isinstance(module, QuantizedLinear):
             module.matrix.prepare_export()
-    del model
 
 
 def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> None:
@@ -217,9 +217,10 @@ def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> N
     Raises:
         RunError: torch's exporter failed.
     """
+    _prepare(graph)
     try:
-        with emit.exporting_to(target), torch.no_grad():
-            graph.module.eval()
+        with emit.exporting_to(target), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own deprecated calls and of shared axes
             program = torch.onnx.export(
                 graph.module, graph.inputs, None, dynamo=True, opset_version=opset, verbose=False,
                 input_names=graph.input_names, output_names=graph.output_names, dynamic_shapes=graph.axes,
@@ -230,5 +231,3 @@ def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> N
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
 
-
-__all__ = ["Graph", "QuantizedEmbedding", "export_graph", "graphs_of", "prepare"]

@@ -80,10 +80,13 @@ def _open(value: dict[str, Any], entry: StageEntry) -> None:
 
 
 def _put(value: dict[str, Any], path: Where, new: Any) -> None:
-    here: Any = value
-    for part in path[:-1]:
-        if isinstance(here, dict) and not isinstance(here.get(part), dict | list):
+    """Set what stands at `path`; what is no mapping on the way becomes one."""
+    here: dict[Any, Any] = value
+    rest = path
+    if path[0] == "stages":
+        here, rest = value["stages"][path[1]], path[2:]
+    for part in rest[:-1]:
+        if not isinstance(here.get(part), dict):
             here[part] = {}  # `score: {latency: false}` and --set score.latency.threads=2
         here = here[part]
-    if isinstance(here, dict):
-        here[path[-1]] = new
+    here[rest[-1]] = new

@@ -97,8 +97,10 @@ class _Rules:
         self.bad_sequences = [w for w in words if len(w) > 1]
         # min_length counts the start token, min_new_tokens does not
         self.min_new = max((settings.get("min_length") or 0) - 1, settings.get("min_new_tokens") or 0)
-        self.forced_bos = get("forced_bos_token_id")
-        self.forced_eos = get("forced_eos_token_id")
+        # as transformers does: with a generation config of its own, the model's config is not asked
+        forced = settings or config
+        self.forced_bos = forced.get("forced_bos_token_id")
+        self.forced_eos = forced.get("forced_eos_token_id")
         self.last = max_new_tokens - 1
 
     def apply(self, logits: Logits, produced: Tokens) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -40,10 +41,20 @@ class OnnxRunner:
     version: str = onnxruntime.__version__
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
-        self.folder: Path = artifact.path
+        self._load(artifact.path, artifact.manifest.facts.get("target"), threads)
+
+    @classmethod
+    def over(cls, folder: Path, target: str, threads: int | None = None) -> Self:
+        """Open the graphs in `folder`, which is not an artifact yet."""
+        runner = cls.__new__(cls)
+        runner._load(folder, target, threads)
+        return runner
+
+    def _load(self, folder: Path, target: str | None, threads: int | None) -> None:
+        self.folder: Path = folder
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self.generation_config: dict[str, Any] = read_json(self.folder / "generation_config.json")
-        self._device = "cuda" if artifact.manifest.facts.get("target") == "ort-cuda" and _has_cuda() else "cpu"
+        self._device = "cuda" if target == "ort-cuda" and _has_cuda() else "cpu"
         self._threads = threads
         self._model = self._encoder = self._decoder = None
         if (self.folder / "model.onnx").is_file():
@@ -93,6 +104,13 @@ class OnnxRunner:
             feeds["token_type_ids"] = np.zeros_like(batch.input_ids) if types is None else types
         logits: Logits = self._model.run(["logits"], feeds)[0]
         return logits
+
+    def hidden_states(self, batch: Batch) -> NDArray[np.floating[Any]]:
+        """Return the encoder's last hidden states [B, L, D]."""
+        assert self._encoder is not None
+        feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        hidden: NDArray[np.floating[Any]] = self._encoder.run(["last_hidden_state"], feeds)[0]
+        return hidden
 
     def encode(self, batch: Batch) -> _State:
         """Run the encoder; bind what all decoder steps share, and empty caches."""
@@ -156,9 +174,13 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu") ->
         options.intra_op_num_threads = threads
     # without VNNI, int8 products may overflow 16 bits; this asks for the exact ones (no effect with VNNI)
     options.add_session_config_entry("session.x64quantprecision", "1")
+    # The fused node is slower than Add and LayerNormalization: measured on an int8 encoder of 4 layers,
+    # 160 rows of 256: 4.7 ms with it, 2.8 ms without; on single rows there is no difference.
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+        return onnxruntime.InferenceSession(
+            str(path), options, providers=providers, disabled_optimizers=["SkipLayerNormFusion"]
+        )
     except Exception as error:  # its error classes share no base but Exception
         raise InputError(f"{path}: ONNX Runtime cannot load this graph: {error} {_MAKE_AGAIN}") from error
 

@@ -52,8 +52,8 @@ class Factorize:
     The best product of rank r (Eckart & Young 1936) comes from the singular value decomposition;
     what it loses is the square root of the sum of the dropped squared singular values. r weights
     of m by n cost r (m + n), so a layer is left alone unless r < m n / (m + n); which ones were, and
-    why, is in the report. Trained layers have a flat spectrum: expect little at energy 0.95, more
-    after pruning less, and recover with distill.
+    why, is in the report. Trained layers often have flat spectra:
+    expect little at energy 0.95, and recover with distill.
 
         - factorize: {method: svd, ratio: 0.6, include: ["*.fc1", "*.fc2"]}
         - distill: {epochs: 1}

@@ -77,7 +77,7 @@ def taylor_scores(
     try:
         for batch in batches:
             model.zero_grad(set_to_none=True)
-            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, batch).backward()
             for name, mask in masks.items():
                 assert mask.grad is not None
                 heads[name] += mask.grad.abs().double()

@@ -72,12 +72,12 @@ def _tables() -> dict[str, list[Pair]]:
     """The name tables, each a list of (English, German), read from CLDR once."""
     english, _ = LOCALES
     territory_maps = [locale.territories for locale in LOCALES]
-    codes = sorted(c for c in english.territories if c.isalpha() and c not in NO_TERRITORY)
+    codes = sorted(c for c in map(str, english.territories) if c.isalpha() and c not in NO_TERRITORY)
     territories = _names(territory_maps, codes)
     homonyms = {pair[0] for pair in territories}
     languages = _names(
         [locale.languages for locale in LOCALES],
-        sorted(c for c in english.languages if len(c) == 2),
+        sorted(c for c in map(str, english.languages) if len(c) == 2),
     )
     wide = [locale.days["format"]["wide"] for locale in LOCALES]
     months = [locale.months["format"]["wide"] for locale in LOCALES]

@@ -39,8 +39,8 @@ CHUNK_PHRASES = 20_000
 TARGET_TOKENS = 1_400
 """Target tokens a step, padding included."""
 LEARNING_RATE = 8e-4
-WARM_UP_STEPS = 1_200
-AVERAGE_DECAY = 0.999
+WARM_UP_STEPS = 600
+AVERAGE_DECAY = 0.99
 EOS, UNK = 0, 1
 MAX_LENGTH = 160
 """Longest output in tokens; the longest phrases have about 110."""
@@ -200,7 +200,7 @@ def fit(model: MarianMTModel, tokenizer: MarianTokenizer, steps: int) -> MarianM
         with torch.no_grad():
             embedding[pad].zero_()  # The tied output layer would train it.
         average.update_parameters(model)
-        if step % 100 == 0 or step == 10:
+        if step % 50 == 0:
             seconds = time.monotonic() - begun
             click.echo(f"{step=} loss={loss.item():.3f} {spread=:.4f} {seconds=:.0f}")
     trained: MarianMTModel = average.module
@@ -240,7 +240,7 @@ def greedy_bleu(folder: Path) -> tuple[float, int]:
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=1), default=3_300, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=1_600, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=HERE / "model")
 def main(steps: int, threads: int, out: Path) -> None:

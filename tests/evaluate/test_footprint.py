@@ -17,18 +17,34 @@ from smelt.evaluate.footprint import footprint, onnx_parameters, parameters
 def artifact(path: Path, kind: str, **facts: Any) -> Artifact:
     files = {p.name: FileRecord(sha256="0", size_bytes=p.stat().st_size) for p in path.iterdir()}
     manifest = Manifest(
-        key="a" * 64, format=kind, task="translation", stage="x", settings={}, seed=0, parent=None, versions={},
-        files=files, facts=facts,
-    )  # fmt: skip
+        key="a" * 64,
+        format=kind,
+        task="translation",
+        stage="x",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+        files=files,
+        facts=facts,
+    )
     return Artifact(path, manifest)
 
 
 def test_torch_count_equals_the_model_s_own(tmp_path: Path) -> None:
     config = MarianConfig(
-        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=8, pad_token_id=63,
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=8,
+        pad_token_id=63,
         decoder_start_token_id=63,
-    )  # fmt: skip
+    )
     model = MarianMTModel(config)
     model.save_pretrained(tmp_path)
     learnt = sum(p.numel() for n, p in model.named_parameters() if "embed_positions" not in n)

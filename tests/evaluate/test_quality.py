@@ -8,6 +8,7 @@ from rouge_score.tokenizers import DefaultTokenizer
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sklearn.metrics import f1_score
+
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
 from smelt.evaluate.quality import TEXT_METRICS, UnicodeWords, score_labels, score_texts

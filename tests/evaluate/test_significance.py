@@ -3,6 +3,7 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from sklearn.metrics import f1_score
+
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
 from smelt.evaluate.significance import compare

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from smelt.core.errors import InputError
-from smelt.recipe import METRICS, Recipe, find_recipe, parse_recipe, read_recipe
 
+from smelt.core.errors import InputError
+from smelt.recipe import (
+    METRICS,
+    Data,
+    Gate,
+    Recipe,
+    RecipeKeys,
+    ScoreSettings,
+    find_recipe,
+    parse_recipe,
+    read_recipe,
+)
+
+FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 GOOD = """\
 model: m
 task: translation
@@ -110,13 +123,16 @@ threads: 0
             "score: {latency: {batch_sizes: [0]}}",
             "score.latency.batch_sizes: expected different whole numbers from 1 to 4096, read [0].",
         ),
-        ("score: {batch_size: '8'}", "score.batch_size: expected a whole number between 1 and 4096, read '8'."),
+        (
+            "score: {batch_size: '8'}",
+            "score.batch_size: expected a whole number between 1 and 4096, read '8'.",
+        ),
         ("gates: {bleu: {max_drop: -1}}", "gates.bleu.max_drop: expected a number of at least 0, read -1."),
         ("gates: {bleu: {max: 3}}", "gates.bleu.max: does not fit 'bleu', which takes max_drop or min."),
         ("gates: {bleu: {}}", "gates.bleu: no limit; give max_drop or min, for example {max_drop: 1.0}."),
         (
             "gates: {blue: {min: 3}}",
-            "gates.blue: 'blue' is nothing that has a gate. Known: bleu, chrf, rouge1, rouge2, rougeL, speedup,"
+            "gates.blue: 'blue' is nothing that has a gate. Known: bleu, chrf, rouge1, rouge2, rougeL, speedup,"  # noqa: E501
             " size_bytes. Did you mean 'bleu'?",
         ),
         ("seed: 1\nseed: 2", "seed: this key is given twice, first in line 11. Keep one."),
@@ -128,11 +144,12 @@ def test_wrong_values_are_explained(line: str, message: str) -> None:
 
 
 def test_gates_need_what_they_judge_to_be_measured() -> None:
-    assert mistakes(GOOD + "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}") == [
-        "recipe.yaml:13: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate.",
+    text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
+    assert mistakes(GOOD + text) == [
+        "recipe.yaml:13: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate.",  # noqa: E501
         "recipe.yaml:14: gates.chrf: 'chrf' is not measured; add it to score.quality. Known: bleu, speedup,"
-        " size_bytes. Did you mean 'chrf'?",
-    ] or True
+        " size_bytes.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +157,10 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
     [
         ("{}", "stages[0]: expected a stage such as `prune: {keep: 0.5}`, read {}."),
         ("3", "stages[0]: expected a stage such as `prune: {keep: 0.5}`, read 3."),
-        ("{prune: {}, onnx: {}}", "stages[0]: expected one stage, read 2: prune, onnx. Start each with a dash."),
+        (
+            "{prune: {}, onnx: {}}",
+            "stages[0]: expected one stage, read 2: prune, onnx. Start each with a dash.",
+        ),
         (
             "{prune: {}, keep: 0.5}",
             "stages[0].keep: unknown; known beside a stage: name, from, optional."
@@ -149,7 +169,10 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
         ("{prune: 0.5}", "stages[0].prune: expected a mapping of settings, read 0.5."),
         ("{prune: {}, from: 3}", "stages[0].from: expected the name of an earlier step, read 3."),
         ("{prune: {}, optional: 'yes'}", "stages[0].optional: expected true or false, read 'yes'."),
-        ("{prune: {}, name: a/b}", "stages[0].name: expected a name of letters, digits, - and _, read 'a/b'."),
+        (
+            "{prune: {}, name: a/b}",
+            "stages[0].name: expected a name of letters, digits, - and _, read 'a/b'.",
+        ),
         ("{prune: {}, name: model}", "stages[0].name: 'model' is a word of recipes. Choose another name."),
     ],
 )
@@ -162,7 +185,10 @@ def test_wrong_stages_are_explained(stage: str, message: str) -> None:
     ("task", "message"),
     [
         ("summarization", "'summarization' is not yet supported by this version. Supported: translation,"),
-        ("translatoin", "unknown task 'translatoin'. Supported: translation, text-classification. Did you mean"),
+        (
+            "translatoin",
+            "unknown task 'translatoin'. Supported: translation, text-classification. Did you mean",
+        ),
     ],
 )
 def test_tasks_that_are_not_supported(task: str, message: str) -> None:
@@ -183,7 +209,12 @@ def test_missing_keys_are_named() -> None:
 
 def test_set_changes_settings_of_steps_and_keys() -> None:
     recipe = read(
-        GOOD, "small.keep=0.9", "seed=3", "score.latency.threads=2", "onnx.target=ort-cpu", "onnx-2.optional=false"
+        GOOD,
+        "small.keep=0.9",
+        "seed=3",
+        "score.latency.threads=2",
+        "onnx.target=ort-cpu",
+        "onnx-2.optional=false",
     )
     assert recipe.stages[0].settings == {"keep": 0.9}
     assert recipe.stages[1].settings == {"target": "ort-cpu"}
@@ -235,17 +266,29 @@ def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:
         find_recipe(str(tmp_path / "transalte.yaml"))
 
 
+@settings(FUZZ)
 @given(st.text(), st.lists(st.text(max_size=20), max_size=2))
 def test_any_text_is_a_recipe_or_an_input_error(text: str, overrides: list[str]) -> None:
-    try:
-        assert isinstance(read(text, *overrides), Recipe)
-    except InputError as error:
-        assert str(error)
+    # anything but an InputError ends the test
+    with contextlib.suppress(InputError):
+        assert read(text, *overrides).task in METRICS
 
 
 _WORDS = st.sampled_from(
-    "model task data stages score baseline gates seed strict threads train test columns source quality latency"
-    " batch_sizes generation beams prune onnx name from optional max_drop min at bleu speedup keep".split()
+    [*RecipeKeys.model_fields, *ScoreSettings.model_fields, *Data.model_fields, *Gate.model_fields]
+    + [
+        "stages",
+        "prune",
+        "onnx",
+        "name",
+        "from",
+        "optional",
+        "batch_sizes",
+        "beams",
+        "bleu",
+        "speedup",
+        "keep",
+    ]
 )
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _WORDS | st.text(max_size=5),
@@ -255,7 +298,7 @@ _VALUES = st.recursive(
 _SETS = st.lists(st.tuples(st.lists(_WORDS, min_size=1, max_size=3), _WORDS), max_size=2)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(FUZZ)
 @given(st.dictionaries(_WORDS, _VALUES, max_size=6), _SETS)
 def test_any_structure_is_a_recipe_or_an_input_error(
     value: dict[str, object], sets: list[tuple[list[str], str]]
@@ -264,7 +307,9 @@ def test_any_structure_is_a_recipe_or_an_input_error(
 
     base = {"model": "m", "task": "translation", "data": {"test": "t"}, "stages": [{"prune": {}}]}
     overrides = [f"{'.'.join(address)}={word}" for address, word in sets]
+    found = "recipe.yaml:"
     try:
-        assert isinstance(read(yaml.safe_dump(base | value), *overrides), Recipe)
+        read(yaml.safe_dump(base | value), *overrides)
     except InputError as error:
-        assert all(line.startswith(("recipe.yaml:", "--set ")) for line in str(error).split("\n"))
+        found = str(error)
+    assert all(line.startswith(("recipe.yaml:", "--set ")) for line in found.split("\n"))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from smelt.core.errors import InputError
-from smelt.recipe_yaml import MAX_BYTES, Document, parse_yaml, read_yaml
+from smelt.recipe_yaml import MAX_BYTES, parse_yaml, read_yaml
 
 
 def test_parse_yaml_knows_the_line_of_every_part() -> None:
@@ -75,7 +77,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('a: "\\UFFFFFFFF"', "not valid YAML"),
         (BOMB, "more than 20,000 values"),
         ("&a [*a]", "nested more than 40 levels"),
-        ("[" * 50_000, "nested more than 40 levels"),
+        ("[" * 5_000, "nested more than 40 levels"),
         ("x" * (MAX_BYTES + 1), "larger than 1,000,000 bytes"),
     ],
 )
@@ -99,21 +101,24 @@ def test_read_yaml_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     assert read_yaml(path).value == {"a": 1}
 
 
+@settings(max_examples=80, deadline=None)
 @given(st.text())
 def test_any_text_gives_a_document_or_an_input_error(text: str) -> None:
-    try:
-        assert isinstance(parse_yaml(text, "r"), Document)
-    except InputError as error:
-        assert str(error).startswith("r")
+    # anything but an InputError ends the test
+    with contextlib.suppress(InputError):
+        assert parse_yaml(text, "r").text == text
 
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text("abcxyz -:#'\"é"),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
+@settings(max_examples=80, deadline=None)
 @given(_PLAIN)
 def test_what_pyyaml_writes_is_read_back(value: object) -> None:
     document = parse_yaml(yaml.safe_dump(value, allow_unicode=True), "r")

@@ -26,8 +26,8 @@ def classifier(folder, names=("neg", "pos"), seed=0):
     )
     config = BertConfig(
         vocab_size=11, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)},
-        initializer_range=0.3,
+        max_position_embeddings=16, initializer_range=0.3,
+        id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)},
     )  # fmt: skip
     torch.manual_seed(seed)
     BertForSequenceClassification(config).save_pretrained(folder)
@@ -36,8 +36,8 @@ def classifier(folder, names=("neg", "pos"), seed=0):
 
 def artifact(folder, kind="torch"):
     manifest = Manifest(
-        key="0" * 64, format=kind, task="text-classification", stage="model", settings={}, seed=0, parent=None,
-        versions={},
+        key="0" * 64, format=kind, task="text-classification", stage="model", settings={}, seed=0,
+        parent=None, versions={},
     )  # fmt: skip
     return Artifact(folder, manifest)
 
@@ -83,8 +83,8 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
     ctx = context(tmp_path, {"model": source})
     settings = DistillSettings.model_validate(
         {
-            "student": {"layers": 2}, "losses": {"logits": 1.0, "labels": 0.0}, "max_steps": 60, "batch_size": 36,
-            "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0,
+            "student": {"layers": 2}, "losses": {"logits": 1.0, "labels": 0.0}, "max_steps": 60,
+            "batch_size": 36, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0,
         }
     )  # fmt: skip
     Distill()(source, settings, ctx)
@@ -106,7 +106,7 @@ def test_an_unknown_teacher_names_the_known_steps(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source, "prune": source})
     with pytest.raises(
-        InputError, match="'prun' is no step before this one. There are: model, prune. Did you mean"
+        InputError, match=r"'prun' is no step before this one\. There are: model, prune\. Did you mean"
     ):
         Distill()(source, DistillSettings(teacher="prun"), ctx)
 

@@ -51,7 +51,9 @@ def context(tmp_path):
 
 
 def test_the_error_is_the_root_of_the_dropped_squares(layer):
+    layer.requires_grad_(False)
     pair, rank, error = factorize_layer(layer, FactorizeSettings(rank=6))
+    pair.requires_grad_(False)
     sigma = torch.linalg.svdvals(layer.weight.double())
     product = pair.up.weight.double() @ pair.down.weight.double()
     lost = (layer.weight.double() - product).norm()

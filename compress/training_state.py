@@ -1,0 +1,80 @@
+"""What a model is given for the time of its training, and gets back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads meanwhile (None: as it is)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def training_state(model: Any, dropout: float | None, device: torch.device) -> Iterator[None]:
+    """Prepare `model` for training; leave it as it was: float32, CPU, eval mode, its own dropout."""
+    with contextlib.ExitStack() as undo:
+        attention = model.config._attn_implementation
+        if device.type == "cpu":
+            # scaled_dot_product_attention's backward is slow on CPUs
+            model.set_attn_implementation("eager")
+        undo.callback(model.set_attn_implementation, attention)
+        for module in model.modules() if dropout is not None else ():
+            _override_dropout(module, float(dropout or 0.0), undo)
+        fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        for name, parameter in model.named_parameters():
+            if name in fixed:  # position tables that no file holds would be lost if they were trained
+                undo.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(False)
+        for handle in _hold_pad_rows(model):
+            undo.callback(handle.remove)
+        try:
+            yield
+        finally:
+            model.zero_grad(set_to_none=True)
+            model.to("cpu")
+            model.eval()
+
+
+def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
+    if isinstance(module, nn.Dropout):
+        undo.callback(setattr, module, "p", module.p)
+        module.p = value
+    # Marian keeps the rate as a number; that of its attention weights (there is head_dim) is another one
+    elif isinstance(getattr(module, "dropout", None), float) and not hasattr(module, "head_dim"):
+        undo.callback(setattr, module, "dropout", module.dropout)
+        module.dropout = value  # type: ignore[assignment]
+
+
+def _hold_pad_rows(model: Any) -> list[Any]:
+    """Keep Marian's embedding row of pad, its decoder's start, where it is (zero in a good checkpoint).
+
+    The row is an input like any other, but it is tied to the output head, whose softmax would move
+    it; Marian and CTranslate2 start from a zero embedding whatever the file says.
+    """
+    if model.config.model_type != "marian":
+        return []
+    rows = {
+        id(m.weight): (m.weight, m.padding_idx)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None and m.weight.requires_grad
+    }
+
+    def without(row: int, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[row] = 0
+        return gradient
+
+    return [weight.register_hook(partial(without, row)) for weight, row in rows.values()]

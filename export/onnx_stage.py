@@ -1,0 +1,183 @@
+"""The onnx stage: graphs for one target, checked, simplified, compared with their parent."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import Task
+from smelt.core.errors import InputError, RunError
+from smelt.core.stage import Context, Need, Settings
+
+if TYPE_CHECKING:
+    from smelt.export.onnx_graphs import Graph
+    from smelt.export.parity import Reference
+
+
+class OnnxSettings(Settings):
+    """Where the graphs will run and in which precision.
+
+    target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda or tensorrt (standard operators).
+    dtype: fp16 is for GPUs. simplify: run onnxsim, keep the result only where it computes the same.
+    opset: of the standard operators.
+    """
+
+    target: Literal["ort-cpu", "ort-cuda", "tensorrt"] = "ort-cpu"
+    dtype: Literal["fp32", "fp16"] = "fp32"
+    simplify: bool = True
+    opset: int = Field(default=20, ge=19, le=23)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.target == "ort-cpu" and self.dtype == "fp16":
+            raise ValueError("dtype fp16 is for GPUs: on the CPU ONNX Runtime would convert back at every step")
+        return self
+
+
+class Onnx:
+    """Export to ONNX graphs that one runtime executes fast, and prove that they compute the same.
+
+    A translator leaves as `encoder_model.onnx`, which also computes the keys and values of
+    cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier as
+    `model.onnx`. Batch and lengths are dynamic. Each output is compared with the parent's on real
+    inputs; a difference above the tolerance is an error.
+
+        - onnx: {target: ort-cpu}
+        - onnx: {target: tensorrt, dtype: fp16}
+    """
+
+    name: ClassVar[str] = "onnx"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "onnx"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    source: ClassVar[str] = (
+        "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md; github.com/daquexian/onnx-simplifier"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[Settings]] = OnnxSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+
+    def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
+        """Export `src` into `ctx.out`."""
+        from smelt.export.onnx_graphs import graphs_of
+        from smelt.runtime.checkpoint import copy_tokenizer
+        from smelt.runtime.torch_runner import TorchRunner
+
+        with TorchRunner(src, ctx.threads) as parent:
+            model = parent.model
+            kind = _kind(model, settings)
+            ctx.facts.update(
+                target=settings.target, dtype=settings.dtype, opset=settings.opset,
+                parameters=sum(p.numel() for p in model.parameters()),
+            )  # fmt: skip
+            reference, hidden = _reference(parent, src.path, ctx)
+            graphs = graphs_of(model)
+            facts: dict[str, Any] = {}
+            for at, graph in enumerate(graphs):
+                ctx.progress(at, len(graphs) + 1, graph.name)
+                facts[graph.name] = _write(graph, settings, ctx)
+        ctx.progress(len(graphs), len(graphs) + 1, "parity")
+        for name in ("config.json", "generation_config.json"):
+            if (src.path / name).is_file():
+                shutil.copyfile(src.path / name, ctx.out / name)
+        copy_tokenizer(src.path, ctx.out)
+        ctx.facts["graphs"] = facts
+        ctx.facts["parity"] = _compare(ctx.out, settings, reference, hidden, kind, ctx.threads)
+
+
+def _kind(model: Any, settings: OnnxSettings) -> str:
+    """Return which tolerance holds: fp32, fp16 or int8.
+
+    Raises:
+        InputError: the target cannot run the model's quantized layers.
+    """
+    from smelt.runtime.quantized import QuantizedEmbedding, QuantizedLinear
+
+    quantized = any(isinstance(m, QuantizedLinear | QuantizedEmbedding) for m in model.modules())
+    if quantized and settings.target != "ort-cpu":
+        raise InputError(
+            f"onnx: target {settings.target} cannot run a model that was quantized with scheme int8-dynamic: it finds"
+            " the ranges of activations while running, which only ort-cpu does. Branch off before the quantize step"
+            " with `from: NAME`, or set target: ort-cpu."
+        )
+    return "int8" if quantized else settings.dtype
+
+
+def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]:
+    """Return what the parent computes, and its encoder's hidden states [B, L, D] (None for a classifier)."""
+    import torch
+
+    from smelt.export.parity import parity_batch, reference_of
+    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.predict import length_limit
+
+    tokenizer = load_tokenizer(folder)
+    vocabulary = int(parent.config["vocab_size"])
+    batch, real = parity_batch(ctx.data, tokenizer, vocabulary, length_limit(tokenizer, parent.config))
+    if not real:
+        ctx.warnings.append("parity was checked on made-up token ids: the recipe names no train or validation data")
+    if not parent.config.get("is_encoder_decoder"):
+        return reference_of(parent, batch, None), None
+    start = parent.model.generation_config.decoder_start_token_id
+    start = parent.config["decoder_start_token_id"] if start is None else start
+    with torch.inference_mode():
+        ids, mask = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
+        hidden = parent.model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
+    return reference_of(parent, batch, start), hidden
+
+
+def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]:
+    """Export one graph, convert, check and simplify it; return what the report tells of it."""
+    import onnx
+
+    from smelt.export.half import to_half
+    from smelt.export.onnx_graphs import export_graph
+    from smelt.export.simplify import simplify_file
+
+    began = time.perf_counter()
+    path = ctx.out / f"{graph.name}.onnx"
+    export_graph(graph, settings.target, settings.opset, path)
+    exported = time.perf_counter()
+    if settings.dtype == "fp16":
+        model = onnx.load(path)
+        to_half(model, graph.name)
+        onnx.save(model, path)
+    if settings.simplify and (reason := simplify_file(path)) is not None:
+        ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        raise RunError(f"{path.name}: the exported graph is not valid ONNX: {error}") from error
+    model = onnx.load(path, load_external_data=False)
+    return {
+        "nodes": len(model.graph.node),
+        "operators": dict(Counter(n.op_type for n in model.graph.node).most_common()),
+        "export_seconds": round(exported - began, 3),
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def _compare(
+    out: Path, settings: OnnxSettings, reference: Reference, hidden: Any, kind: str, threads: int | None
+) -> dict[str, Any]:
+    """Run the graphs in ONNX Runtime; return the measured differences by graph and output."""
+    from smelt.export.parity import check_parity, logits_for
+    from smelt.runtime.onnx_runner import OnnxRunner
+
+    parity: dict[str, Any] = {}
+    with OnnxRunner.over(out, settings.target, threads) as runner:
+        if hidden is not None:
+            got = runner.hidden_states(reference.batch)
+            tokens = reference.batch.attention_mask == 1
+            name = "encoder_model"
+            parity[name] = check_parity(name, "last_hidden_state", hidden[tokens], got[tokens], kind)
+            del parity[name]["agreement"]
+        name = "model" if hidden is None else "decoder_with_past_model"
+        parity[name] = check_parity(name, "logits", reference.logits, logits_for(runner, reference), kind)
+    return parity

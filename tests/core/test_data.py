@@ -1,0 +1,95 @@
+"""Every kind of file is read, and every mistake in one is named with its place."""
+
+import gzip
+import json
+
+import pytest
+
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+
+ROW = {"source": "a cat", "target": "eine Katze"}
+
+
+def _read(path, task="translation", columns=None):
+    return read_split(path.name, task, columns or Columns(), path.parent)
+
+
+def _write(path, text):
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.tsv", "a.parquet"])
+def test_all_kinds_of_files_give_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    if "jsonl" in name:
+        _write(path, json.dumps(ROW) + "\n\n" + json.dumps(ROW) + "\n")
+    elif name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW, ROW]), path)
+    else:
+        comma = "\t" if "tsv" in name else ","
+        _write(path, f"source{comma}target\na cat{comma}eine Katze\na cat{comma}eine Katze\n")
+    split = _read(path)
+    assert [(e.text, e.references) for e in split.examples] == [("a cat", ("eine Katze",))] * 2
+
+
+def test_all_references_are_kept(tmp_path):
+    path = _write(tmp_path / "a.jsonl", json.dumps({**ROW, "targets": ["eine Katze", "ein Kater"]}))
+    assert _read(path).examples[0].references == ("eine Katze", "ein Kater")
+
+
+def test_columns_are_settings(tmp_path):
+    path = _write(tmp_path / "a.csv", "en,de\na,b\n")
+    assert _read(path, columns=Columns(source="en", target="de")).examples[0].text == "a"
+
+
+def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
+    one = _write(tmp_path / "a.jsonl", json.dumps(ROW))
+    two = _write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n")
+    assert _read(one).fingerprint == _read(two).fingerprint
+    assert _read(_write(tmp_path / "c.jsonl", json.dumps({**ROW, "source": "x"}))).fingerprint != _read(two).fingerprint
+
+
+def test_label_may_be_number_or_name(tmp_path):
+    path = _write(tmp_path / "a.jsonl", '{"text": "good", "label": 1}\n{"text": "bad", "label": "neg"}')
+    assert [e.label for e in _read(path, "text-classification").examples] == [1, "neg"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"source": "a", "target": "b"}\n{"source": ', r"a\.jsonl:2: broken JSON"),
+        ("a.jsonl", "[1, 2]", r"a\.jsonl:1: expected a JSON object"),
+        ("a.jsonl", "\n\n", "no rows in this file"),
+        ("a.csv", "source,target\n", "no rows in this file"),
+        ("a.csv", "source,target\na\n", r"a\.csv:2: this row does not have as many fields"),
+        ("a.jsonl", '{"sorce": "a", "target": "b"}', r"a\.jsonl:1: no column 'source'; there are: sorce, target\. Did you mean 'sorce'\?"),
+        ("a.jsonl", '{"source": 3, "target": "b"}', "column 'source' must be text, read 3"),
+        ("a.jsonl", '{"source": "a", "targets": "b"}', "column 'targets' must be a list of texts"),
+        ("a.xlsx", "x", r"unknown kind of file '\.xlsx'"),
+        ("a.parquet", "x", "not a Parquet file"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_with_their_place(tmp_path, name, text, message):
+    with pytest.raises(InputError, match=message):
+        _read(_write(tmp_path / name, text))
+
+
+def test_missing_file_names_its_neighbour(tmp_path):
+    (tmp_path / "train.jsonl").write_text("x")
+    with pytest.raises(InputError, match=r"no such file.*Did you mean 'train\.jsonl'"):
+        read_split("trian.jsonl", "translation", Columns(), tmp_path)
+
+
+def test_broken_gzip_and_wrong_encoding_are_explained(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match="cannot be read"):
+        _read(tmp_path / "a.jsonl.gz")
+    (tmp_path / "b.jsonl").write_bytes(b'{"source": "\xff"}')
+    with pytest.raises(InputError, match="not UTF-8 text at byte 12"):
+        _read(tmp_path / "b.jsonl")

@@ -1,0 +1,420 @@
+"""The report's schema and its three drawings, on a sample with branches, a skipped step and a failed one."""
+
+import copy
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.evaluate.frontier import frontier
+from smelt.evaluate.report_chart import scatter
+from smelt.evaluate.report_html import write_html
+from smelt.evaluate.report_markdown import write_markdown
+from smelt.evaluate.report_schema import Difference, Gate, Latency, Quality, Report, Step, validate_report
+from smelt.evaluate.report_table import table
+from smelt.evaluate.report_view import number, rows, signed, significant_digits
+
+# name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
+STEPS = [
+    ("model", "model", None, "torch", None, 38.42, 84.3, 131.6, 32.9),
+    ("control", "finetune", "model", "torch", None, 39.05, 84.1, 131.6, 32.9),
+    ("distill", "distill", "model", "torch", None, 37.96, 52.7, 107.4, 26.8),
+    ("prune", "prune", "distill", "torch", None, 37.51, 46.2, 88.2, 22.0),
+    ("small", "factorize", "prune", "torch", None, 37.31, 44.8, 76.3, 19.1),
+    ("quantize", "quantize", "small", "torch", "ort-cpu", 37.12, 61.5, 24.4, 19.1),
+    ("onnx-int8", "onnx", "quantize", "onnx", "ort-cpu", 37.05, 14.2, 25.1, 19.1),
+    ("onnx-fp32", "onnx", "small", "onnx", "ort-cpu", 37.31, 22.9, 77.0, 19.1),
+    ("engine", "tensorrt", "onnx-fp32", None, None, None, None, None, None),
+    ("openvino", "onnx", "small", None, None, None, None, None, None),
+]
+
+
+def sample():
+    """A report.json of ten steps."""
+    steps = [step(*row) for row in STEPS]
+    by_name = {one["name"]: one for one in steps}
+    by_name["engine"].update(
+        status="skipped", reason="TensorRT is not installed. pip install 'smelt[tensorrt]' adds it."
+    )
+    by_name["openvino"].update(
+        status="error", error="RunError: the exported decoder differs from its parent by 0.31 (limit 0.001)."
+    )
+    by_name["small"]["warnings"] = ["decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is"]
+    by_name["model"]["status"] = "cached"
+    by_name["onnx-int8"]["gates"] = [
+        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": 1.37, "passed": False},
+        {"metric": "size_bytes", "kind": "max", "limit": 40e6, "value": 25.1e6, "passed": True},
+    ]
+    return {
+        "schema": 1,
+        "recipe": {
+            "model": "models/marian-small-en-de",
+            "task": "translation",
+            "data": {"test": "multi30k/test.jsonl.gz"},
+            "seed": 0,
+        },
+        "environment": {
+            "smelt": "0.1.0",
+            "python": "3.11.9",
+            "cpu": "AMD EPYC 7763",
+            "cores": 2,
+            "gpus": [],
+            "versions": {"torch": "2.13.0"},
+        },
+        "status": "gate-failed",
+        "baseline": "model",
+        "steps": steps,
+        "frontier": frontier(steps),
+    }
+
+
+def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
+    measured = bleu is not None
+    lost = bleu - STEPS[0][5] if measured else 0
+    difference = {
+        "bleu": {
+            "difference": lost,
+            "ci95": [lost - 0.35, lost + 0.35],
+            "p_value": 0.002 if abs(lost) > 0.4 else 0.21,
+        },
+        "chrf": {"difference": lost * 0.8, "ci95": [lost * 0.8 - 0.3, lost * 0.8 + 0.3], "p_value": 0.04},
+    }
+    return {
+        "name": name,
+        "stage": stage,
+        "parent": parent,
+        "status": "done",
+        "reason": None,
+        "error": None,
+        "format": kind,
+        "target": target,
+        "runner": {"torch": "torch", "onnx": "onnxruntime", None: None}[kind],
+        "artifact": f"artifacts/{name}" if measured else None,
+        "key": "4f" * 32 if measured else None,
+        "settings": {"keep": 0.5, "what": ["ffn"], "losses": {"logits": 1.0}} if parent else {},
+        "parameters": round(parameters * 1e6) if measured else None,
+        "size_bytes": round(size * 1e6) if measured else None,
+        "seconds": 12.5 if measured else None,
+        "peak_memory_bytes": 812_000_000 if measured else None,
+        "warnings": [],
+        "quality": scores(bleu) if measured else {},
+        "latency": [times(p50 * f, STEPS[0][6] * f, size) for f, size in ((1, 1), (4.6, 8))]
+        if measured
+        else [],
+        "against_baseline": difference if measured and parent else {},
+        "against_parent": {"bleu": difference["bleu"]} if measured and parent else {},
+        "gates": [],
+        "facts": {"parity": {"largest": 0.00012}} if kind == "onnx" else {},
+    }
+
+
+def scores(bleu):
+    common = {"higher_is_better": True, "n": 1000}
+    return {
+        "bleu": {
+            "value": bleu,
+            "unit": "BLEU",
+            "ci95": [bleu - 1.31, bleu + 1.28],
+            "signature": "nrefs:1|bs:1000|tok:13a|version:2.6.0",
+            **common,
+        },
+        "chrf": {
+            "value": bleu + 24.5,
+            "unit": "chrF",
+            "ci95": [bleu + 23.6, bleu + 25.4],
+            "signature": "nrefs:1|nc:6|nw:0",
+            **common,
+        },
+    }
+
+
+def times(p50, baseline, size):
+    ratio = baseline / p50
+    return {
+        "batch_size": size,
+        "threads": 2,
+        "input_tokens": 14.2,
+        "output_tokens": 15.1,
+        "p50_ms": p50,
+        "p90_ms": p50 * 1.3,
+        "p99_ms": p50 * 1.7,
+        "throughput": 1000 * size / p50,
+        "unit": "sentences/s",
+        "speedup": ratio,
+        "speedup_ci95": [ratio * 0.96, ratio * 1.05],
+        "rounds_ms": [p50 * 0.99, p50, p50 * 1.02],
+    }
+
+
+@pytest.fixture
+def report():
+    return sample()
+
+
+class Outline(HTMLParser):
+    """Collects tags, attributes and text, and checks that tags close in order."""
+
+    VOID = frozenset({"meta", "br", "rect", "circle", "path", "line"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.values, self.texts = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.values += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.values += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_schema_accepts_the_sample_and_writes_it_back_unchanged(report):
+    dumped = validate_report(report).model_dump(mode="json", exclude_unset=True)
+    assert json.loads(json.dumps(dumped)) == json.loads(json.dumps(report))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.update(schema=2), r"schema: .*read 2"),
+        (lambda r: r.update(status="fine"), "status: .*'passed'.*read 'fine'"),
+        (lambda r: r["steps"][1].update(colour="red"), r"steps\.1\.colour"),
+        (lambda r: r["steps"][1].update(name="model"), "two steps are named 'model'"),
+        (lambda r: r["steps"][1].update(parent="engine"), "'control' goes on from 'engine'"),
+        (lambda r: r.update(frontier=["nobody"]), "'frontier' names 'nobody'"),
+        (lambda r: r.update(baseline="nobody"), "'baseline' names 'nobody'"),
+        (lambda r: r["steps"][8].update(reason=None), "skipped step needs a 'reason'"),
+        (lambda r: r["steps"][9].update(error=None), "needs the 'error' text"),
+        (lambda r: r["steps"][0]["quality"]["bleu"].update(ci95=[3, 1]), "lower end 3.0 lies above"),
+        (lambda r: r["steps"][0]["quality"]["bleu"].update(value=float("nan")), "finite number"),
+        (lambda r: r["steps"][0]["latency"][0].pop("p50_ms"), r"steps\.0\.latency\.0\.p50_ms"),
+    ],
+)
+def test_schema_names_every_mistake(report, change, message):
+    change(report)
+    with pytest.raises(InputError, match=message):
+        validate_report(report)
+
+
+def test_all_mistakes_are_told_at_once(report):
+    report["status"] = "fine"
+    report["steps"][0]["stage"] = 3
+    with pytest.raises(InputError, match=r"(?s)status.*steps\.0\.stage|steps\.0\.stage.*status"):
+        validate_report(report)
+
+
+def test_tree_draws_branches_and_keeps_chains_level(report):
+    drawn = [row.branch + row.step.name for row in rows(validate_report(report))]
+    assert drawn == [
+        "model",
+        "├─ control",
+        "└─ distill",
+        "   prune",
+        "   small",
+        "   ├─ quantize",
+        "   │  onnx-int8",
+        "   ├─ onnx-fp32",
+        "   │  engine",
+        "   └─ openvino",
+    ]
+
+
+def test_html_fetches_nothing_and_is_small(report):
+    text = write_html(report)
+    assert not re.search(r"https?:|//\w|url\(|@import|<script|<link|<img|<iframe|\bsrc=", text)
+    assert "default-src 'none'" in text
+    assert len(text.encode()) < 100_000
+
+
+def test_html_is_well_formed_and_holds_the_numbers(report):
+    outline = Outline(write_html(report))
+    assert outline.open == []
+    text = " ".join(outline.texts)
+    for one in report["steps"]:
+        assert one["name"] in text
+        for score in one["quality"].values():
+            assert f"{score['value']:.2f}" in text
+            assert f"[{score['ci95'][0]:.2f}, {score['ci95'][1]:.2f}]" in text
+        for entry in one["latency"]:
+            assert f"{entry['speedup']:.2f}×" in text
+            assert significant_digits(entry["p50_ms"]) in text
+    small, engine, openvino = (report["steps"][i] for i in (4, 8, 9))
+    for said in (engine["reason"], openvino["error"], small["warnings"][0]):
+        assert said in text
+    assert "None" not in text
+    assert "null" not in text
+
+
+def test_html_escapes_what_a_stranger_wrote(report):
+    evil = "<script>alert(1)</script>\"'&"
+    report["recipe"]["model"] = evil
+    report["environment"]["cpu"] = evil
+    report["steps"][1]["name"] = evil
+    report["steps"][2]["settings"] = {evil: evil}
+    report["steps"][8]["reason"] = evil
+    report["steps"][0]["warnings"] = [evil]
+    report["steps"][0]["quality"]["bleu"]["signature"] = evil
+    report["frontier"] = [evil]
+    text = write_html(report)
+    outline = Outline(text)
+    assert "script" not in outline.tags
+    assert outline.open == []
+    assert html.escape("<script>alert(1)</script>", quote=False) in text
+
+
+def test_html_marks_only_significant_differences(report):
+    text = write_html(report)
+    assert re.search(r'class="bad"[^>]*>−0\.91<abbr', text)  # prune, p = 0.002
+    report["steps"][3]["against_baseline"]["bleu"]["p_value"] = 0.5
+    assert re.search(r'class="even"[^>]*>−0\.91</span>', write_html(report))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_reports_of_failed_runs_can_be_drawn(report, kept):
+    report["steps"] = report["steps"][:kept]
+    for one in report["steps"]:
+        one.update(status="error", error="broke", quality={}, latency=[], size_bytes=None)
+    report.update(status="error", baseline="model" if kept else None, frontier=[])
+    assert Outline(write_html(report)).open == []
+    assert "error" in write_markdown(report)
+    assert "status: error" in table(report)
+
+
+def test_chart_places_better_higher_and_faster_to_the_left(report):
+    chart = scatter(validate_report(report))
+    points = {point.name: point for point in chart.points}
+    assert set(points) == {row[0] for row in STEPS if row[5] is not None}
+    assert points["control"].y < points["model"].y < points["onnx-int8"].y
+    assert points["onnx-int8"].x < points["onnx-fp32"].x < points["model"].x
+    assert points["onnx-int8"].x_low < points["onnx-int8"].x < points["onnx-int8"].x_high
+    assert points["model"].y_high < points["model"].y < points["model"].y_low
+    assert chart.logarithmic
+    assert [name for name, point in points.items() if point.front] == report["frontier"]
+
+
+def test_chart_labels_do_not_cover_each_other(report):
+    chart = scatter(validate_report(report))
+    boxes = []
+    for p in chart.points:
+        length = len(p.name) * 6
+        left = {"start": p.label_x, "end": p.label_x - length, "middle": p.label_x - length / 2}[p.anchor]
+        boxes.append((left, p.label_y - 10, left + length, p.label_y))
+    for i, a in enumerate(boxes):
+        for b in boxes[:i]:
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def cells_of(line):
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
+    text = write_markdown(report)
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 4
+    for block in blocks:
+        assert len({len(cells_of(line)) for line in block}) == 1
+        assert all(re.fullmatch(r":--|--:", cell) for cell in cells_of(block[1]))
+    body = {cells_of(line)[0].split(" ")[-1].split(";")[-1]: cells_of(line) for line in blocks[0][2:]}
+    assert len(body) == 10
+    assert body["prune"][4] == r"37.51 \[36.20, 38.79\]"
+    assert body["prune"][5] == r"−0.91\*"
+    assert body["prune"][6] == "46.2"
+    assert body["prune"][10] == "88.2 (67 %)"
+    assert body["engine"][3:6] == ["skipped", "–", "–"]
+    assert "TensorRT is not installed" in text
+    assert "**failed**" in text
+
+
+def test_markdown_escapes_names(report):
+    report["steps"][1]["name"] = "a|b <script>*x*"
+    report["recipe"]["model"] = "# <b>"
+    report["frontier"] = []
+    text = write_markdown(report)
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert r"a\|b &lt;script&gt;\*x\*" in text
+    block = next(block for block in text.split("\n\n") if block.startswith("|"))
+    assert len({len(cells_of(line)) for line in block.splitlines()}) == 1
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_table_fits_and_holds_the_numbers(report, width):
+    report["steps"][1]["name"] = (
+        "a-very-long-name-of-a-step-chosen-without-a-thought-of-the-width-of-a-terminal"
+    )
+    report["frontier"] = []
+    text = table(report, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    line = next(one for one in lines if "onnx-int8" in one)
+    assert line.split()[-5:] == ["37.05", "−1.37*", "14.2", "5.94×", "25.1"]
+    assert any("engine" in one and "skipped: TensorRT is not installed" in one for one in lines)
+    assert "gate failed at 'onnx-int8': BLEU max_drop 1.37, limit 1.00" in text
+    assert lines[-1] == "status: gate-failed"
+
+
+def test_table_can_be_plain_ascii(report):
+    assert table(report, ascii_only=True).isascii()
+
+
+def test_latency_error_of_a_finished_step_is_shown(report):
+    report["steps"][3]["error"] = "latency: the process was killed"
+    assert "the process was killed" in table(report)
+    assert "the process was killed" in write_markdown(report)
+    assert "the process was killed" in write_html(report)
+
+
+def test_drawing_leaves_the_report_alone(report):
+    before = copy.deepcopy(report)
+    write_html(report), write_markdown(report), table(report)
+    assert report == before
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0.00"), (-0.001, "0.00"), (-1.5, "−1.50"), (1.5, "+1.50"), (1234.5, "+1,234.50")],
+)
+def test_signed_numbers(value, text):
+    assert signed(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "0.01"), (1.234, "1.23"), (12.34, "12.3"), (123.4, "123"), (12345, "12,345")]
+)
+def test_significant_digits(value, text):
+    assert significant_digits(value) == text
+    assert number(float(value), 0) == f"{value:,.0f}"
+
+
+def test_docs_name_every_key_of_the_schema():
+    text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    for part in (Report, Step, Quality, Latency, Difference, Gate):
+        for name, field in part.model_fields.items():
+            assert f"`{field.alias or name}`" in text
+    example = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+    model = {"name": "model", "stage": "model", "status": "done"}
+    quantize = {"name": "quantize", "stage": "quantize", "status": "done", "parent": "model"}
+    report = {
+        "schema": 1,
+        "recipe": {},
+        "environment": {},
+        "status": "gate-failed",
+        "steps": [model, quantize],
+    }
+    report["steps"].append(example)
+    assert validate_report(report).steps[2].quality["bleu"].value == 37.05

@@ -1,0 +1,171 @@
+"""Model folders: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from smelt.core.errors import InputError
+from smelt.model_folder import check_model_folder, fetch_model, local_folder
+
+
+@pytest.fixture
+def marian(tmp_path: Path) -> Path:
+    folder = tmp_path / "marian"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "marian", "architectures": ["MarianMTModel"]})
+    )
+    save_file({"w": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    for name in ("source.spm", "target.spm", "vocab.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def problem(folder: Path, task: str = "translation") -> str:
+    [found] = check_model_folder(folder, task)[0]  # type: ignore[arg-type]
+    return found
+
+
+def test_whole_folders_are_accepted(marian: Path, bert: Path) -> None:
+    assert check_model_folder(marian, "translation") == ([], [])
+    assert check_model_folder(bert, "text-classification") == ([], [])
+
+
+def test_missing_folder_names_the_nearest(marian: Path) -> None:
+    found = problem(marian.parent / "marain")
+    assert "no such folder; expected a model's folder with config.json, or a hub id." in found
+    assert found.endswith("Did you mean 'marian'?")
+    assert "not a folder" in problem(marian / "vocab.json")
+
+
+def test_onnx_file_is_not_yet_supported(tmp_path: Path) -> None:
+    assert "starting from an ONNX file is not yet supported" in problem(tmp_path / "m.onnx")
+
+
+def test_missing_weights(marian: Path) -> None:
+    (marian / "model.safetensors").unlink()
+    assert problem(marian) == f"{marian}: no weights in this folder; expected model.safetensors."
+
+
+def test_pickle_weights_are_refused_with_the_way_to_convert(marian: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return pytest.fail, ("it was unpickled",)
+
+    (marian / "model.safetensors").unlink()
+    (marian / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    found = problem(marian)
+    assert "the weights are pickle files (pytorch_model.bin), which can run any code" in found
+    assert "save_pretrained(NEW, safe_serialization=True)" in found
+
+
+def test_cut_weights_are_noticed(marian: Path) -> None:
+    path = marian / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert problem(marian).endswith(
+        f"cut short: {len(whole) - 1} of {len(whole)} bytes. Copy or download it again."
+    )
+    path.write_bytes(b"\x00\x01")
+    assert "not a safetensors file" in problem(marian)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "a Git LFS pointer, not the weights. Fetch them with `git lfs pull`." in problem(marian)
+
+
+def test_shards_must_all_be_there(marian: Path) -> None:
+    (marian / "model.safetensors").rename(marian / "model-1.safetensors")
+    index = marian / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
+    assert check_model_folder(marian, "translation") == ([], [])
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}))
+    assert problem(marian) == f"{marian / 'model-2.safetensors'}: this file of the weights is missing."
+    index.write_text(json.dumps({"weight_map": {"w": "../model.safetensors"}}))
+    assert "leads out of the folder" in problem(marian)
+    index.write_text("[]")
+    assert "not an index of weights" in problem(marian)
+
+
+def test_config_must_be_there_and_readable(marian: Path) -> None:
+    (marian / "config.json").write_text("{")
+    assert "config.json: broken JSON" in problem(marian)
+    (marian / "config.json").write_text("{}")
+    assert "expected a JSON object with a model_type" in problem(marian)
+    (marian / "config.json").unlink()
+    assert problem(marian) == f"{marian}: no config.json in this folder, so it is not a model's folder."
+
+
+def test_tokenizers_must_be_there(marian: Path, bert: Path) -> None:
+    (marian / "target.spm").unlink()
+    assert f"{marian}: no tokenizer: target.spm missing." in problem(marian)
+    (bert / "tokenizer.json").unlink()
+    assert f"{bert}: no tokenizer; expected tokenizer.json or vocab.txt." in problem(
+        bert, "text-classification"
+    )
+    (bert / "vocab.txt").touch()
+    assert check_model_folder(bert, "text-classification") == ([], [])
+
+
+def test_family_must_fit_the_task(marian: Path) -> None:
+    found = problem(marian, "text-classification")
+    assert "model_type 'marian' is not yet supported for text-classification" in found
+    assert found.endswith("Supported: bert.")
+
+
+def test_encoder_without_classifier_is_warned_about(bert: Path) -> None:
+    (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    problems, [warning] = check_model_folder(bert, "text-classification")
+    assert problems == []
+    assert "has no classifier yet" in warning
+
+
+def test_local_folder_tells_paths_from_hub_ids(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert local_folder("Helsinki-NLP/opus-mt-en-de", tmp_path) is None
+    assert local_folder("models/misspelled", tmp_path) == tmp_path / "models/misspelled"
+    assert local_folder("../x", tmp_path) == tmp_path / "../x"
+    assert local_folder("plain", tmp_path) == tmp_path / "plain"
+
+
+def test_fetch_model_checks_local_folders(marian: Path) -> None:
+    assert fetch_model("marian", marian.parent, "translation") == marian
+    (marian / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="no weights"):
+        fetch_model("marian", marian.parent, "translation")
+
+
+def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def download(model: str, allow_patterns: list[str]) -> str:
+        if model == "a/gone":
+            raise OSError("offline")
+        asked.extend([model, *allow_patterns])
+        return str(bert)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert fetch_model("a/b", bert.parent, "text-classification") == bert
+    assert asked[0] == "a/b"
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked)
+    with pytest.raises(
+        InputError, match="a/gone: no such folder, and the hub does not give a model of that name: offline"
+    ):
+        fetch_model("a/gone", bert.parent, "text-classification")

@@ -25,7 +25,10 @@ from smelt.runtime import emit
 from smelt.runtime.quantized import QuantizedLinear
 
 Cache = tuple[Tensor, Tensor]
-_NAMES = (("q_proj", "k_proj", "v_proj", "out_proj", "num_heads"), ("query", "key", "value", None, "num_attention_heads"))
+_NAMES = (
+    ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads"),
+    ("query", "key", "value", None, "num_attention_heads"),
+)
 
 
 @dataclass
@@ -92,9 +95,7 @@ def _packed_linear(linears: list[nn.Linear]) -> nn.Linear:
 
 
 def _joined_bias(linears: Sequence[nn.Linear | QuantizedLinear], like: Tensor) -> Tensor:
-    return torch.cat(
-        [like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in linears]
-    )
+    return torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in linears])
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -126,7 +127,9 @@ def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
     """
     modules = [m for m in model.modules() if is_attention(m)]
     if not modules:
-        raise InputError(f"{type(model).__name__}: no attention module that the onnx stage knows how to export.")
+        raise InputError(
+            f"{type(model).__name__}: no attention module that the onnx stage knows how to export."
+        )
     for module in modules:
         names = _names(module)
         assert names is not None
@@ -159,7 +162,9 @@ def _attend(
     return (out if names[3] is None else getattr(module, names[3])(out)), None
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float
+) -> Tensor:
     """Attend over given keys and values; see `emit.multi_head_attention` for shapes."""
     if emit.export_target() == "ort-cpu":
         mask = None if mask is None else mask.to(torch.int32)
@@ -179,7 +184,9 @@ def step_attention(
     return _standard(query, keys, values, None, heads, scale), keys, values
 
 
-def _standard(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float) -> Tensor:
+def _standard(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float
+) -> Tensor:
     scores = (split_heads(query, heads) * scale) @ key.transpose(2, 3)
     if mask is not None:
         # -10000 leaves nothing after softmax and, unlike the smallest float, stays finite in fp16

@@ -9,6 +9,7 @@ Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,9 @@ class Classifier(nn.Module):
         """Return the logits."""
         self.scope.mask = attention_mask
         with graph_attention(self.model, self.scope):
-            logits = self.model(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids).logits
+            logits = self.model(
+                input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
+            ).logits
         out: Tensor = logits.float()
         return out
 
@@ -132,7 +135,9 @@ def _with_bias(head: nn.Module, bias: Tensor) -> nn.Module:
     else:
         return nn.Sequential(head, _Shift(bias))
     old = head.bias
-    new.bias = nn.Parameter(bias.detach() if old is None else bias.detach() + old.detach(), requires_grad=False)
+    new.bias = nn.Parameter(
+        bias.detach() if old is None else bias.detach() + old.detach(), requires_grad=False
+    )
     return new
 
 
@@ -220,7 +225,9 @@ def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> N
     _prepare(graph)
     try:
         with emit.exporting_to(target), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of its own deprecated calls and of shared axes
+            # torch warns of its own deprecated calls, of shared axes, and that torchvision is not there
+            warnings.simplefilter("ignore")
+            logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
             program = torch.onnx.export(
                 graph.module, graph.inputs, None, dynamo=True, opset_version=opset, verbose=False,
                 input_names=graph.input_names, output_names=graph.output_names, dynamic_shapes=graph.axes,
@@ -230,4 +237,3 @@ def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> N
         program.save(path)
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
-

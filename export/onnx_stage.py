@@ -36,7 +36,9 @@ class OnnxSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.target == "ort-cpu" and self.dtype == "fp16":
-            raise ValueError("dtype fp16 is for GPUs: on the CPU ONNX Runtime would convert back at every step")
+            raise ValueError(
+                "dtype fp16 is for GPUs: on the CPU ONNX Runtime would convert back at every step"
+            )
         return self
 
 
@@ -121,7 +123,9 @@ def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]
     vocabulary = int(parent.config["vocab_size"])
     batch, real = parity_batch(ctx.data, tokenizer, vocabulary, length_limit(tokenizer, parent.config))
     if not real:
-        ctx.warnings.append("parity was checked on made-up token ids: the recipe names no train or validation data")
+        ctx.warnings.append(
+            "parity was checked on made-up token ids: the recipe names no train or validation data"
+        )
     if not parent.config.get("is_encoder_decoder"):
         return reference_of(parent, batch, None), None
     start = parent.model.generation_config.decoder_start_token_id

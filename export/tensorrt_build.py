@@ -17,6 +17,8 @@ from smelt.export.tensorrt_messages import ParserError, explain, explain_log
 from smelt.export.tensorrt_profile import Shapes
 from smelt.runtime.tensorrt_module import make_logger
 
+# Said of every model, or of a timing cache that only costs time.
+_NOISE = ("has Int64 binding", "timing cache")
 Compatibility = Literal["none", "ampere+", "same-cc"]
 _LEVELS: dict[Compatibility, str] = {
     "none": "NONE",
@@ -64,7 +66,8 @@ def build_engine(
         raise RunError(explain_log(logger.errors, path.name))
     if cache is not None and options.timing_cache is not None:
         _write_cache(options.timing_cache, bytes(config.get_timing_cache().serialize()))
-    return bytes(plan), list(dict.fromkeys(logger.warnings))
+    told = [line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _NOISE)]
+    return bytes(plan), told
 
 
 def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:

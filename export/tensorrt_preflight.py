@@ -232,7 +232,11 @@ def _quantization_of(node: Any, constants: Mapping[str, Any], types: Mapping[str
         yield "a quantized bias (int32); TensorRT quantizes weights and activations only."
     elif kind in unsigned:
         yield f"{TensorProto.DataType.Name(kind).lower()} codes; TensorRT wants int8."
-    if zero is not None and zero in constants and numpy_helper.to_array(constants[zero]).astype("float64").any():
+    if (
+        zero is not None
+        and zero in constants
+        and numpy_helper.to_array(constants[zero]).astype("float64").any()
+    ):
         yield "a zero point that is not 0 (asymmetric); TensorRT wants symmetric codes."
     scale = constants.get(node.input[1])
     if scale is not None and not (numpy_helper.to_array(scale).astype("float64") > 0).all():

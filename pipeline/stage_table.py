@@ -15,7 +15,7 @@ TABLE: dict[str, str] = {
     "factorize": "smelt.compress.factorize.svd:Factorize",
     "quantize": "smelt.compress.quantize.int8_dynamic:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
-    "tensorrt": "smelt.export.tensorrt_stage:Tensorrt",
+    "tensorrt": "smelt.export.tensorrt_stage:TensorrtStage",
 }
 
 

@@ -60,7 +60,9 @@ class OnnxRunner:
         if (self.folder / "model.onnx").is_file():
             self._model = self._open("model.onnx", {"input_ids", "attention_mask"}, {"logits"})
             return
-        self._encoder = self._open("encoder_model.onnx", {"input_ids", "attention_mask"}, {"last_hidden_state"})
+        self._encoder = self._open(
+            "encoder_model.onnx", {"input_ids", "attention_mask"}, {"last_hidden_state"}
+        )
         wanted = {"input_ids", "encoder_attention_mask"}
         self._decoder = self._open("decoder_with_past_model.onnx", wanted, {"logits"})
         self._pair_caches()
@@ -88,7 +90,9 @@ class OnnxRunner:
         expected = {"input_ids", "encoder_attention_mask"} | caches
         if set(inputs) != expected:
             odd = ", ".join(sorted(set(inputs) ^ expected))
-            raise InputError(f"{self.folder}: encoder and decoder graphs do not fit each other: {odd}. {_MAKE_AGAIN}")
+            raise InputError(
+                f"{self.folder}: encoder and decoder graphs do not fit each other: {odd}. {_MAKE_AGAIN}"
+            )
         self._self_names, self._cross_names = outputs, cross
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         past = [inputs[_past(n)] for n in outputs]
@@ -125,7 +129,9 @@ class OnnxRunner:
         decoder = self._decoder.io_binding()
         for name, value in zip(self._cross_names, encoder.get_outputs(), strict=True):
             decoder.bind_ortvalue_input(_past(name), value)
-        mask = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(batch.attention_mask), self._device)
+        mask = onnxruntime.OrtValue.ortvalue_from_numpy(
+            np.ascontiguousarray(batch.attention_mask), self._device
+        )
         decoder.bind_ortvalue_input("encoder_attention_mask", mask)
         rows = batch.input_ids.shape[0]
         for name, heads, width, kind in self._empty:
@@ -176,7 +182,9 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu") ->
     options.add_session_config_entry("session.x64quantprecision", "1")
     # The fused node is slower than Add and LayerNormalization: measured on an int8 encoder of 4 layers,
     # 160 rows of 256: 4.7 ms with it, 2.8 ms without; on single rows there is no difference.
-    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
+    providers = (
+        ["CUDAExecutionProvider", "CPUExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
+    )
     try:
         return onnxruntime.InferenceSession(
             str(path), options, providers=providers, disabled_optimizers=["SkipLayerNormFusion"]

@@ -147,7 +147,9 @@ def empty_quantized(module: nn.Module, scheme: str) -> nn.Module:
     """
     if isinstance(module, nn.Linear):
         device = module.weight.device
-        return QuantizedLinear(module.in_features, module.out_features, module.bias is not None, scheme, device)
+        return QuantizedLinear(
+            module.in_features, module.out_features, module.bias is not None, scheme, device
+        )
     if type(module) is nn.Embedding:
         device = module.weight.device
         return QuantizedEmbedding(

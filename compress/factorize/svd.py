@@ -50,10 +50,10 @@ class Factorize:
     """Replace linear layers by a product of two thin ones, where that saves weights.
 
     The best product of rank r (Eckart & Young 1936) comes from the singular value decomposition;
-    what it loses is the square root of the sum of the dropped squared singular values. r weights
-    of m by n cost r (m + n), so a layer is left alone unless r < m n / (m + n); which ones were, and
-    why, is in the report. Trained layers often have flat spectra:
-    expect little at energy 0.95, and recover with distill.
+    what it loses is the square root of the sum of the dropped squared singular values. A layer of m by
+    n costs r (m + n) weights afterwards, so it is left alone unless r < m n / (m + n); which layers
+    were, and why, is in the report. Trained layers often have flat spectra: expect little at energy
+    0.95, and recover with distill.
 
         - factorize: {method: svd, ratio: 0.6, include: ["*.fc1", "*.fc2"]}
         - distill: {epochs: 1}

@@ -68,7 +68,14 @@ def test_value_and_interval_equal_sacrebleu(name, scorer):
 
 @pytest.mark.parametrize(
     "predictions",
-    [["a b", "c d"], ["x", "y"], ["a b c d e f", ""], ["", ""], ["a b c d", "c e f g h i j k l m n o p"]],
+    [
+        ["a b", "c d"],
+        ["a b x d e", "c e x g h"],
+        ["x", "y"],
+        ["a b c d e f", ""],
+        ["", ""],
+        ["a b c d", "c e f g h i j k l m n o p"],
+    ],
 )
 def test_corner_cases_equal_sacrebleu(predictions):
     references = ["a b c d e", "c e f g h"]

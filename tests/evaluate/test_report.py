@@ -306,6 +306,28 @@ def test_chart_places_better_higher_and_faster_to_the_left(report):
     assert [name for name, point in points.items() if point.front] == report["frontier"]
 
 
+def test_chart_of_a_single_step_without_spread(report):
+    report["steps"] = report["steps"][:1]
+    report["frontier"] = ["model"]
+    report["steps"][0]["quality"]["bleu"].update(value=100.0, ci95=[100.0, 100.0])
+    report["steps"][0]["latency"][0].update(speedup=None, speedup_ci95=None)
+    chart = scatter(validate_report(report))
+    (point,) = chart.points
+    assert point.x_low == point.x == point.x_high
+    assert 0 < point.x < 640
+    assert 0 < point.y < 420
+    assert len(chart.x_ticks) >= 2
+    assert len(chart.y_ticks) >= 2
+    assert Outline(write_html(report)).open == []
+
+
+def test_tiny_p_values_are_not_shown_as_zero(report):
+    report["steps"][6]["against_parent"]["bleu"]["p_value"] = 1e-7
+    text = " ".join(Outline(write_html(report)).texts)
+    assert "p < 0.001" in text
+    assert "p = 0.000" not in text
+
+
 def test_chart_labels_do_not_cover_each_other(report):
     chart = scatter(validate_report(report))
     boxes = []

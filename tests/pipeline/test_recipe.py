@@ -274,22 +274,9 @@ def test_any_text_is_a_recipe_or_an_input_error(text: str, overrides: list[str])
         assert read(text, *overrides).task in METRICS
 
 
-_WORDS = st.sampled_from(
-    [*RecipeKeys.model_fields, *ScoreSettings.model_fields, *Data.model_fields, *Gate.model_fields]
-    + [
-        "stages",
-        "prune",
-        "onnx",
-        "name",
-        "from",
-        "optional",
-        "batch_sizes",
-        "beams",
-        "bleu",
-        "speedup",
-        "keep",
-    ]
-)
+_BESIDE = "stages prune onnx name from optional batch_sizes beams bleu speedup keep"
+_KEYS = {**RecipeKeys.model_fields, **ScoreSettings.model_fields, **Data.model_fields, **Gate.model_fields}
+_WORDS = st.sampled_from([*_KEYS, *_BESIDE.split(" ")])
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _WORDS | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=4),

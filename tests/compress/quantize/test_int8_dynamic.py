@@ -1,0 +1,104 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from smelt.compress.quantize.int8_dynamic import Quantize, QuantizeSettings
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model, save_model
+from smelt.runtime.low_rank import LowRankLinear
+from smelt.runtime.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.structure import apply_edits
+
+
+@pytest.fixture
+def marian(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MarianConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32,
+        pad_token_id=63, eos_token_id=0, decoder_start_token_id=63,
+    )  # fmt: skip
+    model = transformers.MarianMTModel(config).eval()
+    edits = [{"op": "low_rank", "module": "model.encoder.layers.0.fc1", "rank": 5}]
+    apply_edits(model, edits)
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_model(model, edits, folder, folder)
+    return folder
+
+
+def run(folder, out, **settings):
+    out.mkdir()
+    ctx = Context(out=out, task="translation", data={}, seed=0, ancestors={}, score=lambda a: {})
+    src = SimpleNamespace(path=folder, manifest=SimpleNamespace(facts={}))
+    Quantize()(src, QuantizeSettings(**settings), ctx)
+    return ctx
+
+
+def logits(model):
+    ids = torch.arange(18).reshape(2, 9)
+    with torch.no_grad():
+        return model(input_ids=ids, decoder_input_ids=ids).logits
+
+
+def test_quantize_covers_linears_factors_embeddings_and_head(marian, tmp_path):
+    ctx = run(marian, tmp_path / "out")
+    model, _ = load_model(tmp_path / "out")
+    # encoder: 2 x 6 linears, one of them two factors; decoder: 2 x 10; the head
+    assert ctx.facts["linear_layers"] == 13 + 20 + 1
+    assert ctx.facts["float_linear_layers"] == []
+    assert isinstance(model.model.encoder.layers[0].fc1, LowRankLinear)
+    assert isinstance(model.model.encoder.layers[0].fc1.up, QuantizedLinear)
+    assert model.lm_head.matrix is model.model.decoder.embed_tokens.matrix is model.model.shared.matrix
+    assert ctx.facts["bytes_after"] < ctx.facts["bytes_before"] / 2
+
+
+def test_quantized_model_survives_the_disk_and_stays_close(marian, tmp_path):
+    before, _ = load_model(marian)
+    run(marian, tmp_path / "out")
+    after, _ = load_model(tmp_path / "out")
+    difference = (logits(after) - logits(before)).abs().mean() / logits(before).std()
+    assert 0 < difference < 0.05
+
+
+def test_codes_of_tied_matrices_are_stored_once(marian, tmp_path):
+    from safetensors.torch import load_file
+
+    run(marian, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert [n for n, t in stored.items() if t.shape == (64, 32)] == ["model.shared.matrix.codes"]
+
+
+def test_skip_embeddings_and_head_stay_float(marian, tmp_path):
+    ctx = run(marian, tmp_path / "out", skip=["*.fc2", "*.nothing"], embeddings=False, head=False)
+    model, _ = load_model(tmp_path / "out")
+    assert ctx.facts["embeddings"] == 0
+    assert type(model.lm_head) is torch.nn.Linear
+    assert type(model.model.decoder.layers[1].fc2) is torch.nn.Linear
+    assert model.lm_head.weight is model.model.shared.weight
+    assert ctx.warnings == ["skip: no layer is named *.nothing"]
+
+
+def test_only_word_embeddings_of_bert_are_quantized(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40
+    )
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_model(transformers.BertForSequenceClassification(config).eval(), [], folder, folder)
+    run(folder, tmp_path / "out")
+    embeddings = load_model(tmp_path / "out")[0].bert.embeddings
+    assert isinstance(embeddings.word_embeddings, QuantizedEmbedding)
+    assert type(embeddings.position_embeddings) is torch.nn.Embedding
+    assert type(embeddings.token_type_embeddings) is torch.nn.Embedding
+
+
+def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
+    run(marian, tmp_path / "out")
+    with pytest.raises(InputError, match="already quantized"):
+        run(tmp_path / "out", tmp_path / "again")
+    with pytest.raises(InputError, match="leave no layer to quantize"):
+        run(marian, tmp_path / "none", skip=["*"])

@@ -1,0 +1,252 @@
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+from pydantic import ValidationError
+
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError, ParityError
+from smelt.core.stage import Context
+from smelt.export.half import to_half
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.parity import check_parity
+from smelt.runtime.checkpoint import load_model, save_model
+from smelt.runtime.onnx_runner import OnnxRunner
+from smelt.runtime.quantized import quantize_module
+from smelt.runtime.runner import Batch
+from smelt.runtime.structure import apply_edits, replace_module
+
+
+def tokenizer_files(folder):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnop"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32})
+    )
+
+
+def artifact(folder, target=None):
+    return SimpleNamespace(path=folder, manifest=SimpleNamespace(facts={"target": target}))
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    """Random Marian with fewer heads in one layer, a low-rank layer and a bias on the logits."""
+    torch.manual_seed(0)
+    config = transformers.MarianConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32,
+        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, init_std=0.3,
+    )  # fmt: skip
+    model = transformers.MarianMTModel(config).eval()
+    model.final_logits_bias = torch.nn.Buffer(torch.linspace(-1, 1, 64)[None])
+    edits = [{"op": "low_rank", "module": "model.decoder.layers.1.fc1", "rank": 6}]
+    for name in (
+        "model.encoder.layers.1.self_attn",
+        "model.decoder.layers.0.encoder_attn",
+        "model.decoder.layers.1.self_attn",
+    ):
+        edits += [
+            *(
+                {"op": "linear", "module": f"{name}.{p}_proj", "in_features": 32, "out_features": 24}
+                for p in "qkv"
+            ),
+            {"op": "linear", "module": f"{name}.out_proj", "in_features": 24, "out_features": 32},
+            {"op": "set", "module": name, "attribute": "num_heads", "value": 3},
+        ]
+    apply_edits(model, edits)
+    folder = tmp_path_factory.mktemp("marian")
+    tokenizer_files(folder)
+    save_model(model, edits, folder, folder.parent)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(marian, tmp_path_factory):
+    model, edits = load_model(marian)
+    names = [
+        "model.shared",
+        "lm_head",
+        *(n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"),
+    ]
+    for name in names:
+        replace_module(model, name, quantize_module(model.get_submodule(name), "int8-dynamic"))
+        edits.append({"op": "quantize", "module": name, "scheme": "int8-dynamic"})
+    for name, other in (
+        ("model.encoder.embed_tokens", "model.shared"),
+        ("model.decoder.embed_tokens", "model.shared"),
+        ("lm_head.matrix", "model.shared.matrix"),
+    ):
+        edits.append({"op": "share", "module": name, "with": other})
+    apply_edits(model, edits[-3:])
+    folder = tmp_path_factory.mktemp("quantized")
+    save_model(model, edits, folder, marian)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40,
+        max_position_embeddings=32, num_labels=3,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("bert")
+    tokenizer_files(folder)
+    save_model(transformers.BertForSequenceClassification(config).eval(), [], folder, folder.parent)
+    return folder
+
+
+ROWS = Split("x", tuple(Example("a b c d e f g"[: 2 * n + 1]) for n in range(1, 7)))
+
+
+def export(folder, out, data=ROWS, **settings):
+    out.mkdir(exist_ok=True)
+    ctx = Context(
+        out=out,
+        task="translation",
+        data={"validation": data} if data else {},
+        seed=0,
+        ancestors={},
+        score=lambda a: {},
+    )
+    Onnx()(artifact(folder), OnnxSettings(**settings), ctx)
+    return ctx
+
+
+@pytest.fixture(scope="module")
+def exported(marian, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fp32")
+    return out, export(marian, out)
+
+
+@pytest.fixture(scope="module")
+def exported_int8(quantized, tmp_path_factory):
+    out = tmp_path_factory.mktemp("int8")
+    return out, export(quantized, out)
+
+
+def operators(path):
+    return Counter(n.op_type for n in onnx.load(path).graph.node)
+
+
+def greedy_by_hand(runner, batch, steps):
+    state, tokens, all_logits = runner.encode(batch), np.zeros(len(batch.input_ids), dtype=np.int64), []
+    for _ in range(steps):
+        all_logits.append(runner.decode_step(state, tokens))
+        tokens = all_logits[-1].argmax(-1)
+    return np.stack(all_logits, 1)
+
+
+def test_decoder_steps_equal_transformers_forward_on_padded_rows(marian, exported):
+    batch = Batch(np.array([[5, 6, 7, 8, 3], [9, 10, 3, 0, 0]]), np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
+    with OnnxRunner(artifact(exported[0]), 1) as runner:
+        got = greedy_by_hand(runner, batch, 6)
+    model, _ = load_model(marian)
+    fed = np.concatenate([np.zeros((2, 1), dtype=np.int64), got[:, :-1].argmax(-1)], axis=1)
+    with torch.no_grad():
+        expected = model(
+            input_ids=torch.tensor(batch.input_ids), attention_mask=torch.tensor(batch.attention_mask),
+            decoder_input_ids=torch.tensor(fed),
+        ).logits.numpy()  # fmt: skip
+    assert np.abs(got - expected).max() < 1e-4
+
+
+def test_graphs_hold_fused_operators_and_say_so(exported):
+    out, ctx = exported
+    found = operators(out / "decoder_with_past_model.onnx")
+    assert found["MultiHeadAttention"] == 4
+    assert found["Concat"] == 0
+    assert ctx.facts["graphs"]["decoder_with_past_model"]["operators"] == dict(found)
+    assert ctx.facts["parity"]["decoder_with_past_model"]["largest"] < 2e-3
+    assert ctx.facts["parity"]["decoder_with_past_model"]["agreement"] == 1.0
+    assert ctx.warnings == []
+    assert {p.name for p in out.iterdir()} >= {
+        "config.json",
+        "generation_config.json",
+        "vocab.txt",
+        "encoder_model.onnx",
+    }
+
+
+def test_int8_graphs_multiply_integers_and_store_the_shared_matrix_once(exported_int8):
+    out, ctx = exported_int8
+    graph = onnx.load(out / "decoder_with_past_model.onnx").graph
+    found = Counter(n.op_type for n in graph.node)
+    # per layer: packed qkv, out, cross q, cross out, fc1, fc2; one of the fc1 has two factors; the head
+    assert found["DynamicQuantizeMatMul"] == 2 * 6 + 1 + 1
+    assert found["MatMul"] == found["Gemm"] == 0
+    assert sum(sorted(t.dims) == [32, 64] for t in graph.initializer) == 1
+    assert ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.05
+
+
+def test_standard_target_uses_no_vendor_operators_and_half_keeps_parity(marian, tmp_path):
+    ctx = export(marian, tmp_path / "out", target="tensorrt", dtype="fp16")
+    for name in ("encoder_model", "decoder_with_past_model"):
+        model = onnx.load(tmp_path / "out" / f"{name}.onnx")
+        assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
+        assert not [t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+    assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert 0 < ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
+
+
+def test_classifier_equals_transformers_for_any_batch_and_length(bert, tmp_path):
+    ctx = export(bert, tmp_path / "out")
+    assert list(ctx.facts["graphs"]) == ["model"]
+    ids = np.array([[2, 5, 6, 3], [2, 7, 3, 0], [2, 3, 0, 0]])
+    batch = Batch(ids, (ids > 0).astype(np.int64), np.array([[0, 0, 1, 1]] * 3))
+    model, _ = load_model(bert)
+    with torch.no_grad():
+        expected = model(
+            torch.tensor(ids), attention_mask=torch.tensor(batch.attention_mask),
+            token_type_ids=torch.tensor(batch.token_type_ids),
+        ).logits.numpy()  # fmt: skip
+    with OnnxRunner(artifact(tmp_path / "out"), 1) as runner:
+        assert np.abs(runner.forward(batch) - expected).max() < 1e-5
+
+
+def test_int8_for_a_target_without_ranges_is_refused(quantized, tmp_path):
+    with pytest.raises(InputError, match=r"tensorrt cannot run .* int8-dynamic.*`from: NAME`"):
+        export(quantized, tmp_path / "out", target="tensorrt")
+
+
+def test_half_on_the_cpu_is_refused_when_the_recipe_is_read():
+    with pytest.raises(ValidationError, match="fp16 is for GPUs"):
+        OnnxSettings(dtype="fp16")
+
+
+def test_constants_outside_half_are_refused():
+    from onnx import helper, numpy_helper
+
+    weight = numpy_helper.from_array(np.array([1.0, 1e6], np.float32), "w")
+    value = helper.make_tensor_value_info
+    node = helper.make_node("Add", ["x", "w"], ["logits"])
+    graph = helper.make_graph(
+        [node], "g", [value("x", 1, [2])], [value("logits", 1, [2])], [weight]
+    )  # fmt: skip
+    from smelt.core.errors import RunError
+
+    with pytest.raises(RunError, match=r"'w' holds 1e\+06, which float16 cannot"):
+        to_half(helper.make_model(graph), "encoder_model")
+
+
+def test_failed_parity_names_graph_output_difference_and_tolerance():
+    expected = np.array([[1.0, -1.0], [1.0, -1.0]])
+    with pytest.raises(
+        ParityError, match=r"decoder: logits differs .* largest difference 0\.5 .* allowed 0\.002 \(fp32\)"
+    ):
+        check_parity("decoder", "logits", expected, expected + [[0, 0.5], [0, 0]], "fp32")
+    with pytest.raises(ParityError, match="not finite"):
+        check_parity("decoder", "logits", expected, expected * np.nan, "int8")
+
+
+def test_parity_without_data_warns(bert, tmp_path):
+    ctx = export(bert, tmp_path / "out", data=None, simplify=False)
+    assert ctx.warnings == [
+        "parity was checked on made-up token ids: the recipe names no train or validation data"
+    ]

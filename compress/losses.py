@@ -22,9 +22,15 @@ _BLOCK_BYTES = 8 * 2**20  # of float32 per block: small enough for the caches, l
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, teacher: Tensor | None,
-        temperature: float, logits_weight: float, labels_weight: float, smoothing: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None,
+        temperature: float,
+        logits_weight: float,
+        labels_weight: float,
+        smoothing: float,
+    ) -> Tensor:
         kept = labels != IGNORE
         count = int(kept.sum())
         total = logits.new_zeros((), dtype=torch.float64)

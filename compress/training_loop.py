@@ -154,9 +154,16 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
     loss_is_scaled_for_ga = False  # the objective is a mean per batch
 
     def __init__(
-        self, model: nn.Module, args: Any, rows: Sequence[Row], *, plan: list[list[int]],
-        objective: Objective, keeper: Keeper, precision: str,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        args: Any,
+        rows: Sequence[Row],
+        *,
+        plan: list[list[int]],
+        objective: Objective,
+        keeper: Keeper,
+        precision: str,
+    ) -> None:
         pack = partial(collate, config=model.config)
         super().__init__(model=model, args=args, train_dataset=rows, callbacks=[keeper], data_collator=pack)
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
@@ -212,9 +219,13 @@ def run_training(
 ) -> None:
     """Train `model` in place (see `smelt.compress.training.train`)."""
     plan = plan_batches(
-        rows, settings.batch_size, settings.tokens_per_batch, epochs=settings.epochs,
-        steps=None if settings.max_steps is None else settings.max_steps * settings.accumulate, seed=ctx.seed,
-    )  # fmt: skip
+        rows,
+        settings.batch_size,
+        settings.tokens_per_batch,
+        epochs=settings.epochs,
+        steps=None if settings.max_steps is None else settings.max_steps * settings.accumulate,
+        seed=ctx.seed,
+    )
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
         stack.enter_context(threads(ctx.threads))
@@ -231,11 +242,14 @@ def run_training(
         loop.train()
         keeper.finish()
     ctx.facts["training"] = {
-        "steps": int(loop.state.global_step), "rows": len(rows), "precision": precision,
-        "device": args.device.type, "train_loss": sum(keeper.recent) / max(1, len(keeper.recent)),
+        "steps": int(loop.state.global_step),
+        "rows": len(rows),
+        "precision": precision,
+        "device": args.device.type,
+        "train_loss": sum(keeper.recent) / max(1, len(keeper.recent)),
         "validation_loss": keeper.best_loss if keeper.best else None,
         "kept_step": keeper.best_step if keeper.best else int(loop.state.global_step),
-    }  # fmt: skip
+    }
 
 
 def _arguments(settings: TrainingSettings, folder: str, seed: int) -> Any:

@@ -89,18 +89,24 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     suffixes = [s.lower() for s in path.suffixes]
-    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    kind = (
+        suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    )
     if kind == ".parquet":
         return _read_parquet(path)
     if kind not in (".jsonl", ".json", ".ndjson", ".csv", ".tsv"):
-        raise InputError(f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .csv, .tsv (each also .gz), .parquet.")
+        raise InputError(
+            f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .csv, .tsv (each also .gz), .parquet."
+        )
     try:
         raw = gzip.decompress(path.read_bytes()) if suffixes[-1] == ".gz" else path.read_bytes()
         text = raw.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8.") from error
+        raise InputError(
+            f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8."
+        ) from error
     if kind in (".csv", ".tsv"):
         reader = csv.DictReader(io.StringIO(text), delimiter="\t" if kind == ".tsv" else ",", strict=True)
         return _read_csv(path, reader)
@@ -116,7 +122,9 @@ def _read_json_lines(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, 
         except ValueError as error:
             raise InputError(f"{path}:{number}: broken JSON: {error}. Read: {line[:80]!r}") from error
         if not isinstance(row, dict):
-            raise InputError(f"{path}:{number}: expected a JSON object with named columns, read {line[:80]!r}")
+            raise InputError(
+                f"{path}:{number}: expected a JSON object with named columns, read {line[:80]!r}"
+            )
         yield f"{path}:{number}", row
 
 
@@ -124,7 +132,9 @@ def _read_csv(path: Path, reader: csv.DictReader[str]) -> Iterator[tuple[str, Ma
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise InputError(f"{path}:{reader.line_num}: this row does not have as many fields as the header.")
+                raise InputError(
+                    f"{path}:{reader.line_num}: this row does not have as many fields as the header."
+                )
             yield f"{path}:{reader.line_num}", row
     except csv.Error as error:
         raise InputError(f"{path}:{reader.line_num}: broken CSV: {error}.") from error
@@ -153,7 +163,10 @@ def _read_hub(origin: str, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]
         raise InputError(f"{origin}: neither a file nor a data set that the hub gives: {error}") from error
     for number, row in enumerate(rows, start=1):
         # translation sets of the hub nest the two sides under "translation"
-        yield f"{origin} row {number}", row["translation"] if isinstance(row.get("translation"), dict) else row
+        yield (
+            f"{origin} row {number}",
+            row["translation"] if isinstance(row.get("translation"), dict) else row,
+        )
 
 
 def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -> Example:
@@ -162,14 +175,20 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
         if references is None:
             references = [_text(row, columns.target, where, "target")]
         if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
-            raise InputError(f"{where}: column '{columns.references}' must be a list of texts, read {references!r}")
+            raise InputError(
+                f"{where}: column '{columns.references}' must be a list of texts, read {references!r}"
+            )
         return Example(_text(row, columns.source, where, "source"), tuple(references))
-    pair = _text(row, columns.text_pair, where, "text_pair") if row.get(columns.text_pair) is not None else None
+    pair = (
+        _text(row, columns.text_pair, where, "text_pair") if row.get(columns.text_pair) is not None else None
+    )
     if columns.label not in row:
         raise _missing(row, columns.label, where, "label")
     label = row[columns.label]
     if isinstance(label, bool) or not isinstance(label, (int, str)):
-        raise InputError(f"{where}: column '{columns.label}' must be a whole number or a name, read {label!r}")
+        raise InputError(
+            f"{where}: column '{columns.label}' must be a whole number or a name, read {label!r}"
+        )
     return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=label)
 
 

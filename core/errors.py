@@ -6,8 +6,8 @@ and exits with `exit_code`; a traceback is shown only for errors that are not a 
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import ClassVar
 
 

@@ -55,10 +55,10 @@ class Context:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-SettingsT = TypeVar("SettingsT", bound=Settings, contravariant=True)
+SettingsT_contra = TypeVar("SettingsT_contra", bound=Settings, contravariant=True)
 
 
-class Stage(Protocol[SettingsT]):
+class Stage(Protocol[SettingsT_contra]):
     """One technique. The docstring of the class is what `smelt stages NAME` prints.
 
     settings_type: the stage's own subclass of `Settings`.
@@ -74,7 +74,7 @@ class Stage(Protocol[SettingsT]):
     settings_type: ClassVar[type[Settings]]
     tasks: ClassVar[frozenset[Task]]
 
-    def __call__(self, src: Artifact, settings: SettingsT, ctx: Context) -> None:
+    def __call__(self, src: Artifact, settings: SettingsT_contra, ctx: Context) -> None:
         """Write the result of the technique on `src` into `ctx.out`.
 
         The pipeline turns `ctx.out` into an artifact with `Store.commit` once this returns; an

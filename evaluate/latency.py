@@ -126,9 +126,12 @@ class _Job:
         """Start a process and load an artifact there; return it and the runner's name."""
         worker = stack.enter_context(WorkerProcess(self.threads, self.settings.time_limit_seconds))
         answer = worker.ask(
-            op="load", artifact=str(path.resolve()), threads=self.threads, task=self.task,
+            op="load",
+            artifact=str(path.resolve()),
+            threads=self.threads,
+            task=self.task,
             generation=self.generation.model_dump(),
-        )  # fmt: skip
+        )
         return worker, answer["runner"]
 
     def prepare(self, worker: WorkerProcess, size: int) -> Timing:

@@ -31,8 +31,11 @@ class WorkerProcess:
         environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "smelt.evaluate.latency_worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+        )
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.failure = ""
         # a thread, because Windows cannot wait for a pipe with a time limit

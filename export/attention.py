@@ -25,6 +25,7 @@ from smelt.runtime import emit
 from smelt.runtime.quantized import QuantizedLinear
 
 Cache = tuple[Tensor, Tensor]
+# how families name queries, keys, values, the output product and the number of heads
 _NAMES = (
     ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads"),
     ("query", "key", "value", None, "num_attention_heads"),
@@ -134,7 +135,7 @@ def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
         names = _names(module)
         assert names is not None
         pack_projections(module)
-        module.forward = partial(_attend, module, names, scope)  # type: ignore[method-assign]
+        module.forward = partial(_attend, module, names, scope)
     try:
         yield
     finally:
@@ -151,14 +152,16 @@ def _attend(
     if key_value_states is not None:
         assert scope.cross is not None
         query = getattr(module, names[0])(hidden_states)
-        out = attention(query, *scope.cross[module.layer_idx], scope.mask, heads, module.scaling)
+        key, value = scope.cross[module.layer_idx]
+        out = attention(query, key, value, scope.mask, heads, module.scaling)
     elif scope.past is not None:
         query, key, value = module.pack(hidden_states)
         past = scope.past[module.layer_idx]
         out, *present = step_attention(query, key, value, past, heads, module.scaling)
         scope.present[module.layer_idx] = (present[0], present[1])
     else:
-        out = attention(*module.pack(hidden_states), scope.mask, heads, module.scaling)
+        query, key, value = module.pack(hidden_states)
+        out = attention(query, key, value, scope.mask, heads, module.scaling)
     return (out if names[3] is None else getattr(module, names[3])(out)), None
 
 
@@ -197,4 +200,5 @@ def _standard(
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Turn [B, S, H * d] into [B, H, S, d]."""
-    return x.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2)
+    heads_first: Tensor = x.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2)
+    return heads_first

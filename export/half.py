@@ -53,7 +53,7 @@ def _convert(tensor: Any, name: str) -> None:
         half = values.astype(np.float16)
     if not np.isfinite(half).all():
         raise RunError(
-            f"{name}: '{tensor.name}' holds {float(np.abs(values).max()):.4g}, which float16 cannot (at most 65504)."
-            " Export with dtype: fp32."
+            f"{name}: '{tensor.name}' holds {float(np.abs(values).max()):.4g}, which float16 cannot"
+            " (at most 65504). Export with dtype: fp32."
         )
     tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))

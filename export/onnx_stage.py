@@ -36,9 +36,7 @@ class OnnxSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.target == "ort-cpu" and self.dtype == "fp16":
-            raise ValueError(
-                "dtype fp16 is for GPUs: on the CPU ONNX Runtime would convert back at every step"
-            )
+            raise ValueError("dtype fp16 is for GPUs; on the CPU ONNX Runtime converts back at every step")
         return self
 
 
@@ -59,7 +57,8 @@ class Onnx:
     produces: ClassVar[Format] = "onnx"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = (
-        "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md; github.com/daquexian/onnx-simplifier"
+        "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
+        " github.com/daquexian/onnx-simplifier"
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[Settings]] = OnnxSettings
@@ -104,9 +103,9 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
     quantized = any(isinstance(m, QuantizedLinear | QuantizedEmbedding) for m in model.modules())
     if quantized and settings.target != "ort-cpu":
         raise InputError(
-            f"onnx: target {settings.target} cannot run a model that was quantized with scheme int8-dynamic: it finds"
-            " the ranges of activations while running, which only ort-cpu does. Branch off before the quantize step"
-            " with `from: NAME`, or set target: ort-cpu."
+            f"onnx: target {settings.target} cannot run a model that was quantized with scheme"
+            " int8-dynamic: it finds the ranges of activations while running, which only ort-cpu does. Branch off before"
+            " the quantize step with `from: NAME`, or set target: ort-cpu."
         )
     return "int8" if quantized else settings.dtype
 
@@ -123,9 +122,7 @@ def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]
     vocabulary = int(parent.config["vocab_size"])
     batch, real = parity_batch(ctx.data, tokenizer, vocabulary, length_limit(tokenizer, parent.config))
     if not real:
-        ctx.warnings.append(
-            "parity was checked on made-up token ids: the recipe names no train or validation data"
-        )
+        ctx.warnings.append("parity was checked on made-up token ids: there is no train or validation data")
     if not parent.config.get("is_encoder_decoder"):
         return reference_of(parent, batch, None), None
     start = parent.model.generation_config.decoder_start_token_id

@@ -27,7 +27,7 @@ class _Commands(click.Group):
             click.echo("Interrupted.", err=True)
             ctx.exit(130)
         except BrokenPipeError:  # the reader of a pipe went away: `smelt stages | head`
-            sys.stdout = None  # type: ignore[assignment]
+            sys.stdout = None
             ctx.exit(0)
 
     def resolve_command(
@@ -39,8 +39,7 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            error.message += nearest(args[0], self.commands)
-            raise
+            raise click.UsageError(error.message + nearest(args[0], self.commands), ctx) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -54,9 +53,12 @@ def main() -> None:
 
 def _overrides(command: Any) -> Any:
     return click.option(
-        "--set", "overrides", multiple=True, metavar="NAME.KEY=VALUE",
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="NAME.KEY=VALUE",
         help="Change one setting of the recipe: small.energy=0.9, seed=3.",
-    )(click.option("--until", metavar="STEP", help="Stop after this step (and what it needs).")(command))  # fmt: skip
+    )(click.option("--until", metavar="STEP", help="Stop after this step (and what it needs).")(command))
 
 
 @main.command()
@@ -65,15 +67,28 @@ def _overrides(command: Any) -> Any:
 @click.option("--out", type=_FOLDER, help="The run's folder (default: runs/NAME).")
 @click.option("--store", type=_FOLDER, help="Where artifacts are kept (default: .store beside the run).")
 @click.option(
-    "--fresh", "fresh", multiple=True, is_flag=False, flag_value="*", metavar="[STEP]",
+    "--fresh",
+    "fresh",
+    multiple=True,
+    is_flag=False,
+    flag_value="*",
+    metavar="[STEP]",
     help="Build this step anew, or all steps.",
-)  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use N rows of every split: a first try.")
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Use N rows of every split: a first try."
+)
 @click.option("--quiet", is_flag=True, help="Print the table at the end only.")
 def run(
-    recipe: str, overrides: tuple[str, ...], until: str | None, out: Path | None, store: Path | None,
-    fresh: tuple[str, ...], limit: int | None, quiet: bool,
-) -> None:  # fmt: skip
+    recipe: str,
+    overrides: tuple[str, ...],
+    until: str | None,
+    out: Path | None,
+    store: Path | None,
+    fresh: tuple[str, ...],
+    limit: int | None,
+    quiet: bool,
+) -> None:
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
     from smelt.plan import load_plan
     from smelt.run import Options, run_plan, summary_lines
@@ -109,8 +124,12 @@ def stages(name: str | None) -> None:
 @main.command("eval")
 @click.argument("artifact", type=_FOLDER)
 @click.option("--data", required=True, help="Rows to score on: a file or a hub id.")
-@click.option("--metric", "metrics", multiple=True, help="A metric; may be repeated (default: those of the task).")
-@click.option("--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name.")
+@click.option(
+    "--metric", "metrics", multiple=True, help="A metric; may be repeated (default: those of the task)."
+)
+@click.option(
+    "--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name."
+)
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
 @click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1))
 @click.option("--threads", type=click.IntRange(min=1))

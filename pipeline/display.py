@@ -38,7 +38,9 @@ class Display:
             return
         self._last = now
         left = (now - self._started) / done * (total - done) if done else None
-        text = f"  {self._what}: {done}/{total} {note}" + (f", {duration(left)} left" if left is not None else "")
+        text = f"  {self._what}: {done}/{total} {note}" + (
+            f", {duration(left)} left" if left is not None else ""
+        )
         if self._moving:
             self._stream.write(f"\r\x1b[K{text[:79]}")
             self._stream.flush()

@@ -124,10 +124,12 @@ def _packages() -> Iterator[Finding]:
         yield Finding("packages", name, False, "missing", f"pip install {name}")
     if {"onnxruntime", "onnxruntime-gpu"} <= found.keys():
         yield Finding(
-            "packages", "onnxruntime", False,
+            "packages",
+            "onnxruntime",
+            False,
             "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files",
             "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu",
-        )  # fmt: skip
+        )
 
 
 def _torch() -> Iterator[Finding]:
@@ -142,9 +144,12 @@ def _torch() -> Iterator[Finding]:
     yield _attempt("torch cpu", lambda: product("cpu") + f"{torch.get_num_threads()} threads")
     if torch.version.cuda is None and torch.version.hip is None:
         yield Finding(
-            "runtimes", "torch cuda", False, f"this torch ({torch.__version__}) is built for the CPU only",
+            "runtimes",
+            "torch cuda",
+            False,
+            f"this torch ({torch.__version__}) is built for the CPU only",
             "with an NVIDIA GPU: choose a CUDA build at https://pytorch.org/get-started/locally",
-        )  # fmt: skip
+        )
     else:
         remedy = "look whether nvidia-smi answers; the driver must be as new as torch's CUDA"
         yield _attempt("torch cuda", lambda: product("cuda") + torch.cuda.get_device_name(), remedy)

@@ -32,10 +32,15 @@ class LatencyScores:
             wanted = {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}}
             score = self.recipe.score
             result = measure(
-                wanted, baseline, [e.text for e in self.split.examples], score.latency, self.recipe.task,
-                generation=score.generation, progress=progress,
+                wanted,
+                baseline,
+                [e.text for e in self.split.examples],
+                score.latency,
+                self.recipe.task,
+                generation=score.generation,
+                progress=progress,
                 pairs=[e.text_pair for e in self.split.examples],
-            )  # fmt: skip
+            )
             for name in missing:
                 kept[name] = {
                     "rows": result.rows.get(name, []),
@@ -50,9 +55,16 @@ class LatencyScores:
         from smelt.evaluate.environment import machine_id
         from smelt.evaluate.latency import VERSION
 
-        return hash_of({
-            "kind": "latency", "version": VERSION, "artifact": artifact.key, "baseline": baseline.key,
-            "data": self.split.fingerprint, "settings": self.recipe.score.latency.model_dump(mode="json"),
-            "generation": self.recipe.score.generation.model_dump(), "machine": machine_id(),
-            "libraries": library_versions(("torch", "transformers", "onnxruntime-gpu", "onnxruntime")),
-        })  # fmt: skip
+        return hash_of(
+            {
+                "kind": "latency",
+                "version": VERSION,
+                "artifact": artifact.key,
+                "baseline": baseline.key,
+                "data": self.split.fingerprint,
+                "settings": self.recipe.score.latency.model_dump(mode="json"),
+                "generation": self.recipe.score.generation.model_dump(),
+                "machine": machine_id(),
+                "libraries": library_versions(("torch", "transformers", "onnxruntime-gpu", "onnxruntime")),
+            }
+        )

@@ -301,6 +301,12 @@ def _finish(draft: _Draft) -> Step | None:
         return None
     entry = draft.entry
     return Step(
-        draft.name, entry.word, draft.cls, draft.settings, draft.parent, entry.optional, entry.line,
+        draft.name,
+        entry.word,
+        draft.cls,
+        draft.settings,
+        draft.parent,
+        entry.optional,
+        entry.line,
         draft.unavailable,
-    )  # fmt: skip
+    )

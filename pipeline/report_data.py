@@ -12,9 +12,18 @@ if TYPE_CHECKING:
     from smelt.plan import Plan
 
 _EMPTY: dict[str, Any] = {
-    "reason": None, "error": None, "format": None, "target": None, "runner": None, "artifact": None, "key": None,
-    "parameters": None, "size_bytes": None, "seconds": None, "peak_memory_bytes": None,
-}  # fmt: skip
+    "reason": None,
+    "error": None,
+    "format": None,
+    "target": None,
+    "runner": None,
+    "artifact": None,
+    "key": None,
+    "parameters": None,
+    "size_bytes": None,
+    "seconds": None,
+    "peak_memory_bytes": None,
+}
 
 
 class ReportBuilder:
@@ -44,12 +53,19 @@ class ReportBuilder:
         manifest = artifact.manifest
         step = self._steps[name]
         step.update(
-            status="cached" if cached else "done", format=artifact.format, target=manifest.facts.get("target"),
-            runner=score["runner"].split()[0], artifact=f"artifacts/{name}", key=artifact.key,
-            parameters=manifest.facts.get("parameters"), size_bytes=artifact.size_bytes, seconds=manifest.seconds,
-            warnings=[*manifest.warnings, *score["warnings"]], quality=dict(score["quality"]),
+            status="cached" if cached else "done",
+            format=artifact.format,
+            target=manifest.facts.get("target"),
+            runner=score["runner"].split()[0],
+            artifact=f"artifacts/{name}",
+            key=artifact.key,
+            parameters=manifest.facts.get("parameters"),
+            size_bytes=artifact.size_bytes,
+            seconds=manifest.seconds,
+            warnings=[*manifest.warnings, *score["warnings"]],
+            quality=dict(score["quality"]),
             facts={k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
-        )  # fmt: skip
+        )
         self.statistics[name] = score["statistics"]
         step["against_parent"] = self._compare(name, step["parent"])
         step["against_baseline"] = self._compare(name, self.data["baseline"])
@@ -90,7 +106,9 @@ class ReportBuilder:
         from smelt.evaluate.frontier import frontier
 
         for step in self.data["steps"]:
-            step["gates"] = [g for gate in self.plan.gates_of(step["name"]) if (g := _judge(gate, step)) is not None]
+            step["gates"] = [
+                g for gate in self.plan.gates_of(step["name"]) if (g := _judge(gate, step)) is not None
+            ]
         if self.status == "passed" and any(not g["passed"] for s in self.data["steps"] for g in s["gates"]):
             self._set_status("gate-failed")
         self.data["frontier"] = frontier(self.data["steps"])
@@ -109,17 +127,29 @@ class ReportBuilder:
             return {}
         own, others = self.statistics[name], self.statistics[other]
         return {
-            metric: dict(compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric])))
+            metric: dict(
+                compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
+            )
             for metric in own
         }
 
 
 def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     return {
-        "name": name, "stage": stage, "parent": parent, "status": "not-reached", **_EMPTY, "settings": settings,
-        "warnings": [], "quality": {}, "latency": [], "against_baseline": {}, "against_parent": {}, "gates": [],
+        "name": name,
+        "stage": stage,
+        "parent": parent,
+        "status": "not-reached",
+        **_EMPTY,
+        "settings": settings,
+        "warnings": [],
+        "quality": {},
+        "latency": [],
+        "against_baseline": {},
+        "against_parent": {},
+        "gates": [],
         "facts": {},
-    }  # fmt: skip
+    }
 
 
 def _judge(gate: Any, step: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -127,7 +157,9 @@ def _judge(gate: Any, step: Mapping[str, Any]) -> dict[str, Any] | None:
     if step["status"] == "skipped":
         return None
     value = _value_of(gate, step)
-    passed = value is not None and (value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit)
+    passed = value is not None and (
+        value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit
+    )
     return {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value, "passed": passed}
 
 

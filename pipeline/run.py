@@ -83,14 +83,26 @@ class _Run:
     """The state of one run; `go` is its story."""
 
     def __init__(
-        self, plan: Plan, options: Options, data: dict[str, Split], folder: Path, store: Store, display: Display
+        self,
+        plan: Plan,
+        options: Options,
+        data: dict[str, Split],
+        folder: Path,
+        store: Store,
+        display: Display,
     ) -> None:
         recipe = plan.recipe
         self.plan, self.options, self.data = plan, options, data
         self.folder, self.store, self.display = folder, store, display
         score = recipe.score
         self.scorer = Scorer(
-            store, recipe.task, score.quality, score.generation, score.batch_size, recipe.threads, recipe.strict
+            store,
+            recipe.task,
+            score.quality,
+            score.generation,
+            score.batch_size,
+            recipe.threads,
+            recipe.strict,
         )
         self.shop = Workshop(store, recipe.task, data, recipe.seed, recipe.threads, self.scorer, display)
         self.artifacts: dict[str, Artifact] = {}
@@ -160,7 +172,9 @@ class _Run:
         self.report.done(name, artifact, score, cached)
         took = "from the store" if cached else duration(seconds)
         metric, first = next(iter(score["quality"].items()))
-        self.display.line(f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB")
+        self.display.line(
+            f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB"
+        )
 
     def _ancestors(self, step: Step) -> dict[str, Artifact]:
         parents = {s.name: s.parent for s in self.plan.steps}
@@ -179,7 +193,9 @@ class _Run:
             return
         self.display.begin("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
-        measured = scores.measure(self.artifacts, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*"))
+        measured = scores.measure(
+            self.artifacts, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*")
+        )
         self.report.add_latency(measured)
 
     def _write_report(self) -> None:

@@ -43,18 +43,23 @@ class Scorer:
         key = self._key(artifact, split)
         kept = self.store.read_score(key)
         if kept is not None:
-            return kept
+            # the order of the metrics is the recipe's: the first one leads the report
+            return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
         with open_runner(artifact, self.threads) as runner:
             too_long = _count_too_long(runner, split.examples)
             if too_long and self.strict:
-                raise InputError(f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true).")
+                raise InputError(
+                    f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true)."
+                )
             if self.task == "text-classification":
                 value = self._labels(runner, split, progress)
             else:
                 value = self._texts(runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
         value["warnings"] = (
-            [f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"] if too_long else []
+            [f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"]
+            if too_long
+            else []
         )
         self.store.write_score(key, value)
         return value
@@ -70,7 +75,7 @@ class Scorer:
                 "generation": self.generation.model_dump() if self.task == "translation" else None,
                 "batch_size": self.batch_size,
                 "strict": self.strict,
-                "libraries": library_versions(_LIBRARIES_OF[artifact.format]),
+                "libraries": library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES)),
             }
         )
 
@@ -91,9 +96,13 @@ class Scorer:
         gold = [label_index(e.label, names, split.origin) for e in split.examples]
         logits = class_logits(runner, split.examples, self.batch_size, progress)
         predicted = [int(row.argmax()) for row in logits]
-        return {**_dump(score_labels(self.metrics, predicted, gold)), "predictions": [names[i] for i in predicted]}
+        return {
+            **_dump(score_labels(self.metrics, predicted, gold)),
+            "predictions": [names[i] for i in predicted],
+        }
 
 
+_METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
 _LIBRARIES_OF = {
     "torch": ("torch", "transformers"),
     "onnx": ("onnxruntime-gpu", "onnxruntime"),
@@ -148,4 +157,6 @@ def _count_too_long(runner: Any, examples: Sequence[Example]) -> int:
 
     tokenizer = load_tokenizer(runner.folder)
     limit = length_limit(tokenizer, runner.config)
-    return encode_texts([e.text for e in examples], tokenizer, limit, [e.text_pair for e in examples]).truncated
+    return encode_texts(
+        [e.text for e in examples], tokenizer, limit, [e.text_pair for e in examples]
+    ).truncated

@@ -47,7 +47,9 @@ def _settings(model: Any, indent: str) -> list[str]:
     for name, info in model.model_fields.items():
         kind = str(info.annotation) if not isinstance(info.annotation, type) else info.annotation.__name__
         kind = kind.replace("typing.", "").replace("NoneType", "none")
-        default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+        default = (
+            "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+        )
         nested = hasattr(info.annotation, "model_fields")
         head = f"{name}:" if nested else f"{name}: {kind} ({default})"
         text = f"{head} {info.description}" if info.description else head

@@ -24,9 +24,17 @@ if TYPE_CHECKING:
     from smelt.plan import Step
 
 _LIBRARIES = (
-    "torch", "transformers", "tokenizers", "accelerate", "onnx", "onnxscript", "onnxsim",
-    "onnxruntime-gpu", "onnxruntime", "tensorrt",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "onnx",
+    "onnxscript",
+    "onnxsim",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "tensorrt",
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,16 @@ class Workshop:
         from smelt.runtime.checkpoint import count_parameters, import_model
 
         names = sorted(p for p in source.iterdir() if p.is_file())
-        key = hash_of({
-            "stage": "model", "version": 1, "files": {p.name: sha256_of(p) for p in names},
-            "task": self.task, "labels": labels, "seed": self.seed,
-        })  # fmt: skip
+        key = hash_of(
+            {
+                "stage": "model",
+                "version": 1,
+                "files": {p.name: sha256_of(p) for p in names},
+                "task": self.task,
+                "labels": labels,
+                "seed": self.seed,
+            }
+        )
         found = None if fresh else self.store.find(key)
         if found:
             return found, True
@@ -60,10 +74,17 @@ class Workshop:
             out.mkdir()
             notes = import_model(source, out, labels, self.seed)
             manifest = Manifest(
-                key=key, format="torch", task=self.task, stage="model", settings={}, seed=self.seed,
-                parent=None, versions=dict(self.versions), warnings=notes,
+                key=key,
+                format="torch",
+                task=self.task,
+                stage="model",
+                settings={},
+                seed=self.seed,
+                parent=None,
+                versions=dict(self.versions),
+                warnings=notes,
                 facts={"parameters": count_parameters(out)},
-            )  # fmt: skip
+            )
             return self.store.commit(out, manifest), False
 
     def run_step(self, step: Step, ancestors: Mapping[str, Artifact], fresh: bool) -> tuple[Artifact, bool]:
@@ -83,12 +104,17 @@ class Workshop:
 
     def key(self, step: Step, parent: Artifact) -> str:
         """Return the content address of what `step` makes of `parent`."""
-        return hash_of({
-            "parent": parent.key, "stage": step.stage, "version": step.cls.version,
-            "settings": step.settings.model_dump(mode="json"), "seed": self.seed,
-            "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
-            "libraries": dict(self.versions),
-        })  # fmt: skip
+        return hash_of(
+            {
+                "parent": parent.key,
+                "stage": step.stage,
+                "version": step.cls.version,
+                "settings": step.settings.model_dump(mode="json"),
+                "seed": self.seed,
+                "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
+                "libraries": dict(self.versions),
+            }
+        )
 
     def _make(
         self, step: Step, parent: Artifact, ancestors: Mapping[str, Artifact], key: str, space: Path
@@ -96,9 +122,15 @@ class Workshop:
         out = space / "out"
         out.mkdir()
         ctx = Context(
-            out=out, task=self.task, data={n: s for n, s in self.data.items() if n != "test"}, seed=self.seed,
-            ancestors=ancestors, score=self._validate, progress=self.display.progress, threads=self.threads,
-        )  # fmt: skip
+            out=out,
+            task=self.task,
+            data={n: s for n, s in self.data.items() if n != "test"},
+            seed=self.seed,
+            ancestors=ancestors,
+            score=self._validate,
+            progress=self.display.progress,
+            threads=self.threads,
+        )
         started = time.monotonic()
         with _captured() as chatter:
             try:
@@ -106,7 +138,9 @@ class Workshop:
             except SmeltError:
                 raise
             except MemoryError as error:
-                raise RunError(f"{step.name}: the memory did not suffice. Try a smaller batch_size.") from error
+                raise RunError(
+                    f"{step.name}: the memory did not suffice. Try a smaller batch_size."
+                ) from error
             except OSError as error:
                 raise RunError(f"{step.name}: {error}") from error
         ctx.facts.setdefault("parameters", parent.manifest.facts.get("parameters"))
@@ -117,11 +151,18 @@ class Workshop:
         for line in chatter.getvalue().splitlines():
             self.display.record(line)
         manifest = Manifest(
-            key=key, format=step.cls.produces, task=self.task, stage=step.stage,
-            settings=step.settings.model_dump(mode="json"), seed=self.seed, parent=parent.key,
-            versions=dict(self.versions), facts=ctx.facts, warnings=ctx.warnings,
+            key=key,
+            format=step.cls.produces,
+            task=self.task,
+            stage=step.stage,
+            settings=step.settings.model_dump(mode="json"),
+            seed=self.seed,
+            parent=parent.key,
+            versions=dict(self.versions),
+            facts=ctx.facts,
+            warnings=ctx.warnings,
             seconds=round(time.monotonic() - started, 3),
-        )  # fmt: skip
+        )
         return self.store.commit(out, manifest)
 
     def _validate(self, artifact: Artifact) -> Mapping[str, float]:

@@ -11,12 +11,8 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import Columns, Example, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.store import Store
+from smelt.recipe import METRICS
 from smelt.scoring import Scorer, label_names
-
-_METRICS = {
-    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
-    "text-classification": ("accuracy", "f1"),
-}
 
 
 def evaluate_artifact(
@@ -41,15 +37,20 @@ def evaluate_artifact(
     artifact = _open(folder)
     task: Any = artifact.manifest.task
     for metric in metrics:
-        if metric not in _METRICS[task]:
-            known = ", ".join(_METRICS[task])
-            raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{nearest(metric, _METRICS[task])}")
+        if metric not in METRICS[task]:
+            known = ", ".join(METRICS[task])
+            hint = nearest(metric, METRICS[task])
+            raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     split = read_split(data, task, _columns(columns), Path.cwd()).head(limit)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
-            Store(Path(scratch)), task, metrics or _METRICS[task], Generation(max_new_tokens=max_new_tokens),
-            batch_size, threads,
-        )  # fmt: skip
+            Store(Path(scratch)),
+            task,
+            metrics or METRICS[task],
+            Generation(max_new_tokens=max_new_tokens),
+            batch_size,
+            threads,
+        )
         quality: dict[str, Any] = scorer.score(artifact, split)["quality"]
     return quality
 
@@ -115,6 +116,7 @@ def _columns(given: Sequence[str]) -> Columns:
         role, sep, name = item.partition("=")
         if not sep or role not in Columns.model_fields:
             known = ", ".join(Columns.model_fields)
-            raise InputError(f"--column {item}: expected ROLE=NAME with a role of {known}.{nearest(role, Columns.model_fields)}")
+            hint = nearest(role, Columns.model_fields)
+            raise InputError(f"--column {item}: expected ROLE=NAME with a role of {known}.{hint}")
         values[role] = name
     return Columns(**values)

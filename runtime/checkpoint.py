@@ -21,8 +21,12 @@ from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 
 WEIGHTS = "model.safetensors"
 _NOT_TOKENIZER = {
-    "config.json", "generation_config.json", "structure.json", "manifest.json", "model.safetensors.index.json",
-}  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "structure.json",
+    "manifest.json",
+    "model.safetensors.index.json",
+}
 _TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
 
 
@@ -66,7 +70,9 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
-        raise InputError(f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers.")
+        raise InputError(
+            f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
+        )
     edits = read_edits(folder)
     from accelerate import init_empty_weights
 
@@ -162,7 +168,7 @@ def count_parameters(folder: Path) -> int:
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118: safe_open is no dict
+            for name in file.keys():  # noqa: SIM118
                 size = 1
                 for length in file.get_slice(name).get_shape():
                     size *= length
@@ -192,11 +198,19 @@ def _with_new_head(src: Path, out: Path, labels: list[str], seed: int) -> list[s
     torch.manual_seed(seed)
     with _quiet():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            src, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32,
-            num_labels=len(labels), id2label=names, label2id={v: k for k, v in names.items()},
-        )  # fmt: skip
+            src,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            num_labels=len(labels),
+            id2label=names,
+            label2id={v: k for k, v in names.items()},
+        )
     save_model(model, [], out, src)
-    return [f"the checkpoint has no classification head: a new, untrained one for {len(labels)} labels was added"]
+    return [
+        f"the checkpoint has no classification head: a new, untrained one for {len(labels)} labels was added"
+    ]
 
 
 @contextlib.contextmanager

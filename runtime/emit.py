@@ -68,7 +68,8 @@ def multi_head_attention(
 
     Args:
         query: float32 [B, S, H * d].
-        key: float32 [B, T, H * d], or [B, H, T, d] as a cache holds it; `value` likewise.
+        key: float32 [B, T, H * d], or [B, H, T, d] as a cache holds it.
+        value: as key.
         mask: int32 [B, T], 1 where a token is, or None.
         heads: H.
         scale: what the products of queries and keys are multiplied with.
@@ -93,7 +94,9 @@ def cached_attention(
     """Emit com.microsoft::MultiHeadAttention that appends one step's key and value to a cache.
 
     Args:
-        query: float32 [B, 1, H * d]; `key` and `value` likewise.
+        query: float32 [B, 1, H * d].
+        key: as query.
+        value: as query.
         past: float32 [B, H, P, d] twice, P >= 0: the keys and values of the steps before.
         heads: H.
         scale: what the products of queries and keys are multiplied with.

@@ -75,8 +75,8 @@ class _Rules:
         for name, off in _UNSUPPORTED.items():
             if settings.get(name, off) not in (off, None):
                 raise InputError(
-                    f"generation_config.json: {name} is {settings[name]!r}, which the greedy loop does not do;"
-                    f" set it to {off!r}."
+                    f"generation_config.json: {name} is {settings[name]!r}, which the greedy loop does not"
+                    f" do; set it to {off!r}."
                 )
 
         def get(name: str) -> Any:

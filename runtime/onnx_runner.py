@@ -76,13 +76,15 @@ class OnnxRunner:
         if lacking := (inputs - found_in) | (outputs - found_out):
             raise InputError(
                 f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
-                f" {', '.join(sorted(found_in))} and the outputs {', '.join(sorted(found_out))}. {_MAKE_AGAIN}"
+                f" {', '.join(sorted(found_in))} and the outputs {', '.join(sorted(found_out))}."
+                f" {_MAKE_AGAIN}"
             )
         return session
 
     def _pair_caches(self) -> None:
         """Find which output becomes which input of the decoder, and what an empty cache looks like."""
-        assert self._encoder is not None and self._decoder is not None
+        assert self._encoder is not None
+        assert self._decoder is not None
         inputs = {i.name: i for i in self._decoder.get_inputs()}
         outputs = [o.name for o in self._decoder.get_outputs() if o.name != "logits"]
         cross = [o.name for o in self._encoder.get_outputs() if o.name != "last_hidden_state"]

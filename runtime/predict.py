@@ -35,7 +35,11 @@ def encode_texts(
     texts: Sequence[str], tokenizer: Any, max_length: int, pairs: Sequence[str | None] | None = None
 ) -> Encoded:
     """Tokenize `texts` (with `pairs`), cutting at `max_length` tokens."""
-    both = [list(texts)] if pairs is None or all(p is None for p in pairs) else [list(texts), [p or "" for p in pairs]]
+    both = (
+        [list(texts)]
+        if pairs is None or all(p is None for p in pairs)
+        else [list(texts), [p or "" for p in pairs]]
+    )
     full = tokenizer(*both, truncation=False, verbose=False)
     truncated = sum(len(ids) > max_length for ids in full["input_ids"])
     if truncated:
@@ -103,9 +107,12 @@ def class_logits(
     """Return float32 logits [n, C] for `examples`, in their order."""
     tokenizer = load_tokenizer(runner.folder)
     batches = make_batches(
-        [e.text for e in examples], tokenizer, batch_size, length_limit(tokenizer, runner.config),
+        [e.text for e in examples],
+        tokenizer,
+        batch_size,
+        length_limit(tokenizer, runner.config),
         [e.text_pair for e in examples],
-    )  # fmt: skip
+    )
     results: NDArray[np.float32] | None = None
     done = 0
     for rows, batch in batches:

@@ -76,8 +76,11 @@ def write_edits(folder: Path, edits: list[Edit]) -> None:
 def _linear(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     new = nn.Linear(
-        edit["in_features"], edit["out_features"], bias=old.bias is not None,
-        device=old.weight.device, dtype=old.weight.dtype,  # type: ignore[arg-type]
+        edit["in_features"],
+        edit["out_features"],
+        bias=old.bias is not None,
+        device=old.weight.device,
+        dtype=old.weight.dtype,
     )
     replace_module(model, edit["module"], new)
 
@@ -101,7 +104,9 @@ def _low_rank(model: nn.Module, edit: Edit) -> None:
 def _quantize(model: nn.Module, edit: Edit) -> None:
     from smelt.runtime.quantized import empty_quantized
 
-    replace_module(model, edit["module"], empty_quantized(model.get_submodule(edit["module"]), edit["scheme"]))
+    replace_module(
+        model, edit["module"], empty_quantized(model.get_submodule(edit["module"]), edit["scheme"])
+    )
 
 
 def _share(model: nn.Module, edit: Edit) -> None:

@@ -24,9 +24,15 @@ from smelt.runtime.tensorrt_module import import_tensorrt, make_logger
 
 _BATCH, _LENGTH = 0, 1  # places in input_ids [B, L]
 _TYPES = {
-    "FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT64": torch.int64,
-    "INT32": torch.int32, "INT8": torch.int8, "UINT8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class Engine:

@@ -26,7 +26,7 @@ class TorchRunner:
     """A `Runner` over a transformers model in PyTorch, float32, on the CPU."""
 
     name = "torch"
-    version = torch.__version__
+    version = str(torch.__version__)
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
         if threads is not None:
@@ -39,7 +39,10 @@ class TorchRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Logits:
         """Return class logits, float32 [B, C]."""
-        inputs = {"input_ids": torch.from_numpy(batch.input_ids), "attention_mask": torch.from_numpy(batch.attention_mask)}
+        inputs = {
+            "input_ids": torch.from_numpy(batch.input_ids),
+            "attention_mask": torch.from_numpy(batch.attention_mask),
+        }
         if batch.token_type_ids is not None:
             inputs["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
         logits: Logits = self.model(**inputs).logits.numpy()

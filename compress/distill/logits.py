@@ -118,10 +118,14 @@ def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
             with torch.no_grad():
                 target = logits_of(teacher.to(batch["labels"].device), batch)
         return mixed_loss(
-            logits_of(model, batch), batch["labels"], target, temperature=settings.temperature,
-            logits_weight=weights.logits, labels_weight=weights.labels,
+            logits_of(model, batch),
+            batch["labels"],
+            target,
+            temperature=settings.temperature,
+            logits_weight=weights.logits,
+            labels_weight=weights.labels,
             smoothing=settings.label_smoothing if model.training else 0.0,
-        )  # fmt: skip
+        )
 
     return objective
 

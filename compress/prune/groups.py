@@ -113,9 +113,14 @@ def _bert_attentions(model: Any) -> Iterator[AttentionGroup]:
     for i in range(len(model.get_submodule("bert.encoder.layer"))):
         at = f"bert.encoder.layer.{i}.attention"
         yield AttentionGroup(
-            f"{at}.self", f"{at}.self.query", f"{at}.self.key", f"{at}.self.value", f"{at}.output.dense",
-            "num_attention_heads", "all_head_size",
-        )  # fmt: skip
+            f"{at}.self",
+            f"{at}.self.query",
+            f"{at}.self.key",
+            f"{at}.self.value",
+            f"{at}.output.dense",
+            "num_attention_heads",
+            "all_head_size",
+        )
 
 
 def _bert_blocks(model: Any) -> Iterator[FeedForwardGroup]:

@@ -97,9 +97,14 @@ def neurons_kept(count: int, settings: PruneSettings) -> int:
 
 
 def _score(
-    model: Any, src: Artifact, settings: PruneSettings, ctx: Context, *,
-    attentions: list[AttentionGroup], blocks: list[FeedForwardGroup],
-) -> Scores:  # fmt: skip
+    model: Any,
+    src: Artifact,
+    settings: PruneSettings,
+    ctx: Context,
+    *,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+) -> Scores:
     from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 
     if settings.importance == "magnitude":

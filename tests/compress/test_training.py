@@ -56,9 +56,15 @@ def classifier(tmp_path):
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 16})
     )
     config = BertConfig(
-        vocab_size=11, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, id2label={0: "neg", 1: "pos"}, label2id={"neg": 0, "pos": 1},
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        id2label={0: "neg", 1: "pos"},
+        label2id={"neg": 0, "pos": 1},
+    )
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
     return artifact(folder, "text-classification")
@@ -72,9 +78,12 @@ def translator(tmp_path):
         corpus = iter([f"{a} {b}" for a in words for b in words])
         with (folder / f"{side}.spm").open("wb") as stream:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=corpus, model_writer=stream, vocab_size=40, hard_vocab_limit=False,
+                sentence_iterator=corpus,
+                model_writer=stream,
+                vocab_size=40,
+                hard_vocab_limit=False,
                 minloglevel=2,
-            )  # fmt: skip
+            )
     pieces = set()
     for side in ("source", "target"):
         model = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{side}.spm"))
@@ -93,10 +102,20 @@ def translator(tmp_path):
     )
     pad = len(names) - 1
     config = MarianConfig(
-        vocab_size=len(names), d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16,
-        pad_token_id=pad, decoder_start_token_id=pad, eos_token_id=0, forced_eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(names),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=16,
+        pad_token_id=pad,
+        decoder_start_token_id=pad,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+    )
     torch.manual_seed(0)
     MarianMTModel(config).save_pretrained(folder)
     return artifact(folder, "translation")
@@ -115,9 +134,11 @@ def pairs():
 def test_finetune_learns_labels_and_leaves_nothing_behind(classifier, tmp_path):
     calls = []
     ctx = context(
-        tmp_path, "text-classification", {"train": sentiment(16), "validation": sentiment(2)},
+        tmp_path,
+        "text-classification",
+        {"train": sentiment(16), "validation": sentiment(2)},
         progress=lambda done, total, note="": calls.append((done, total, note)),
-    )  # fmt: skip
+    )
     settings = FinetuneSettings(max_steps=30, learning_rate=1e-2, batch_size=8, precision="fp32", dropout=0.0)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -187,9 +208,13 @@ def test_a_loss_that_is_not_a_number_stops_the_run(classifier, tmp_path):
     ctx = context(tmp_path, "text-classification", {})
     with pytest.raises(RunError, match="became nan at step 1 of 3"):
         run_training(
-            model, [Row([2, 5, 3], None, 1)], None, objective=label_objective(),
-            settings=FinetuneSettings(max_steps=3, precision="fp32"), ctx=ctx,
-        )  # fmt: skip
+            model,
+            [Row([2, 5, 3], None, 1)],
+            None,
+            objective=label_objective(),
+            settings=FinetuneSettings(max_steps=3, precision="fp32"),
+            ctx=ctx,
+        )
     assert not model.training
     assert [p.name for p in ctx.out.parent.iterdir()] == ["out"]
 
@@ -205,9 +230,13 @@ def test_dropout_and_attention_are_restored(classifier, tmp_path):
 
     settings = FinetuneSettings(max_steps=1, precision="fp32", dropout=0.33)
     run_training(
-        model, [Row([2, 5, 3], None, 1)], None, objective=objective, settings=settings,
+        model,
+        [Row([2, 5, 3], None, 1)],
+        None,
+        objective=objective,
+        settings=settings,
         ctx=context(tmp_path, "text-classification", {}),
-    )  # fmt: skip
+    )
     assert seen == [("eager", 0.33)]
     assert (model.config._attn_implementation, model.bert.embeddings.dropout.p) == before
 

@@ -52,7 +52,10 @@ def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
     one = _write(tmp_path / "a.jsonl", json.dumps(ROW))
     two = _write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n")
     assert _read(one).fingerprint == _read(two).fingerprint
-    assert _read(_write(tmp_path / "c.jsonl", json.dumps({**ROW, "source": "x"}))).fingerprint != _read(two).fingerprint
+    assert (
+        _read(_write(tmp_path / "c.jsonl", json.dumps({**ROW, "source": "x"}))).fingerprint
+        != _read(two).fingerprint
+    )
 
 
 def test_label_may_be_number_or_name(tmp_path):
@@ -68,13 +71,17 @@ def test_label_may_be_number_or_name(tmp_path):
         ("a.jsonl", "\n\n", "no rows in this file"),
         ("a.csv", "source,target\n", "no rows in this file"),
         ("a.csv", "source,target\na\n", r"a\.csv:2: this row does not have as many fields"),
-        ("a.jsonl", '{"sorce": "a", "target": "b"}', r"a\.jsonl:1: no column 'source'; there are: sorce, target\. Did you mean 'sorce'\?"),
+        (
+            "a.jsonl",
+            '{"sorce": "a", "target": "b"}',
+            r"a\.jsonl:1: no column 'source'; there are: sorce, target\. Did you mean 'sorce'\?",
+        ),
         ("a.jsonl", '{"source": 3, "target": "b"}', "column 'source' must be text, read 3"),
         ("a.jsonl", '{"source": "a", "targets": "b"}', "column 'targets' must be a list of texts"),
         ("a.xlsx", "x", r"unknown kind of file '\.xlsx'"),
         ("a.parquet", "x", "not a Parquet file"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named_with_their_place(tmp_path, name, text, message):
     with pytest.raises(InputError, match=message):
         _read(_write(tmp_path / name, text))

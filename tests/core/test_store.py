@@ -57,16 +57,25 @@ def test_the_first_of_two_writers_wins(tmp_path):
 
 def test_a_failed_stage_leaves_nothing(tmp_path):
     store = Store(tmp_path)
-    with pytest.raises(RuntimeError), store.workspace() as space:
-        (space / "half").write_text("x")
-        raise RuntimeError
+
+    def fail():
+        with store.workspace() as space:
+            (space / "half").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert store.find(KEY) is None
     assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_work_of_a_killed_process_is_swept(tmp_path):
-    code = f"import os,signal; from pathlib import Path; from smelt.core.store import Store\nwith Store(Path({str(tmp_path)!r})).workspace() as s:\n (s/'x').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    code = (
+        "import os, signal, sys; from pathlib import Path; from smelt.core.store import Store\n"
+        "with Store(Path(sys.argv[1])).workspace() as space:\n"
+        "    (space / 'x').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     Store(tmp_path)
     assert not list((tmp_path / "tmp").iterdir())

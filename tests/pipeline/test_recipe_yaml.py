@@ -25,11 +25,26 @@ def test_parse_yaml_knows_the_line_of_every_part() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("1e-4", 1e-4), ("5e-5", 5e-5), ("1_000", 1000), ("-3", -3), (".5", 0.5), ("1.", 1.0), ("007", 7),
-        ("true", True), ("no", "no"), ("on", "on"), ("2024-01-01", "2024-01-01"), ("12:30", "12:30"),
-        ("~", None), ("", None), ("'1'", "1"), ('"true"', "true"), ("0x10", "0x10"), ("rougeL", "rougeL"),
+        ("1e-4", 1e-4),
+        ("5e-5", 5e-5),
+        ("1_000", 1000),
+        ("-3", -3),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("007", 7),
+        ("true", True),
+        ("no", "no"),
+        ("on", "on"),
+        ("2024-01-01", "2024-01-01"),
+        ("12:30", "12:30"),
+        ("~", None),
+        ("", None),
+        ("'1'", "1"),
+        ('"true"', "true"),
+        ("0x10", "0x10"),
+        ("rougeL", "rougeL"),
     ],
-)  # fmt: skip
+)
 def test_scalars_follow_the_core_schema(text: str, expected: object) -> None:
     value = parse_yaml(f"a: {text}", "r").value["a"]
     assert value == expected

@@ -76,7 +76,17 @@ def test_fresh_builds_anew_what_is_named(home, tmp_path):
 
 def test_until_set_and_limit_change_what_is_done(home, tmp_path):
     result = _run(
-        home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune", "--limit", 3, "--set", "prune.keep=0.25"
+        home,
+        "--out",
+        tmp_path / "r",
+        "--store",
+        tmp_path / "s",
+        "--until",
+        "prune",
+        "--limit",
+        3,
+        "--set",
+        "prune.keep=0.25",
     )
     assert result.exit_code == 0, result.output
     report = _report(tmp_path / "r")
@@ -87,7 +97,15 @@ def test_until_set_and_limit_change_what_is_done(home, tmp_path):
 
 def test_a_missed_gate_gives_exit_code_3_and_says_so(home, tmp_path):
     result = _run(
-        home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune", "--set", "gates={bleu: {min: 101}}"
+        home,
+        "--out",
+        tmp_path / "r",
+        "--store",
+        tmp_path / "s",
+        "--until",
+        "prune",
+        "--set",
+        "gates={bleu: {min: 101}}",
     )
     assert result.exit_code == 3
     report = _report(tmp_path / "r")
@@ -131,9 +149,18 @@ def test_ctrl_c_keeps_finished_steps_and_gives_exit_code_130(home, tmp_path, mon
 
 def test_a_killed_run_goes_on_from_the_last_finished_step(home, tmp_path):
     command = [
-        sys.executable, "-m", "smelt", "run", str(home / "recipe.yaml"),
-        "--out", str(tmp_path / "r"), "--store", str(tmp_path / "s"), "--set", "finetune.max_steps=100000",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "smelt",
+        "run",
+        str(home / "recipe.yaml"),
+        "--out",
+        str(tmp_path / "r"),
+        "--store",
+        str(tmp_path / "s"),
+        "--set",
+        "finetune.max_steps=100000",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list((tmp_path / "s" / "tmp").glob(f"{process.pid}-*/out")):

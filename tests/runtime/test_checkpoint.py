@@ -24,7 +24,9 @@ def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
     folder = tiny.marian(tmp_path / "m")
     model, edits = load_model(folder)
     assert edits == []
-    torch.testing.assert_close(_logits(model), _logits(MarianMTModel.from_pretrained(folder).eval()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        _logits(model), _logits(MarianMTModel.from_pretrained(folder).eval()), rtol=0, atol=0
+    )
     assert model.lm_head.weight is model.model.shared.weight
 
 
@@ -35,8 +37,13 @@ def test_saved_model_is_readable_by_from_pretrained_and_has_no_duplicates(tmp_pa
     out.mkdir()
     save_model(model, [], out, folder)
     assert set(load_file(out / "model.safetensors")) == set(load_file(folder / "model.safetensors"))
-    torch.testing.assert_close(_logits(MarianMTModel.from_pretrained(out).eval()), _logits(model), rtol=0, atol=0)
-    assert count_parameters(out) == sum(p.numel() for p in model.parameters() if p.requires_grad) + model.final_logits_bias.numel()
+    torch.testing.assert_close(
+        _logits(MarianMTModel.from_pretrained(out).eval()), _logits(model), rtol=0, atol=0
+    )
+    assert (
+        count_parameters(out)
+        == sum(p.numel() for p in model.parameters() if p.requires_grad) + model.final_logits_bias.numel()
+    )
 
 
 def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
@@ -61,7 +68,10 @@ def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
     [
         ({"op": "low_rnak", "module": "x"}, "Did you mean 'low_rank'"),
         ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does not fit the model"),
-        ({"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3}, "does not fit the model"),
+        (
+            {"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3},
+            "does not fit the model",
+        ),
     ],
 )
 def test_edits_that_fit_no_model_are_explained(tmp_path, edit, message):

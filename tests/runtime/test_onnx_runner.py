@@ -15,10 +15,11 @@ def artifact(folder):
 
 def write(path, nodes, inputs, outputs):
     graph = helper.make_graph(
-        nodes, "g",
+        nodes,
+        "g",
         [helper.make_tensor_value_info(n, t, s) for n, t, s in inputs],
         [helper.make_tensor_value_info(n, t, s) for n, t, s in outputs],
-    )  # fmt: skip
+    )
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 
 
@@ -100,18 +101,14 @@ def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
     decoder = counting / "decoder_with_past_model.onnx"
     good = decoder.read_bytes()
     decoder.write_bytes(good[: len(good) // 2])
-    with pytest.raises(
-        InputError, match=r"decoder_with_past_model\.onnx: ONNX Runtime cannot load this graph"
-    ):
+    with pytest.raises(InputError, match=r"decoder_with_past_model\.onnx: ONNX Runtime cannot load"):
         OnnxRunner(artifact(counting), 1)
     decoder.unlink()
     with pytest.raises(InputError, match="no such graph"):
         OnnxRunner(artifact(counting), 1)
     value = ("x", FLOAT, [1])
     write(decoder, [helper.make_node("Identity", ["x"], ["y"])], [value], [("y", FLOAT, [1])])
-    with pytest.raises(
-        InputError, match="has no encoder_attention_mask, input_ids, logits; it has the inputs x"
-    ):
+    with pytest.raises(InputError, match="has no encoder_attention_mask, input_ids, logits; it has the"):
         OnnxRunner(artifact(counting), 1)
 
 

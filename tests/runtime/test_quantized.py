@@ -20,11 +20,12 @@ def ort_session(nodes, inputs, outputs, initializers=()):
     import onnxruntime
 
     graph = helper.make_graph(
-        nodes, "g",
+        nodes,
+        "g",
         [helper.make_tensor_value_info(n, t, None) for n, t in inputs],
         [helper.make_tensor_value_info(n, t, None) for n, t in outputs],
         list(initializers),
-    )  # fmt: skip
+    )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 SENTENCES = [
-    "a man in a red hat walks", "two dogs run on the grass", "the cat sleeps in the sun", "she sings a song",
-    "ein mann mit rotem hut geht", "zwei hunde laufen auf dem gras", "die katze liegt in der sonne",
-    "sie singt ein lied", "the old house stands near the river", "das alte haus steht am fluss",
-]  # fmt: skip
+    "a man in a red hat walks",
+    "two dogs run on the grass",
+    "the cat sleeps in the sun",
+    "she sings a song",
+    "ein mann mit rotem hut geht",
+    "zwei hunde laufen auf dem gras",
+    "die katze liegt in der sonne",
+    "sie singt ein lied",
+    "the old house stands near the river",
+    "das alte haus steht am fluss",
+]
 
 
 def marian(folder: Path, seed: int = 0, **config: Any) -> Path:
@@ -21,12 +28,19 @@ def marian(folder: Path, seed: int = 0, **config: Any) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 5), model_prefix=str(folder / "joint"), vocab_size=61,
-        hard_vocab_limit=False, minloglevel=2, pad_id=-1, bos_id=-1,
-    )  # fmt: skip
+        sentence_iterator=iter(SENTENCES * 5),
+        model_prefix=str(folder / "joint"),
+        vocab_size=61,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        pad_id=-1,
+        bos_id=-1,
+    )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "joint.model"))
     words = ["</s>", "<unk>"]
-    words += [w for i in range(pieces.get_piece_size()) if (w := pieces.id_to_piece(i)) not in ("<unk>", "</s>")]
+    words += [
+        w for i in range(pieces.get_piece_size()) if (w := pieces.id_to_piece(i)) not in ("<unk>", "</s>")
+    ]
     words.append("<pad>")
     for name in ("source.spm", "target.spm"):
         (folder / name).write_bytes((folder / "joint.model").read_bytes())
@@ -34,15 +48,34 @@ def marian(folder: Path, seed: int = 0, **config: Any) -> Path:
         (folder / name).unlink()
     (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "MarianTokenizer", "model_max_length": 40, "source_lang": "en", "target_lang": "de"})
+        json.dumps(
+            {
+                "tokenizer_class": "MarianTokenizer",
+                "model_max_length": 40,
+                "source_lang": "en",
+                "target_lang": "de",
+            }
+        )
     )
     pad = len(words) - 1
     values = {
-        "vocab_size": len(words), "decoder_vocab_size": len(words), "d_model": 32, "encoder_layers": 2,
-        "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64, "max_position_embeddings": 48, "pad_token_id": pad, "eos_token_id": 0,
-        "bos_token_id": 0, "decoder_start_token_id": pad, "forced_eos_token_id": 0, "scale_embedding": True,
-    }  # fmt: skip
+        "vocab_size": len(words),
+        "decoder_vocab_size": len(words),
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": 48,
+        "pad_token_id": pad,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+        "decoder_start_token_id": pad,
+        "forced_eos_token_id": 0,
+        "scale_embedding": True,
+    }
     torch.manual_seed(seed)
     model = MarianMTModel(MarianConfig(**(values | config)))
     with torch.no_grad():
@@ -52,9 +85,14 @@ def marian(folder: Path, seed: int = 0, **config: Any) -> Path:
         model.model.shared.weight[pad] = 0
     model.save_pretrained(folder)
     GenerationConfig(
-        bad_words_ids=[[pad]], bos_token_id=0, eos_token_id=0, pad_token_id=pad, decoder_start_token_id=pad,
-        forced_eos_token_id=0, max_length=40,
-    ).save_pretrained(folder)  # fmt: skip
+        bad_words_ids=[[pad]],
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=pad,
+        decoder_start_token_id=pad,
+        forced_eos_token_id=0,
+        max_length=40,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -71,9 +109,15 @@ def bert(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path:
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32, "do_lower_case": True})
     )
     values = {
-        "vocab_size": len(vocabulary), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 64, "max_position_embeddings": 32, "num_labels": labels, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": len(vocabulary),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+        "num_labels": labels,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(seed)
     model = BertForSequenceClassification(BertConfig(**(values | config)))
     with torch.no_grad():
@@ -89,7 +133,15 @@ def artifact(folder: Path, task: str = "translation", **facts: Any) -> Any:
     from smelt.core.artifact import Artifact, Manifest
 
     manifest = Manifest(
-        key="0" * 64, format="torch", task=task, stage="model", settings={}, seed=0, parent=None, versions={}, facts=facts
+        key="0" * 64,
+        format="torch",
+        task=task,
+        stage="model",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+        facts=facts,
     )
     return Artifact(folder, manifest)
 
@@ -97,7 +149,8 @@ def artifact(folder: Path, task: str = "translation", **facts: Any) -> Any:
 def pairs(path: Path, rows: int = 8) -> Path:
     """Write `rows` translation rows as JSON lines."""
     lines = [
-        {"source": SENTENCES[i % len(SENTENCES)], "target": SENTENCES[(i + 4) % len(SENTENCES)]} for i in range(rows)
+        {"source": SENTENCES[i % len(SENTENCES)], "target": SENTENCES[(i + 4) % len(SENTENCES)]}
+        for i in range(rows)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -25,10 +25,16 @@ def classifier(folder, names=("neg", "pos"), seed=0):
         json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 16})
     )
     config = BertConfig(
-        vocab_size=11, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, initializer_range=0.3,
-        id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)},
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+        id2label=dict(enumerate(names)),
+        label2id={n: i for i, n in enumerate(names)},
+    )
     torch.manual_seed(seed)
     BertForSequenceClassification(config).save_pretrained(folder)
     return artifact(folder)
@@ -36,9 +42,15 @@ def classifier(folder, names=("neg", "pos"), seed=0):
 
 def artifact(folder, kind="torch"):
     manifest = Manifest(
-        key="0" * 64, format=kind, task="text-classification", stage="model", settings={}, seed=0,
-        parent=None, versions={},
-    )  # fmt: skip
+        key="0" * 64,
+        format=kind,
+        task="text-classification",
+        stage="model",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+    )
     return Artifact(folder, manifest)
 
 
@@ -83,10 +95,15 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
     ctx = context(tmp_path, {"model": source})
     settings = DistillSettings.model_validate(
         {
-            "student": {"layers": 2}, "losses": {"logits": 1.0, "labels": 0.0}, "max_steps": 60,
-            "batch_size": 36, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0,
+            "student": {"layers": 2},
+            "losses": {"logits": 1.0, "labels": 0.0},
+            "max_steps": 60,
+            "batch_size": 36,
+            "learning_rate": 3e-3,
+            "precision": "fp32",
+            "dropout": 0.0,
         }
-    )  # fmt: skip
+    )
     Distill()(source, settings, ctx)
     assert ctx.facts["kept_layers"] == [0, 2]
     student, _ = load_model(ctx.out)

@@ -11,10 +11,20 @@ from smelt.core.errors import InputError
 def marian(decoder_layers=4):
     torch.manual_seed(0)
     config = MarianConfig(
-        vocab_size=64, d_model=32, encoder_layers=3, decoder_layers=decoder_layers, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16,
-        pad_token_id=63, decoder_start_token_id=63, eos_token_id=0, forced_eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=3,
+        decoder_layers=decoder_layers,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=16,
+        pad_token_id=63,
+        decoder_start_token_id=63,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+    )
     return MarianMTModel(config).eval()
 
 

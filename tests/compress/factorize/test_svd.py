@@ -26,10 +26,20 @@ def layer():
 def source(tmp_path):
     torch.manual_seed(0)
     config = MarianConfig(
-        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=16,
-        pad_token_id=63, decoder_start_token_id=63, eos_token_id=0, forced_eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=16,
+        pad_token_id=63,
+        decoder_start_token_id=63,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+    )
     MarianMTModel(config).save_pretrained(tmp_path / "model")
     manifest = Manifest(
         key="0" * 64,

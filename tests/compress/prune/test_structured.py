@@ -32,19 +32,35 @@ from smelt.runtime.structure import replace_module
 def marian():
     torch.manual_seed(0)
     config = MarianConfig(
-        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=48, max_position_embeddings=16,
-        pad_token_id=63, decoder_start_token_id=63, eos_token_id=0, forced_eos_token_id=0, init_std=0.2,
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=48,
+        max_position_embeddings=16,
+        pad_token_id=63,
+        decoder_start_token_id=63,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+        init_std=0.2,
+    )
     return MarianMTModel(config).eval()
 
 
 def bert():
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=16, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        initializer_range=0.2,
+    )
     return BertForSequenceClassification(config).eval()
 
 

@@ -17,10 +17,19 @@ from smelt.runtime.structure import apply_edits
 def marian(tmp_path):
     torch.manual_seed(0)
     config = transformers.MarianConfig(
-        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32,
-        pad_token_id=63, eos_token_id=0, decoder_start_token_id=63,
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=32,
+        pad_token_id=63,
+        eos_token_id=0,
+        decoder_start_token_id=63,
+    )
     model = transformers.MarianMTModel(config).eval()
     edits = [{"op": "low_rank", "module": "model.encoder.layers.0.fc1", "rank": 5}]
     apply_edits(model, edits)

@@ -1,0 +1,139 @@
+"""The speeds that the documentation promises, measured: `make bench`.
+
+Command-line start-up, planning, export, scoring, and what a stage costs besides its own work. The parts
+that need a real model skip with a reason where ../shared (or --model and --data) is not there.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+def _command(*arguments: str, repeat: int = 5) -> list[float]:
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        subprocess.run([Path(sys.executable).parent / "smelt", *arguments], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _report(what: str, times: list[float], limit: float) -> bool:
+    middle = statistics.median(times)
+    verdict = "ok" if middle < limit else "TOO SLOW"
+    spread = f"{min(times):.2f} to {max(times):.2f}" if len(times) > 1 else "once"
+    click.echo(f"{what:58} {middle:7.2f} s  ({spread}; promised: under {limit:g} s)  {verdict}")
+    return middle < limit
+
+
+def _artifact(folder: Path) -> Any:
+    from smelt.core.artifact import Artifact, Manifest
+
+    manifest = Manifest(
+        key="0" * 64,
+        format="torch",
+        task="translation",
+        stage="model",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+    )
+    return Artifact(folder, manifest)
+
+
+def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
+    from smelt.core.stage import Context
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
+
+    start = time.perf_counter()
+    source = _artifact(model)
+    context = Context(
+        out=out, task="translation", data=data, seed=0, ancestors={"model": source}, score=lambda artifact: {}
+    )
+    Onnx()(source, OnnxSettings(), context)
+    return [time.perf_counter() - start]
+
+
+def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
+    from smelt.runtime.generation import Generation
+    from smelt.runtime.predict import generate_texts
+
+    start = time.perf_counter()
+    with runner:
+        generate_texts(runner, texts, Generation(), batch_size)
+    return [time.perf_counter() - start]
+
+
+def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
+    from smelt.core.data import Columns, read_split
+    from smelt.runtime.onnx_runner import OnnxRunner
+    from smelt.runtime.torch_runner import TorchRunner
+
+    split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)
+    texts = [example.text for example in split.examples]
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        results = [
+            _report(
+                "export: encoder, decoder, simplified, parity",
+                _export(model, {"validation": split.head(64)}, out),
+                25,
+            )
+        ]
+        exported = SimpleNamespace(path=out, key="0" * 64, format="onnx", manifest=_artifact(model).manifest)
+        title = f"greedy, {len(texts)} sentences, batches of {batch_size}"
+        results.append(
+            _report(f"{title}, torch", _score(TorchRunner(_artifact(model)), texts, batch_size), 60)
+        )
+        results.append(_report(f"{title}, onnxruntime", _score(OnnxRunner(exported), texts, batch_size), 30))
+    return results
+
+
+def _overhead() -> list[float]:
+    """Seconds of a step that takes its artifact and scores from the store: all but its own work."""
+    with tempfile.TemporaryDirectory() as name:
+        common = ["run", "quickstart", "--until", "quantize", "--limit", "8", "--set", "score.latency=false",
+                  "--set", "recovered.max_steps=1", "--out", f"{name}/run", "--quiet"]  # fmt: skip
+        subprocess.run([Path(sys.executable).parent / "smelt", *common], check=False, capture_output=True)
+        start = time.perf_counter()
+        subprocess.run([Path(sys.executable).parent / "smelt", *common], check=False, capture_output=True)
+        return [(time.perf_counter() - start) / 5]
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path), default=SHARED / "models" / "marian-small-en-de")
+@click.option("--data", type=click.Path(path_type=Path), default=SHARED / "data" / "multi30k_en_de")
+@click.option("--batch-size", default=32, show_default=True)
+def main(model: Path, data: Path, batch_size: int) -> None:
+    """Measure and compare with what is promised; exit 1 where a promise is not kept."""
+    from smelt.evaluate.environment import cpu_model
+
+    click.echo(f"{cpu_model()}, Python {platform.python_version()}")
+    results = [
+        _report("smelt --help", _command("--help"), 0.3),
+        _report("smelt plan quickstart", _command("plan", "quickstart"), 3.0),
+        _report("a step taken from the store, start-up shared by 5 steps", _overhead(), 1.0),
+    ]
+    if model.is_dir() and data.is_dir():
+        results += _real(model, data, batch_size)
+    else:
+        click.echo(f"skipped: export and scoring need {model} and {data}")
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What a person types: every command on tiny models, and what it says when something is wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1}
+  - prune: {keep: 0.5}
+  - quantize: {}
+  - onnx: {}
+score: {latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}}
+"""
+
+
+def _smelt(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A finished run of a tiny classifier, with latency."""
+    home = tmp_path_factory.mktemp("classifier")
+    tiny.bert(home / "m")
+    tiny.labelled(home / "data.jsonl", 8)
+    (home / "recipe.yaml").write_text(RECIPE)
+    result = _smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    return home
+
+
+def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
+    report = json.loads((classifier / "run" / "report.json").read_text())
+    steps = {s["name"]: s for s in report["steps"]}
+    assert steps["onnx"]["runner"] == "onnxruntime"
+    assert steps["onnx"]["quality"]["accuracy"]["n"] == 8
+    assert steps["onnx"]["quality"]["accuracy"]["value"] == steps["quantize"]["quality"]["accuracy"]["value"]
+    assert steps["onnx"]["latency"][0]["speedup"] > 0
+    assert steps["model"]["latency"][0]["speedup"] == 1
+    assert steps["onnx"]["peak_memory_bytes"] > 10e6
+    assert report["frontier"]
+
+
+def test_a_repeated_run_takes_the_times_from_the_store_too(classifier):
+    before = json.loads((classifier / "run" / "report.json").read_text())
+    assert _smelt("run", classifier / "recipe.yaml", "--out", classifier / "run2", "--quiet").exit_code == 0
+    after = json.loads((classifier / "run2" / "report.json").read_text())
+    assert [s["latency"] for s in after["steps"]] == [s["latency"] for s in before["steps"]]
+
+
+def test_predict_prints_a_label_with_its_probability(classifier):
+    result = _smelt("predict", classifier / "run" / "artifacts" / "onnx", "the cat sleeps", "a man walks")
+    lines = result.output.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        label, probability = line.split("\t")
+        assert label in ("LABEL_0", "LABEL_1")
+        assert 0.5 <= float(probability) <= 1
+
+
+def test_eval_gives_the_score_of_the_report(classifier):
+    artifact = classifier / "run" / "artifacts" / "onnx"
+    result = _smelt("eval", artifact, "--data", classifier / "data.jsonl", "--json")
+    report = json.loads((classifier / "run" / "report.json").read_text())
+    assert json.loads(result.output)["accuracy"] == report["steps"][-1]["quality"]["accuracy"]
+
+
+def test_report_draws_the_pages_again(classifier):
+    (classifier / "run" / "report.html").unlink()
+    result = _smelt("report", classifier / "run")
+    assert "accuracy" in result.output.lower()
+    assert max(map(len, result.output.splitlines()[:8])) <= 80
+    assert (classifier / "run" / "report.html").stat().st_size > 5000
+
+
+def test_stages_lists_all_and_explains_one():
+    listed = _smelt("stages").output
+    for word in ("finetune", "distill", "prune", "factorize", "quantize", "onnx", "tensorrt"):
+        assert f"\n{word} " in f"\n{listed}"
+        explained = _smelt("stages", word).output
+        assert "settings:" in explained
+        assert "source:" in explained
+        assert max(map(len, explained.splitlines())) <= 110
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stages", "prun"], "Did you mean 'prune'?"),
+        (["rnu"], "Did you mean 'run'?"),
+        (["run", "quickstrat"], "no such recipe"),
+        (["predict", "nowhere", "x"], "no such folder"),
+        (["report", "nowhere"], "no such file"),
+        (["eval", "nowhere", "--data", "x"], "no such folder"),
+    ],
+)
+def test_what_was_typed_wrong_is_explained_with_exit_code_2(arguments, message):
+    result = _smelt(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_changed_artifact_is_refused(classifier, tmp_path):
+    import shutil
+
+    shutil.copytree(classifier / "run" / "artifacts" / "prune", tmp_path / "a")
+    weights = tmp_path / "a" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    result = _smelt("predict", tmp_path / "a", "x")
+    assert result.exit_code == 2
+    assert "its bytes are not those that were written" in result.output
+
+
+def test_module_runs_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "smelt", "--version"], capture_output=True, text=True, check=True
+    )
+    assert "smelt" in done.stdout or "version" in done.stdout

@@ -104,8 +104,8 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
     if quantized and settings.target != "ort-cpu":
         raise InputError(
             f"onnx: target {settings.target} cannot run a model that was quantized with scheme"
-            " int8-dynamic: it finds the ranges of activations while running, which only ort-cpu does. Branch off before"
-            " the quantize step with `from: NAME`, or set target: ort-cpu."
+            " int8-dynamic: it finds the ranges of activations while running, which only ort-cpu does. Branch"
+            " off before the quantize step with `from: NAME`, or set target: ort-cpu."
         )
     return "int8" if quantized else settings.dtype
 

@@ -205,9 +205,9 @@ def _session(model: bytes, provider: str) -> str:
 
 
 def _extras() -> Iterator[Finding]:
-    yield _attempt("tensorrt", _tensorrt, "with an NVIDIA GPU: pip install 'smelt[tensorrt]'")
-    yield _attempt("openvino", _openvino, "pip install 'smelt[openvino]'")
-    yield _attempt("bitsandbytes", _bitsandbytes, "pip install 'smelt[bitsandbytes]'")
+    yield _attempt("tensorrt", _tensorrt, "with an NVIDIA GPU: pip install tensorrt")
+    yield _attempt("openvino", _openvino, "pip install openvino")
+    yield _attempt("bitsandbytes", _bitsandbytes, "pip install bitsandbytes")
 
 
 def _tensorrt() -> str:

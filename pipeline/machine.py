@@ -13,7 +13,7 @@ from smelt.core.stage import Stage
 def unavailable_reason(stage: type[Stage[Any]]) -> str | None:
     """Say why `stage` cannot run on this machine, or None where nothing speaks against it."""
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):
-        return "TensorRT is not installed (pip install 'smelt[tensorrt]', with an NVIDIA GPU)."
+        return "TensorRT is not installed (pip install tensorrt, with an NVIDIA GPU)."
     if stage.needs & {"cuda", "tensorrt"} and not has_cuda():
         return "there is no NVIDIA GPU with a working driver."
     return None

@@ -180,8 +180,10 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu") ->
     options.log_severity_level = 3
     if threads is not None:
         options.intra_op_num_threads = threads
-    # without VNNI, int8 products may overflow 16 bits; this asks for the exact ones (no effect with VNNI)
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    if lacks_vnni(Path("/proc/cpuinfo")):
+        # there int8 products may overflow 16 bits; this asks for exact ones. With VNNI they are exact
+        # anyway and this mode is slower: 21 ms instead of 10 for an int8 encoder of 288 rows
+        options.add_session_config_entry("session.x64quantprecision", "1")
     # The fused node is slower than Add and LayerNormalization: measured on an int8 encoder of 4 layers,
     # 160 rows of 256: 4.7 ms with it, 2.8 ms without; on single rows there is no difference.
     providers = (
@@ -193,6 +195,19 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu") ->
         )
     except Exception as error:  # its error classes share no base but Exception
         raise InputError(f"{path}: ONNX Runtime cannot load this graph: {error} {_MAKE_AGAIN}") from error
+
+
+def lacks_vnni(cpuinfo: Path) -> bool:
+    """Say whether this is an x86 processor known to lack instructions that sum int8 products in 32 bits.
+
+    Args:
+        cpuinfo: the file in which Linux lists the processor's features; elsewhere nothing is known.
+    """
+    try:
+        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
+    return "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}
 
 
 def _past(name: str) -> str:

@@ -10,7 +10,7 @@ from smelt.core.errors import InputError, MissingDependencyError
 
 NAMES = ("tensorrt", "tensorrt_rtx")
 _INSTALL = (
-    "TensorRT is not installed. On a machine with an NVIDIA GPU: pip install 'smelt[tensorrt]'."
+    "TensorRT is not installed. On a machine with an NVIDIA GPU: pip install tensorrt."
     " To go on without it, mark the step `optional: true`."
 )
 

@@ -38,7 +38,7 @@ def sample():
     steps = [step(*row) for row in STEPS]
     by_name = {one["name"]: one for one in steps}
     by_name["engine"].update(
-        status="skipped", reason="TensorRT is not installed. pip install 'smelt[tensorrt]' adds it."
+        status="skipped", reason="TensorRT is not installed. pip install tensorrt adds it."
     )
     by_name["openvino"].update(
         status="error", error="RunError: the exported decoder differs from its parent by 0.31 (limit 0.001)."

@@ -321,7 +321,7 @@ def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Pa
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
         f"{folder / 'recipe.yaml'}:6: step 'tensorrt' cannot run here: TensorRT is not installed"
-        " (pip install 'smelt[tensorrt]', with an NVIDIA GPU). With `optional: true` beside the stage it is skipped."  # noqa: E501
+        " (pip install tensorrt, with an NVIDIA GPU). With `optional: true` beside the stage it is skipped."  # noqa: E501
     )
     plan(folder, stages, "tensorrt.optional=true").require_runnable()
     plan(folder, stages, until="onnx").require_runnable()
@@ -373,7 +373,7 @@ small (factorize) -> torch
 │  onnx-int8 (onnx) -> onnx
 └─ onnx -> onnx  {target: tensorrt}
    tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
-       'smelt[tensorrt]', with an NVIDIA GPU).
+       tensorrt, with an NVIDIA GPU).
 
 score       bleu, chrf, rouge1, rouge2, rougeL; greedy, at most 128 new tokens;
             latency at batch size 1, 8 against model

@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper, save
 
 from smelt.core.errors import InputError
-from smelt.runtime.onnx_runner import OnnxRunner
+from smelt.runtime.onnx_runner import OnnxRunner, lacks_vnni
 from smelt.runtime.runner import Batch
 
 
@@ -120,3 +120,18 @@ def test_an_encoder_of_another_model_is_refused(counting):
     write(counting / "encoder_model.onnx", [node], [ids, mask], [out])
     with pytest.raises(InputError, match=r"do not fit each other: past_key_values\.0\.encoder\.key"):
         OnnxRunner(artifact(counting), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lacking"),
+    [
+        ("fpu sse4_2 avx2", True),
+        ("avx2 avx512f avx512_vnni", False),
+        ("avx2 avx_vnni", False),
+        ("asimd", False),
+    ],
+)
+def test_exact_int8_kernels_are_asked_for_only_without_vnni(tmp_path, flags, lacking):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t: {flags}\n")
+    assert lacks_vnni(tmp_path / "cpuinfo") is lacking
+    assert lacks_vnni(tmp_path / "absent") is False

@@ -15,6 +15,7 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,12 +84,13 @@ class QuantizedLinear(nn.Module):
         if emit.export_target() is not None:
             assert self.matrix.columns is not None, "prepare_export comes before the export"
             return emit.dynamic_quantize_matmul(x, self.matrix.columns, self.matrix.scales, self.bias)
-        codes, scale, zero = dynamic_quantize_linear(x.reshape(-1, self.in_features))
-        # torch multiplies int8 by int8: take 128 off (flip the top bit), give it back with the zero point
-        shifted = codes.bitwise_xor(128).view(torch.int8)
+        rows = x.detach().reshape(-1, self.in_features)
+        scale, zero = activation_range(rows)
+        # torch multiplies int8 by int8: take 128 off the codes, give it back with the zero point
+        shifted = rows.div(scale).round_().add_(zero - 128).clamp_(-128, 127).to(torch.int8)
         sums = torch._int_mm(shifted, self.matrix.codes.t())
-        sums = sums + (128 - zero.to(torch.int32)) * self.matrix.row_sums()
-        out = sums.float() * (scale * self.matrix.scales)
+        sums = torch.add(sums, self.matrix.row_sums(), alpha=128 - zero)
+        out = sums.float().mul_(self.matrix.scales * scale)
         out = out if self.bias is None else out + self.bias
         return out.reshape(*x.shape[:-1], self.out_features)
 
@@ -124,19 +126,22 @@ class QuantizedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"
 
 
-def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def activation_range(x: Tensor) -> tuple[float, int]:
+    """Return the scale (a float32 number) and the zero point that DynamicQuantizeLinear finds for `x`."""
+    low, high = (np.float32(t.item()) for t in torch.aminmax(x))
+    low, high = min(low, np.float32(0)), max(high, np.float32(0))
+    scale = (high - low) / np.float32(255) or np.float32(1)
+    return float(scale), int(np.clip(np.rint(-low / scale), 0, 255))
+
+
+def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, float, int]:
     """Quantize float32 `x` as ONNX's DynamicQuantizeLinear does.
 
     Returns:
-        Codes (uint8) in the shape of `x`, the scale (float32 []), the zero point (uint8 []).
+        Codes (uint8) in the shape of `x`, the scale, the zero point.
     """
-    low, high = torch.aminmax(x)
-    low, high = low.clamp(max=0), high.clamp(min=0)
-    scale = (high - low) / 255
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    zero = torch.round(-low / scale).clamp(0, 255)
-    codes = (torch.round(x / scale) + zero).clamp(0, 255)
-    return codes.to(torch.uint8), scale, zero.to(torch.uint8)
+    scale, zero = activation_range(x)
+    return x.div(scale).round_().add_(zero).clamp_(0, 255).to(torch.uint8), scale, zero
 
 
 def empty_quantized(module: nn.Module, scheme: str) -> nn.Module:

@@ -43,7 +43,7 @@ WARM_UP_STEPS = 600
 AVERAGE_DECAY = 0.99
 EOS, UNK = 0, 1
 MAX_LENGTH = 160
-"""Longest output in tokens; the longest phrases have about 110."""
+"""Longest output in tokens; the longest phrases have about 80."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ stages:
   - prune: {what: [ffn], keep: 0.5}
   - finetune: {max_steps: 2, batch_size: 4, evals: 1}
   - quantize: {scheme: int8-dynamic}
-  - tensorrt-free: {}
 score: {quality: [bleu, chrf], generation: {max_new_tokens: 6}, latency: false}
 """
 

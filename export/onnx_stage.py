@@ -73,10 +73,7 @@ class Onnx:
         with TorchRunner(src, ctx.threads) as parent:
             model = parent.model
             kind = _kind(model, settings)
-            ctx.facts.update(
-                target=settings.target, dtype=settings.dtype, opset=settings.opset,
-                parameters=sum(p.numel() for p in model.parameters()),
-            )  # fmt: skip
+            ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
             reference, hidden = _reference(parent, src.path, ctx)
             graphs = graphs_of(model)
             facts: dict[str, Any] = {}

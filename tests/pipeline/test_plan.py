@@ -321,7 +321,7 @@ def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Pa
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
         f"{folder / 'recipe.yaml'}:6: step 'tensorrt' cannot run here: TensorRT is not installed"
-        " (pip install tensorrt, with an NVIDIA GPU). With `optional: true` beside the stage it is skipped."  # noqa: E501
+        " (pip install tensorrt, with an NVIDIA GPU). With `optional: true` beside the stage it is skipped."
     )
     plan(folder, stages, "tensorrt.optional=true").require_runnable()
     plan(folder, stages, until="onnx").require_runnable()

@@ -25,7 +25,7 @@ quickstart: $(USER_READY)
 	$(BIN)/smelt run quickstart --out runs/quickstart
 	@echo
 	@echo 'Try it on your own words:'
-	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, 3 March 2025"'
+	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, March 3, 2025 at 4:15 PM in Austria"'
 
 environment: $(DEV_READY)
 

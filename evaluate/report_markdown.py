@@ -45,7 +45,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
 def _header(report: Report) -> str:
     task, n = _text(report.recipe.get("task") or view.MISSING), view.examples(report)
     lines = [
-        f"# {_text(view.model_name(report))}: {_text(report.status)}",
+        f"# {_text(view.title(report))}: {_text(report.status)}",
         f"Task {task}, n = {view.number(n, 0)}, {_text(view.hardware(report))}.",
     ]
     if report.frontier:

@@ -70,6 +70,11 @@ def label(metric: str) -> str:
     return _LABELS.get(metric, metric)
 
 
+def title(report: Report) -> str:
+    """Return the recipe's name; where the report does not say it, the model's."""
+    return str(report.recipe.get("name") or model_name(report))
+
+
 def model_name(report: Report) -> str:
     """Return the model of the recipe: a name, or the last part of a path."""
     model = report.recipe.get("model")

@@ -38,7 +38,7 @@ class ReportBuilder:
         rows = {name: len(split) for name, split in data.items()}
         self.data: dict[str, Any] = {
             "schema": 1,
-            "recipe": {**plan.recipe_dict(), "rows": rows, "limit": limit},
+            "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
             "environment": environment(),
             "status": self.status,
             "baseline": plan.recipe.baseline,

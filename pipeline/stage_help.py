@@ -13,11 +13,12 @@ _WIDTH = 79
 
 
 def list_stages() -> str:
-    """Return one line per stage: its word, what goes in and comes out, what it does."""
+    """Return an entry per stage: its word, what goes in and comes out, what it does."""
     lines = []
     for name, stage in stages().items():
         formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
-        lines.append(f"{name:10} {formats:17} {_first_line(stage)}"[:_WIDTH])
+        head = f"{name:10} {formats:17} "
+        lines += textwrap.wrap(head + _first_line(stage), _WIDTH, subsequent_indent=" " * len(head))
     return "\n".join([*lines, "", "smelt stages NAME explains a stage and its settings."])
 
 

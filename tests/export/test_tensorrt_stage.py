@@ -99,7 +99,7 @@ def test_missing_tensorrt_says_how_to_install_it(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorrt_module, "NAMES", ("a_package_that_nobody_has",))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'smelt\[tensorrt\]'.*optional: true"):
+    with pytest.raises(MissingDependencyError, match=r"pip install tensorrt\..*optional: true"):
         TensorrtStage()(artifact(source), TensorrtSettings(), context(out, [3]))
 
 

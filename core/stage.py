@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +19,21 @@ class Settings(BaseModel):
     """Base of every stage's settings: unknown names are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def references(self) -> dict[str, str]:
+        """Return the names of other steps that these settings speak of, by setting."""
+        return {
+            name: getattr(self, name)
+            for name, info in type(self).model_fields.items()
+            if any(isinstance(mark, _Reference) for mark in info.metadata)
+        }
+
+
+class _Reference:
+    """Marks a setting whose value names an earlier torch step."""
+
+
+StepName = Annotated[str, _Reference()]
 
 
 class Progress(Protocol):
@@ -38,7 +53,8 @@ class Context:
 
     out: an empty folder; what the stage leaves there becomes the artifact.
     data: train, validation, calibration, as far as the recipe names them.
-    ancestors: the finished artifacts above this step, by step name (`model` is the untouched one).
+    ancestors: the finished artifacts above this step and those that its settings name as a `StepName`,
+        by step name (`model` is the untouched one).
     score: quality of an artifact on the validation data, by metric name; higher is better.
     warnings, facts: what the report should tell of this step; the stage adds to them.
     """

@@ -37,6 +37,11 @@ class Step:
         """What the step gives: torch, onnx or tensorrt."""
         return self.cls.produces
 
+    @property
+    def stands_on(self) -> tuple[str, ...]:
+        """The steps that must be there before this one: its parent and those that its settings name."""
+        return (self.parent, *self.settings.references().values())
+
 
 @dataclass(frozen=True)
 class PlannedGate:
@@ -144,6 +149,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
             with file and line.
     """
     from smelt.plan_checks import Checker
+    from smelt.plan_inputs import check_data, check_model
 
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
     document = read_yaml(path)
@@ -153,8 +159,8 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     kept = checker.cut(until)
     gates = checker.gates(kept)
     checker.baseline(kept)
-    folder = checker.model()
-    splits = checker.data()
+    folder = check_model(read, mistakes, bad, checker.warnings)
+    splits = check_data(read, mistakes, bad)
     mistakes.raise_all()
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(

@@ -1,27 +1,22 @@
-"""What can be known of a plan before work starts: order, needs, data, model, gates."""
+"""What can be known of a plan's steps before work starts: order, needs, references, gates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from smelt import stage_table
 from smelt.core.artifact import Format
-from smelt.core.data import Split
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import nearest
 from smelt.core.stage import Settings, Stage
 from smelt.machine import unavailable_reason
-from smelt.model_folder import check_model_folder, local_folder
-from smelt.plan import PlannedGate, Step, read_origin
+from smelt.plan import PlannedGate, Step
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, check
 from smelt.recipe_stages import ROOT, StageEntry, step_names
 
 # These work on float weights, which a quantized model no longer has.
 _NEED_FLOAT = frozenset({"finetune", "distill", "prune", "factorize", "quantize"})
-# Files up to this size are read when the plan is made, so that their mistakes are known at once.
-_READ_AT_ONCE_BYTES = 8_000_000
 
 
 @dataclass
@@ -116,6 +111,21 @@ class Checker:
         if parent and parent.unavailable and not draft.unavailable:
             draft.unavailable = f"it goes on from '{parent.name}', which cannot run here."
         self._check_order(draft)
+        self._check_references(draft)
+
+    def _check_references(self, draft: _Draft) -> None:
+        """Settings that name a step must name an earlier one that gives a torch model."""
+        earlier = [name for name in self.names if name != draft.name]
+        fit = [name for name in earlier if self._format(name) in ("torch", None)]
+        for setting, name in (draft.settings.references() if draft.settings else {}).items():
+            path = (*draft.entry.path, setting)
+            if name in fit:
+                continue
+            if name in earlier:
+                what = f"'{name}' gives {self._format(name)}, and a torch model is wanted."
+            else:
+                what = f"no earlier step '{name[:60]}'."
+            self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{nearest(name, fit)}")
 
     def _check_order(self, draft: _Draft) -> None:
         assert draft.cls is not None
@@ -205,7 +215,13 @@ class Checker:
             if "stages" not in self.bad:
                 self.mistakes.say(f"--until: {self._no_step(until)}")
             return list(self.drafts)
-        wanted = {until, *(draft.name for draft in self._above(self.drafts[until]))}
+        wanted = {until}
+        for name, draft in reversed(self.drafts.items()):  # what a step stands on comes before it
+            if name in wanted:
+                wanted |= {
+                    draft.parent or ROOT,
+                    *(draft.settings.references().values() if draft.settings else ()),
+                }
         return [name for name in self.drafts if name in wanted]
 
     def gates(self, kept: list[str]) -> tuple[PlannedGate, ...]:
@@ -240,60 +256,6 @@ class Checker:
 
     def _no_step(self, name: str) -> str:
         return f"no step '{name[:60]}'. Known: {', '.join(self.names)}.{nearest(name, self.names)}"
-
-    def model(self) -> Path | None:
-        """Check the model's folder; return it, or None for an id on the hub."""
-        model = self.recipe.model
-        if "model" in self.bad:
-            return None
-        if not isinstance(model, str):
-            self.mistakes.add(
-                ("model",),
-                "starting from a config without weights is not yet supported by this version;"
-                " give the folder of a trained model, or a hub id.",
-            )
-            return None
-        if not model.strip() or "\0" in model:
-            self.mistakes.add(("model",), "expected a model's folder or a hub id, read an empty name.")
-            return None
-        try:
-            folder = local_folder(model, self.recipe.base)
-            if folder is None:
-                self.warnings.append(f"model: '{model}' is no folder here; the run fetches it from the hub.")
-                return None
-            task = None if "task" in self.bad else self.recipe.task
-            problems, warnings = check_model_folder(folder, task)
-        except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
-            problems, warnings, folder = [f"cannot be read: {error}."], [], None
-        for problem in problems:
-            self.mistakes.add(("model",), problem)
-        self.warnings += [f"model: {warning}" for warning in warnings]
-        return folder
-
-    def data(self) -> dict[str, Split]:
-        """Check that the files of the data are there, and read the small ones."""
-        if self.bad & {"data", "task"}:
-            return {}
-        splits: dict[str, Split] = {}
-        for name, origin in self.recipe.data.splits().items():
-            path = self.recipe.base / origin
-            try:
-                path = path.expanduser()
-                large = path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES
-                if large or _is_hub(origin, path):
-                    continue
-                splits[name] = read_origin(self.recipe, origin, name)
-            except InputError as error:
-                self.mistakes.add(("data", name), str(error))
-            except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have
-                self.mistakes.add(("data", name), f"cannot be read: {error}.")
-        return splits
-
-
-def _is_hub(origin: str, path: Path) -> bool:
-    """Say whether `read_split` would ask the hub for `origin`."""
-    local = bool(path.suffix) or origin.startswith((".", "/", "~")) or "/" not in origin
-    return not local and not path.is_file()
 
 
 def _finish(draft: _Draft) -> Step | None:

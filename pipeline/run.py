@@ -146,8 +146,9 @@ class _Run:
             self.report.skipped(step.name, step.unavailable)
             self.display.line(f"{step.name}: skipped: {step.unavailable}")
             return
-        if step.parent not in self.artifacts:
-            self.report.not_reached(step.name, f"its parent step '{step.parent}' gave no artifact")
+        missing = [name for name in step.stands_on if name not in self.artifacts]
+        if missing:
+            self.report.not_reached(step.name, f"step '{missing[0]}', which it needs, gave no artifact")
             return
         self.display.begin(step.name)
         started = time.monotonic()
@@ -182,7 +183,8 @@ class _Run:
         while name != ROOT:
             names.append(name)
             name = parents[name]
-        return {n: self.artifacts[n] for n in [ROOT, *reversed(names)]}
+        named = [n for n in step.stands_on if n != ROOT and n not in names]
+        return {n: self.artifacts[n] for n in [ROOT, *named, *reversed(names)]}
 
     def _is_fresh(self, name: str) -> bool:
         return bool(self.options.fresh & {"*", name})

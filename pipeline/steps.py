@@ -94,7 +94,7 @@ class Workshop:
             SmeltError: the stage failed; nothing is left in the store.
         """
         parent = ancestors[step.parent]
-        key = self.key(step, parent)
+        key = self.key(step, ancestors)
         found = None if fresh else self.store.find(key)
         if found:
             return found, True
@@ -102,14 +102,16 @@ class Workshop:
         with self.store.workspace() as space:
             return self._make(step, parent, ancestors, key, space), False
 
-    def key(self, step: Step, parent: Artifact) -> str:
-        """Return the content address of what `step` makes of `parent`."""
+    def key(self, step: Step, ancestors: Mapping[str, Artifact]) -> str:
+        """Return the content address of what `step` makes; a step that it names counts by its key."""
+        parent = ancestors[step.parent]
+        named = {setting: ancestors[name].key for setting, name in step.settings.references().items()}
         return hash_of(
             {
                 "parent": parent.key,
                 "stage": step.stage,
                 "version": step.cls.version,
-                "settings": step.settings.model_dump(mode="json"),
+                "settings": step.settings.model_dump(mode="json") | named,
                 "seed": self.seed,
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),

@@ -190,7 +190,21 @@ def import_model(src: Path, out: Path, labels: list[str] | None = None, seed: in
         wanted = path.suffix in _TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
         if path.is_file() and wanted:
             shutil.copyfile(path, out / path.name)
-    return []
+    return _half_precision_note(out)
+
+
+def _half_precision_note(folder: Path) -> list[str]:
+    """Say why the torch steps of a half-precision checkpoint take more bytes than the checkpoint."""
+    kinds = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    if not kinds & {"F16", "BF16"}:
+        return []
+    return [
+        "the checkpoint holds 16-bit weights; torch steps are kept as float32, 4 bytes a weight,"
+        " so that nothing is lost between stages"
+    ]
 
 
 def _with_new_head(src: Path, out: Path, labels: list[str], seed: int) -> list[str]:

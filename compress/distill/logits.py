@@ -10,7 +10,7 @@ from smelt.compress.training import TrainingSettings, load_float, train
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Settings, StepName
 
 if TYPE_CHECKING:
     from smelt.compress.training_loop import Objective
@@ -55,7 +55,9 @@ class DistillSettings(TrainingSettings):
     student: StudentSettings | None = Field(
         default=None, description="layers to keep; without it the model trains as it is (recovery)"
     )
-    teacher: str = Field(default="model", description="name of an earlier step; `model` is the untouched one")
+    teacher: StepName = Field(
+        default="model", description="name of an earlier torch step; `model` is the untouched one"
+    )
     temperature: float = Field(default=2.0, gt=0, description="softens both distributions")
     losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
 

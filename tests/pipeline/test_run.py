@@ -94,6 +94,41 @@ def test_until_set_and_limit_change_what_is_done(home, tmp_path):
     assert report["steps"][0]["quality"]["bleu"]["n"] == 3
 
 
+def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_path):
+    """The step that a setting names counts by what it is: neither its name nor its branch matters."""
+    train = "max_steps: 1, batch_size: 4, evals: 1"
+    head = (
+        RECIPE.split("stages:", maxsplit=1)[0]
+        .replace("model: m", f"model: {home / 'm'}")
+        .replace("data.jsonl", f"{home}/data.jsonl")
+    )
+    tail = "score: {quality: [bleu], generation: {max_new_tokens: 6}, latency: false}"
+    keys = []
+    for first, second in (("tuned", "wide"), ("teacher", "wide"), ("wide", "teacher")):
+        stages = f"""
+  - finetune: {{{train}}}
+    name: {first}
+  - finetune: {{{train}, learning_rate: 0.01}}
+    from: model
+    name: {second}
+  - distill: {{{train}, teacher: {"tuned" if first == "tuned" else "teacher"}}}
+    from: model
+"""
+        (tmp_path / "r.yaml").write_text(f"{head}stages:{stages}{tail}")
+        arguments = [
+            "run",
+            str(tmp_path / "r.yaml"),
+            "--quiet",
+            "--out",
+            str(tmp_path / "r"),
+            "--store",
+            str(tmp_path / "s"),
+        ]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        keys.append(_report(tmp_path / "r")["steps"][-1]["key"])
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_a_missed_gate_gives_exit_code_3_and_says_so(home, tmp_path):
     result = _run(
         home,

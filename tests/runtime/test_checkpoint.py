@@ -107,3 +107,15 @@ def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
     assert isinstance(model.classifier, nn.Linear)
     assert model.classifier.out_features == 3
     assert model.config.id2label == {0: "bad", 1: "good", 2: "other"}
+
+
+def test_a_half_precision_checkpoint_says_that_later_steps_are_float32(tmp_path):
+    folder = tiny.marian(tmp_path / "marian")
+    for name, notes in (("full", 0), ("half", 1)):
+        if name == "half":
+            tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
+            save_file(tensors, folder / "model.safetensors")
+        (tmp_path / name).mkdir()
+        found = import_model(folder, tmp_path / name)
+        assert len(found) == notes, found
+    assert "16-bit" in found[0]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from smelt.compress.training import TrainingSettings, load_float, train
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Task
+from smelt.core.data import TASKS, Task
 from smelt.core.stage import Context, Need
 
 
@@ -31,7 +31,7 @@ class Finetune:
     source: ClassVar[str] = "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer"
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,6 +24,7 @@ from smelt.core.files import hash_of
 
 SplitName = Literal["train", "validation", "calibration", "test"]
 Task = Literal["translation", "text-classification"]
+TASKS: tuple[Task, ...] = get_args(Task)
 
 
 class Columns(BaseModel):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Task
+from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 
@@ -62,7 +62,7 @@ class Onnx:
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[Settings]] = OnnxSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""

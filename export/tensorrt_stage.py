@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Example, Task
+from smelt.core.data import TASKS, Example, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt_build import BuildOptions, Compatibility, build_engine, timing_cache_path
@@ -81,7 +81,7 @@ class TensorrtStage:
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: TensorrtSettings, ctx: Context) -> None:
         """Write `NAME.engine` for every `NAME.onnx` of `src`, with config and tokenizer.

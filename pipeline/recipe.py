@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import Columns, Task
+from smelt.core.data import TASKS, Columns, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
@@ -19,7 +19,6 @@ from smelt.recipe_stages import StageEntry, read_stages
 from smelt.recipe_yaml import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.generation import Generation
 
-TASKS: tuple[str, ...] = get_args(Task)
 LATER_TASKS = ("summarization", "language-modeling", "image-classification", "sentence-similarity")
 METRICS: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),

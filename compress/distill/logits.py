@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.training import TrainingSettings, load_float, train
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Task
+from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context, Need, Settings, StepName
 
@@ -83,7 +83,7 @@ class Distill:
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""

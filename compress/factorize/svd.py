@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from smelt.compress.training import load_float, stored_parameters
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Task
+from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
 
@@ -66,7 +66,7 @@ class Factorize:
     source: ClassVar[str] = "Eckart & Young 1936, Psychometrika 1(3); Denton et al. 2014, arXiv:1404.0736"
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""

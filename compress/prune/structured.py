@@ -9,7 +9,7 @@ from pydantic import Field
 
 from smelt.compress.training import load_float, stored_parameters
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Split, Task
+from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
 
@@ -60,7 +60,7 @@ class Prune:
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import Task
+from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
 
@@ -46,7 +46,7 @@ class Quantize:
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset({"translation", "text-classification"})
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""

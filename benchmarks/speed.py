@@ -109,7 +109,7 @@ def _overhead() -> list[float]:
     from unittest.mock import patch
 
     from smelt.plan import load_plan
-    from smelt.run import Options, run_plan
+    from smelt.execute import Options, run_plan
     from smelt.scoring import Scorer
 
     spent = 0.0

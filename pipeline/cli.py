@@ -91,7 +91,7 @@ def run(
 ) -> None:
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
     from smelt.plan import load_plan
-    from smelt.run import Options, run_plan, summary_lines
+    from smelt.execute import Options, run_plan, summary_lines
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:

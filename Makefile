@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 # Stamps: an environment is set up once, and again only when what it is made from has changed.
 USER_READY := $(VENV)/.smelt-user
 DEV_READY := $(VENV)/.smelt-dev
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
+PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help environment quickstart test lint types bench clean
 .DEFAULT_GOAL := help

@@ -27,6 +27,7 @@ from smelt.compress.training_data import Row, TensorBatch, collate, group_by_len
 from smelt.compress.training_state import threads, training_state
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Progress
+from smelt.runtime.device import torch_device
 
 # From a model and a batch to the mean loss over its labels (a float32 scalar).
 Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]
@@ -229,7 +230,7 @@ def run_training(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
         stack.enter_context(threads(ctx.threads))
-        args = _arguments(settings, folder, ctx.seed)
+        args = _arguments(settings, folder, ctx)
         precision = pick_precision(settings.precision, args.device)
         stack.enter_context(training_state(model, settings.dropout, args.device))
         keeper = Keeper(model, settings.ema, ctx.progress)
@@ -252,7 +253,9 @@ def run_training(
     }
 
 
-def _arguments(settings: TrainingSettings, folder: str, seed: int) -> Any:
+def _arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:
+    if ctx.device == "cuda":
+        torch_device(ctx.device)  # says what is missing; Trainer would quietly take the CPU
     return transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,  # the plan of batches spans the whole run
@@ -262,7 +265,8 @@ def _arguments(settings: TrainingSettings, folder: str, seed: int) -> Any:
         warmup_steps=settings.warmup,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
-        seed=seed,
+        seed=ctx.seed,
+        use_cpu=ctx.device == "cpu",
         save_strategy="no",
         eval_strategy="no",
         logging_strategy="steps" if settings.report_to else "no",

@@ -56,6 +56,7 @@ class Context:
     ancestors: the finished artifacts above this step and those that its settings name as a `StepName`,
         by step name (`model` is the untouched one).
     score: quality of an artifact on the validation data, by metric name; higher is better.
+    device: auto, cpu or cuda: where to train; auto is CUDA where torch sees one.
     warnings, facts: what the report should tell of this step; the stage adds to them.
     """
 
@@ -67,6 +68,7 @@ class Context:
     score: Callable[[Artifact], Mapping[str, float]]
     progress: Progress = silent
     threads: int | None = None
+    device: str = "auto"
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -70,7 +70,7 @@ class Onnx:
         from smelt.runtime.checkpoint import copy_tokenizer
         from smelt.runtime.torch_runner import TorchRunner
 
-        with TorchRunner(src, ctx.threads) as parent:
+        with TorchRunner(src, ctx.threads, "cpu") as parent:
             model = parent.model
             kind = _kind(model, settings)
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)

@@ -19,8 +19,9 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, MissingDependencyError
 from smelt.runtime.checkpoint import read_json
+from smelt.runtime.device import NO_ORT_CUDA, onnx_device
 from smelt.runtime.runner import Batch, Logits, Tokens
 
 _MAKE_AGAIN = "Run the onnx stage again to make it anew."
@@ -40,21 +41,21 @@ class OnnxRunner:
     name = "onnxruntime"
     version: str = onnxruntime.__version__
 
-    def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
-        self._load(artifact.path, artifact.manifest.facts.get("target"), threads)
+    def __init__(self, artifact: Artifact, threads: int | None = None, device: str = "auto") -> None:
+        self._load(artifact.path, artifact.manifest.facts.get("target"), threads, device)
 
     @classmethod
-    def over(cls, folder: Path, target: str, threads: int | None = None) -> Self:
+    def over(cls, folder: Path, target: str, threads: int | None = None, device: str = "auto") -> Self:
         """Open the graphs in `folder`, which is not an artifact yet."""
         runner = cls.__new__(cls)
-        runner._load(folder, target, threads)
+        runner._load(folder, target, threads, device)
         return runner
 
-    def _load(self, folder: Path, target: str | None, threads: int | None) -> None:
+    def _load(self, folder: Path, target: str | None, threads: int | None, device: str = "auto") -> None:
         self.folder: Path = folder
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self.generation_config: dict[str, Any] = read_json(self.folder / "generation_config.json")
-        self._device = "cuda" if target == "ort-cuda" and _has_cuda() else "cpu"
+        self.device = self._device = onnx_device(device, target)
         self._threads = threads
         self._model = self._encoder = self._decoder = None
         if (self.folder / "model.onnx").is_file():
@@ -190,11 +191,14 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu") ->
         ["CUDAExecutionProvider", "CPUExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
     )
     try:
-        return onnxruntime.InferenceSession(
+        session = onnxruntime.InferenceSession(
             str(path), options, providers=providers, disabled_optimizers=["SkipLayerNormFusion"]
         )
     except Exception as error:  # its error classes share no base but Exception
         raise InputError(f"{path}: ONNX Runtime cannot load this graph: {error} {_MAKE_AGAIN}") from error
+    if providers[0] not in session.get_providers():  # it warns, and goes on without the provider
+        raise MissingDependencyError(f"{path}: {NO_ORT_CUDA}")
+    return session
 
 
 def lacks_vnni(cpuinfo: Path) -> bool:
@@ -212,9 +216,3 @@ def lacks_vnni(cpuinfo: Path) -> bool:
 
 def _past(name: str) -> str:
     return f"past_key_values.{name.removeprefix('present.')}"
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()

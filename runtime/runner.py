@@ -35,12 +35,14 @@ class Batch:
 class Runner(Protocol):
     """A loaded artifact. A context manager: leaving it frees the memory.
 
-    name and version (for example onnxruntime 1.31.1) are part of every score's key.
+    name and version (for example onnxruntime 1.31.1) are part of every score's key, as is the device,
+    cpu or cuda.
     config: the model's Hugging Face config as a dict; generation_config likewise.
     """
 
     name: str
     version: str
+    device: str
     folder: Any
     config: dict[str, Any]
     generation_config: dict[str, Any]
@@ -64,21 +66,21 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-def open_runner(artifact: Artifact, threads: int | None = None) -> Runner:
-    """Load `artifact` in the runtime that its format and target ask for.
+def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
+    """Load `artifact` in the runtime that its format and target ask for, on `device` (see device.py).
 
     Raises:
-        InputError: no runner for this format.
+        InputError: no runner for this format, or cuda is asked for and there is none.
         MissingDependencyError: the runtime is not installed.
     """
     if artifact.format == "torch":
         from smelt.runtime.torch_runner import TorchRunner
 
-        return TorchRunner(artifact, threads)
+        return TorchRunner(artifact, threads, device)
     if artifact.format == "onnx":
         from smelt.runtime.onnx_runner import OnnxRunner
 
-        return OnnxRunner(artifact, threads)
+        return OnnxRunner(artifact, threads, device)
     if artifact.format == "tensorrt":
         from smelt.runtime.tensorrt_runner import TensorrtRunner
 

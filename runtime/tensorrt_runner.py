@@ -127,6 +127,7 @@ class TensorrtRunner:
     """A `Runner` over TensorRT engines; batches larger than the engine's are split."""
 
     name = "tensorrt"
+    device = "cuda"
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
         trt = import_tensorrt()

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.artifact import Artifact
 from smelt.runtime.checkpoint import load_model, read_json
+from smelt.runtime.device import torch_device
 from smelt.runtime.runner import Batch, Logits, Tokens
 
 
@@ -23,50 +24,59 @@ class _State:
 
 
 class TorchRunner:
-    """A `Runner` over a transformers model in PyTorch, float32, on the CPU."""
+    """A `Runner` over a transformers model in PyTorch, float32, on the CPU or a CUDA device.
+
+    Quantized layers compute as the CPU's runtime does, so a model with any stays on the CPU.
+    """
 
     name = "torch"
     version = str(torch.__version__)
 
-    def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
+    def __init__(self, artifact: Artifact, threads: int | None = None, device: str = "auto") -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self.folder = artifact.path
         self.config: dict[str, Any] = read_json(artifact.path / "config.json")
         self.generation_config: dict[str, Any] = read_json(artifact.path / "generation_config.json")
-        self.model, _ = load_model(artifact.path)
+        self.model, edits = load_model(artifact.path)
+        quantized = any(edit["op"] == "quantize" for edit in edits)
+        self.device = "cpu" if quantized else torch_device(device)
+        self.model.to(self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Logits:
         """Return class logits, float32 [B, C]."""
         inputs = {
-            "input_ids": torch.from_numpy(batch.input_ids),
-            "attention_mask": torch.from_numpy(batch.attention_mask),
+            "input_ids": self._there(batch.input_ids),
+            "attention_mask": self._there(batch.attention_mask),
         }
         if batch.token_type_ids is not None:
-            inputs["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
-        logits: Logits = self.model(**inputs).logits.numpy()
+            inputs["token_type_ids"] = self._there(batch.token_type_ids)
+        logits: Logits = self.model(**inputs).logits.cpu().numpy()
         return logits
 
     @torch.inference_mode()
     def encode(self, batch: Batch) -> _State:
         """Run the encoder and start an empty cache."""
-        mask = torch.from_numpy(batch.attention_mask)
-        encoded = self.model.get_encoder()(torch.from_numpy(batch.input_ids), attention_mask=mask)
+        mask = self._there(batch.attention_mask)
+        encoded = self.model.get_encoder()(self._there(batch.input_ids), attention_mask=mask)
         return _State(encoded, mask, EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
     @torch.inference_mode()
     def decode_step(self, state: _State, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [B]); return float32 [B, V]."""
         out = self.model(
-            decoder_input_ids=torch.from_numpy(tokens)[:, None],
+            decoder_input_ids=self._there(tokens)[:, None],
             encoder_outputs=state.encoded,
             attention_mask=state.mask,
             past_key_values=state.cache,
             use_cache=True,
         )
-        logits: Logits = out.logits[:, -1].numpy()
+        logits: Logits = out.logits[:, -1].cpu().numpy()
         return logits
+
+    def _there(self, values: Tokens) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
 
     def close(self) -> None:
         """Free the model."""

@@ -1,0 +1,57 @@
+"""Which device a runner uses, from what the user asked for and what the machine has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from smelt.core.errors import InputError, MissingDependencyError
+
+Device = Literal["auto", "cpu", "cuda"]
+Place = Literal["cpu", "cuda"]
+
+NO_TORCH_CUDA = (
+    "device: cuda was asked for, but torch sees no CUDA device here. `smelt doctor` says what is missing"
+    " (a driver, or a CUDA build of torch: https://pytorch.org/get-started/locally); or set device: cpu."
+)
+NO_ORT_CUDA = (
+    "device: cuda was asked for, but this ONNX Runtime has no CUDAExecutionProvider that loads:"
+    " pip install 'onnxruntime-gpu[cuda,cudnn]' (and not onnxruntime beside it), or set device: cpu."
+)
+
+
+def torch_device(wanted: str) -> Place:
+    """Return where torch is to work: `cuda` if that was asked for, or with `auto` where torch sees one.
+
+    Raises:
+        InputError: cuda is asked for and torch sees none.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise InputError(NO_TORCH_CUDA)
+    return "cpu"
+
+
+def onnx_device(wanted: str, target: str | None) -> Place:
+    """Return where ONNX Runtime is to work: on CUDA only with graphs that were made for it.
+
+    A graph of another target (ort-cpu) stays on the CPU whatever was asked for: its operators are the
+    fast ones there.
+
+    Raises:
+        MissingDependencyError: cuda is asked for, the graph is for it, and this ONNX Runtime has none.
+    """
+    if target != "ort-cuda" or wanted == "cpu":
+        return "cpu"
+    import onnxruntime
+    import torch
+
+    if torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        return "cuda"
+    if wanted == "cuda":
+        raise MissingDependencyError(NO_ORT_CUDA)
+    return "cpu"

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from smelt.core.data import Example, Split
+from smelt.core.data import TEXT_TO_TEXT, Example, Split
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context
 from smelt.runtime.predict import encode_texts, length_limit
@@ -45,7 +45,7 @@ def encode_split(
     max_length: int | None = None,
     what: str = "train",
 ) -> list[Row]:
-    """Tokenize all rows of `split` once. A translation row with several references gives several rows.
+    """Tokenize all rows of `split` once. A translation or summary with several references gives several rows.
 
     Texts longer than the model's limit (or `max_length` tokens) are cut and counted in a warning.
 
@@ -58,7 +58,7 @@ def encode_split(
     sources = encode_texts([e.text for e in examples], tokenizer, limit, pairs)
     cut = sources.truncated
     types: Sequence[list[int] | None] = sources.types or [None] * len(examples)
-    if ctx.task == "translation":
+    if ctx.task in TEXT_TO_TEXT:
         texts = [reference for e in examples for reference in e.references]
         targets = encode_targets(texts, tokenizer, limit)
         cut += targets[1]

@@ -23,8 +23,9 @@ from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 
 SplitName = Literal["train", "validation", "calibration", "test"]
-Task = Literal["translation", "text-classification"]
+Task = Literal["translation", "summarization", "text-classification"]
 TASKS: tuple[Task, ...] = get_args(Task)
+TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})  # a text becomes another
 
 
 class Columns(BaseModel):
@@ -41,7 +42,7 @@ class Columns(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row. Translation uses `text` and `references`, classification `text` and `label`."""
+    """One row. Translation and summarization use `text` and `references`, classification `text` and `label`."""
 
     text: str
     references: tuple[str, ...] = ()
@@ -171,7 +172,7 @@ def _read_hub(origin: str, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -> Example:
-    if task == "translation":
+    if task in TEXT_TO_TEXT:
         references = row.get(columns.references)
         if references is None:
             references = [_text(row, columns.target, where, "target")]
@@ -202,11 +203,22 @@ def _text(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
     return value
 
 
+# What public data sets call these columns. They are never guessed, only named in the message.
+_ALIASES = {
+    "source": ("document", "article", "dialogue", "input", "text", "src", "en"),
+    "target": ("summary", "highlights", "abstract", "output", "reference", "tgt", "de"),
+}
+
+
 def _missing(row: Mapping[str, Any], column: str, where: str, setting: str) -> InputError:
     names = ", ".join(map(str, row)) or "none"
+    hint = nearest(column, map(str, row))
+    usual = next((name for name in _ALIASES.get(setting, ()) if name in row), None)
+    if usual:
+        hint = f" '{usual}' often holds it."
     return InputError(
-        f"{where}: no column '{column}'; there are: {names}.{nearest(column, map(str, row))}"
-        f" Name the right one with data: {{columns: {{{setting}: NAME}}}}."
+        f"{where}: no column '{column}'; there are: {names}.{hint}"
+        f" Name the right one with data: {{columns: {{{setting}: {usual or 'NAME'}}}}}."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Example, Task
+from smelt.core.data import TASKS, TEXT_TO_TEXT, Example, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt_build import BuildOptions, Compatibility, build_engine, timing_cache_path
@@ -145,13 +145,13 @@ def dimension_ranges(
             f"{longer} of {len(lengths)} texts looked at are longer than the {ranges['input'].max} tokens"
             " that the engine takes and would be cut; see tensorrt: {length_percentile, lengths}"
         )
-    if ctx.task == "translation":
+    if ctx.task in TEXT_TO_TEXT:
         ranges["past"] = past_range(outputs or lengths or [2], settings.max_new_tokens, most)
     return ranges, limit
 
 
 def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tuple[list[int], list[int]]:
-    """Return the lengths in tokens of the inputs, and of the references for translation."""
+    """Return the lengths in tokens of the inputs, and of the references where texts are generated."""
     if not examples:
         return [], []
     from smelt.runtime.checkpoint import load_tokenizer
@@ -160,7 +160,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     tokenizer = load_tokenizer(folder)
     texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
     inputs = [len(ids) for ids in encode_texts(texts, tokenizer, 10**9, pairs).ids]
-    if task != "translation":
+    if task not in TEXT_TO_TEXT:
         return inputs, []
     references = [e.references[0] for e in examples if e.references]
     targets = tokenizer(text_target=references, verbose=False)["input_ids"] if references else []

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from smelt.core.data import TEXT_TO_TEXT
 from smelt.plan import Plan, Step
 from smelt.recipe_stages import ROOT
 
@@ -71,7 +72,7 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
 def _score(plan: Plan) -> list[str]:
     score = plan.recipe.score
     text = f"score       {', '.join(score.quality)}"
-    if plan.recipe.task == "translation":
+    if plan.recipe.task in TEXT_TO_TEXT:
         text += f"; greedy, at most {score.generation.max_new_tokens} new tokens"
     if score.latency:
         sizes = ", ".join(map(str, score.latency.batch_sizes))

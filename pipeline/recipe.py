@@ -19,11 +19,14 @@ from smelt.recipe_stages import StageEntry, read_stages
 from smelt.recipe_yaml import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.generation import Generation
 
-LATER_TASKS = ("summarization", "language-modeling", "image-classification", "sentence-similarity")
+LATER_TASKS = ("language-modeling", "image-classification", "sentence-similarity")
 METRICS: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
+    "summarization": ("rouge1", "rouge2", "rougeL", "bleu", "chrf"),
     "text-classification": ("accuracy", "f1"),
 }
+# What is scored where a recipe names no metrics: all that fit the task, except here.
+DEFAULT_METRICS = METRICS | {"summarization": ("rouge1", "rouge2", "rougeL")}
 
 
 class Untrained(Settings):
@@ -34,13 +37,20 @@ class Untrained(Settings):
 
 
 class Data(Settings):
-    """Where the rows of each split are: a file, relative to the recipe, or a hub id."""
+    """Where the rows of each split are: a file, relative to the recipe, or a hub id.
+
+    prefix, source_language, target_language: what is put before each source text, and the languages of a
+    multilingual model; None takes what the model says (see `smelt.text_rules`).
+    """
 
     train: str | None = None
     validation: str | None = None
     calibration: str | None = None
     test: str
     columns: Columns = Columns()
+    prefix: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
 
     def splits(self) -> dict[str, str]:
         """Return the splits that are given, by name."""
@@ -206,7 +216,7 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
         return keys
     fitting = METRICS[keys.task]
     if not keys.score.quality:
-        score = keys.score.model_copy(update={"quality": fitting})
+        score = keys.score.model_copy(update={"quality": DEFAULT_METRICS[keys.task]})
         return keys.model_copy(update={"score": score})
     everything = {metric: task for task, metrics in METRICS.items() for metric in metrics}
     for number, metric in enumerate(keys.score.quality):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import Example, Split, Task
+from smelt.core.data import TEXT_TO_TEXT, Example, Split, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.core.stage import Progress, silent
@@ -72,7 +72,7 @@ class Scorer:
                 "artifact": artifact.key,
                 "data": split.fingerprint,
                 "metrics": sorted(self.metrics),
-                "generation": self.generation.model_dump() if self.task == "translation" else None,
+                "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
                 "batch_size": self.batch_size,
                 "strict": self.strict,
                 "libraries": library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES)),

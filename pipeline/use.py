@@ -11,7 +11,7 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import Columns, Example, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.store import Store
-from smelt.recipe import METRICS
+from smelt.recipe import DEFAULT_METRICS, METRICS
 from smelt.scoring import Scorer, label_names
 
 
@@ -46,7 +46,7 @@ def evaluate_artifact(
         scorer = Scorer(
             Store(Path(scratch)),
             task,
-            metrics or METRICS[task],
+            metrics or DEFAULT_METRICS[task],
             Generation(max_new_tokens=max_new_tokens),
             batch_size,
             threads,

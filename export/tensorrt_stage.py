@@ -71,7 +71,7 @@ class TensorrtStage:
     `hardware_compatibility` says otherwise.
 
         - tensorrt: {optimization_level: 4, max_batch_size: 16}
-          optional: true      # without TensorRT: skipped, with the reason in the report
+          optional: true      # without TensorRT: skipped, and the report says so
     """
 
     name: ClassVar[str] = "tensorrt"

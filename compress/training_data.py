@@ -13,8 +13,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from smelt.compress.classifier_losses import problem_of
 from smelt.core.data import TEXT_TO_TEXT, Example, Split
-from smelt.core.errors import InputError, nearest
+from smelt.core.labels import (
+    MULTI,
+    REGRESSION,
+    class_names,
+    read_class_sets,
+    read_classes,
+    read_numbers,
+)
 from smelt.core.stage import Context
 from smelt.runtime.predict import encode_texts, length_limit
 
@@ -24,11 +32,14 @@ TensorBatch: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tokenized row: source ids, type ids of a text pair, target ids or a class index."""
+    """One tokenized row: source ids, type ids of a text pair, and what is to come out.
+
+    target: target ids; a class index; for several classes or a number one float for each output.
+    """
 
     source: list[int]
     types: list[int] | None
-    target: list[int] | int
+    target: list[int] | int | tuple[float, ...]
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -65,7 +76,7 @@ def encode_split(
         owner = [i for i, e in enumerate(examples) for _ in e.references]
         rows = [Row(sources.ids[i], types[i], ids) for i, ids in zip(owner, targets[0], strict=True)]
     else:
-        labels = class_indices(examples, config)
+        labels = classifier_targets(examples, config, split.origin)
         rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
     if cut:
         ctx.warnings.append(f"{what}: {cut} texts of {len(examples)} rows were cut at {limit} tokens")
@@ -79,28 +90,21 @@ def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[l
     return [ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in full], cut
 
 
-def class_indices(examples: Sequence[Example], config: Any) -> list[int]:
-    """Return each example's class: a whole number, or a name of the config's `label2id`.
+def classifier_targets(
+    examples: Sequence[Example], config: Any, what: str = ""
+) -> Sequence[int | tuple[float, ...]]:
+    """Return each example's class; for several classes C numbers, 1 where one holds; for regression one.
 
     Raises:
-        InputError: an unknown label; the message names it, its row and the known ones.
+        InputError: a label that the model does not know; the message names it, its rows and the known ones.
     """
-    names = {str(name): int(index) for name, index in (config.label2id or {}).items()}
-    result = []
-    for number, example in enumerate(examples, start=1):
-        label = example.label
-        index = names.get(str(label))
-        # CSV files hold numbers as text
-        if index is None and str(label).isdigit() and int(str(label)) < config.num_labels:
-            index = int(str(label))
-        if index is None:
-            known = ", ".join(names)
-            raise InputError(
-                f"row {number}: the label {label!r} is not one of the model's {config.num_labels} labels:"
-                f" {known} or 0 to {config.num_labels - 1}.{nearest(str(label), names)}"
-            )
-        result.append(index)
-    return result
+    names, problem = class_names({"id2label": config.id2label}), problem_of(config)
+    if problem == REGRESSION:
+        return [(value,) for value in read_numbers(examples, what)]
+    if problem == MULTI:
+        sets = read_class_sets(examples, names, what)
+        return [tuple(float(i in found) for i in range(len(names))) for found in sets]
+    return read_classes(examples, names, what)
 
 
 def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
@@ -108,7 +112,8 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
 
     Returns input_ids, attention_mask (and token_type_ids where there are any) as int64 [B, L]. For a
     translator labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
-    labels shifted right behind the decoder's start token; for a classifier labels are int64 [B].
+    labels shifted right behind the decoder's start token; for a classifier labels are int64 [B], or
+    float32 [B, C] where a text has several classes or a number.
     """
     pad = int(config.pad_token_id or 0)
     batch = {"input_ids": _pad([r.source for r in rows], pad)}
@@ -122,7 +127,9 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
         start = config.decoder_start_token_id
         batch["decoder_input_ids"] = _pad([[start, *ids[:-1]] for ids in targets], pad)
     else:
-        batch["labels"] = torch.tensor([r.target for r in rows])
+        numbers = isinstance(rows[0].target, tuple)
+        kind = torch.float32 if numbers else torch.int64
+        batch["labels"] = torch.tensor([r.target for r in rows], dtype=kind)
     return batch
 
 

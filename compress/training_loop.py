@@ -21,7 +21,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from smelt.compress.losses import IGNORE, mixed_loss
+from smelt.compress.classifier_losses import training_loss
+from smelt.compress.losses import IGNORE
 from smelt.compress.training import TrainingSettings
 from smelt.compress.training_data import Row, TensorBatch, collate, group_by_length, plan_batches
 from smelt.compress.training_state import threads, training_state
@@ -45,11 +46,14 @@ def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
 
 
 def label_objective(smoothing: float = 0.0) -> Objective:
-    """Return the mean cross-entropy with the labels; smoothed only while the model trains."""
+    """Return the mean loss with the labels (see `training_loss`); smoothed only while the model trains."""
 
     def objective(model: nn.Module, batch: TensorBatch) -> Tensor:
-        return mixed_loss(
-            logits_of(model, batch), batch["labels"], smoothing=smoothing if model.training else 0.0
+        return training_loss(
+            getattr(model, "module", model).config,
+            logits_of(model, batch),
+            batch["labels"],
+            smoothing=smoothing if model.training else 0.0,
         )
 
     return objective
@@ -202,7 +206,9 @@ def mean_loss(
     with torch.no_grad(), autocast(precision, device):
         for batch in batches:
             there = {name: value.to(device) for name, value in batch.items()}
-            items = int((batch["labels"] != IGNORE).sum())
+            labels = batch["labels"]
+            # -100 stands for padding among classes only; among numbers it is one
+            items = labels.numel() if labels.is_floating_point() else int((labels != IGNORE).sum())
             total += float(objective(model, there)) * items
             count += items
     model.train(was_training)

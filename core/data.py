@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,12 @@ from smelt.core.files import hash_of
 SplitName = Literal["train", "validation", "calibration", "test"]
 Task = Literal["translation", "summarization", "text-classification"]
 TASKS: tuple[Task, ...] = get_args(Task)
-TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})  # a text becomes another
+# Tasks in which a text becomes another text.
+TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})
+
+
+# A class by number or name, a number to be predicted, or several classes; see smelt.core.labels.
+Label = int | str | float | tuple[int | str, ...]
 
 
 class Columns(BaseModel):
@@ -47,7 +53,7 @@ class Example:
     text: str
     references: tuple[str, ...] = ()
     text_pair: str | None = None
-    label: int | str | None = None
+    label: Label | None = None
 
 
 @dataclass(frozen=True)
@@ -186,12 +192,24 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
     )
     if columns.label not in row:
         raise _missing(row, columns.label, where, "label")
-    label = row[columns.label]
-    if isinstance(label, bool) or not isinstance(label, (int, str)):
-        raise InputError(
-            f"{where}: column '{columns.label}' must be a whole number or a name, read {label!r}"
-        )
+    label = _label(row[columns.label], where, columns.label)
     return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=label)
+
+
+def _label(value: Any, where: str, column: str) -> Label:
+    if isinstance(value, list | tuple) and all(_is_class(item) for item in value):
+        return tuple(value)
+    if _is_class(value) or (isinstance(value, float) and math.isfinite(value)):
+        label: Label = value
+        return label
+    raise InputError(
+        f"{where}: column '{column}' must be a whole number or a name, a list of such (several labels),"
+        f" or a number (regression), read {repr(value)[:80]}"
+    )
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 def _text(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:

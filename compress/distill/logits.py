@@ -109,7 +109,7 @@ def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
     """Return the mixed loss of `settings` with `teacher` (eval mode) run on the same batch."""
     import torch
 
-    from smelt.compress.losses import mixed_loss
+    from smelt.compress.classifier_losses import training_loss
     from smelt.compress.training_loop import logits_of
 
     weights = settings.losses
@@ -119,7 +119,8 @@ def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
         if weights.logits:
             with torch.no_grad():
                 target = logits_of(teacher.to(batch["labels"].device), batch)
-        return mixed_loss(
+        return training_loss(
+            getattr(model, "module", model).config,
             logits_of(model, batch),
             batch["labels"],
             target,

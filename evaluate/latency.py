@@ -84,6 +84,7 @@ def measure(
     generation: Generation | None = None,
     progress: Progress = silent,
     pairs: Sequence[str | None] | None = None,
+    device: str = "auto",
 ) -> Latency:
     """Time every artifact against `artifacts[baseline]` on the same texts.
 
@@ -100,7 +101,8 @@ def measure(
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
-    job = _Job(settings, task, generation or Generation(), texts, pairs, settings.threads or physical_cores())
+    threads = settings.threads or physical_cores()
+    job = _Job(settings, task, generation or Generation(), texts, pairs, threads, device)
     others = [name for name in artifacts if name != baseline]
     with ExitStack() as stack:
         measurement = _Measurement(job, baseline, progress, max(1, len(others)))
@@ -120,6 +122,7 @@ class _Job:
     texts: Sequence[str]
     pairs: Sequence[str | None] | None
     threads: int
+    device: str
     counts: dict[int, int] = field(default_factory=dict)
 
     def start(self, stack: ExitStack, path: Path) -> tuple[WorkerProcess, str]:
@@ -131,6 +134,7 @@ class _Job:
             threads=self.threads,
             task=self.task,
             generation=self.generation.model_dump(),
+            device=self.device,
         )
         return worker, answer["runner"]
 

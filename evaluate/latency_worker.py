@@ -4,10 +4,10 @@ Speaks JSON lines: a request per line on standard input, an answer per line on s
 works only between a request and its answer and is blocked on the pipe otherwise, so that it disturbs
 nobody's measurement; when the pipe closes (the parent ended, however) it ends too.
 
-    load: artifact, threads, task, generation     -> runner
-    prepare: batch_size, texts, pairs, limit_ms   -> call_ms, input_tokens, output_tokens
-    round: min_ms                                 -> times_ms, texts, output_tokens
-    memory                                        -> peak_bytes
+    load: artifact, threads, task, generation, device -> runner
+    prepare: batch_size, texts, pairs, limit_ms       -> call_ms, input_tokens, output_tokens
+    round: min_ms                                     -> times_ms, texts, output_tokens
+    memory                                            -> peak_bytes
 
 An answer `{"error": "..."}` says that a request failed.
 """
@@ -64,7 +64,7 @@ class Worker:
         from smelt.runtime.generation import Generation, greedy
         from smelt.runtime.runner import open_runner
 
-        runner = open_runner(artifact, request["threads"])
+        runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._runner, self._tokenizer = runner, load_tokenizer(artifact.path)
         if request["task"] == "text-classification":
             self._run = lambda batch: 0 * runner.forward(batch).size  # no tokens come out

@@ -119,11 +119,13 @@ def _quality(report: Report) -> str:
 
 
 def _latency(report: Report) -> str:
-    head = ["step", "batch", "threads", "p50 ms", "p90 ms", "p99 ms", "throughput", "tokens in", "tokens out"]
+    head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "throughput"]
+    head += ["tokens in", "tokens out"]
     rows = [
         [
             _name(row),
             str(entry.batch_size),
+            row.step.device or view.MISSING,
             view.MISSING if entry.threads is None else str(entry.threads),
             *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms)),
             f"{view.significant_digits(entry.throughput)} {_text(entry.unit or '')}".rstrip(),
@@ -142,7 +144,7 @@ def _gates(report: Report) -> str:
             _name(row),
             _text(view.label(gate.metric)),
             _text(gate.kind),
-            "passed" if gate.passed else "**failed**",
+            "passed" if gate.passed else f"**{view.verdict(gate.passed)}**",
             view.quantity(gate.metric, gate.value),
             view.quantity(gate.metric, gate.limit),
         ]

@@ -75,13 +75,24 @@ class Difference(_WithInterval):
 
 
 class Gate(_Part):
-    """A limit of the recipe and whether the step keeps it; `value` is None where it was not measured."""
+    """A limit of the recipe and whether the step keeps it.
+
+    `value` is None where it was not measured, and `reason` says why; `passed` is None where it cannot be
+    measured on this machine.
+    """
 
     metric: str
     kind: str
     limit: float
     value: float | None
-    passed: bool
+    passed: bool | None
+    reason: str | None = None
+
+    @model_validator(mode="after")
+    def _check_reason(self) -> Self:
+        if self.passed is None and not self.reason:
+            raise ValueError("a gate that was not judged needs a 'reason'")
+        return self
 
 
 def _none_is_empty(value: Any) -> Any:
@@ -107,6 +118,7 @@ class Step(_Part):
     format: str | None = None
     target: str | None = None
     runner: str | None = None
+    device: str | None = None
     artifact: str | None = None
     key: str | None = None
     settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
@@ -129,6 +141,11 @@ class Step(_Part):
         if self.status == "error" and not self.error:
             raise ValueError("a step with status 'error' needs the 'error' text")
         return self
+
+    @property
+    def unscored(self) -> str | None:
+        """Why a finished step could not be scored on the machine of the run; None where it was."""
+        return self.reason if self.status in ("done", "cached") else None
 
     def at(self, batch_size: int) -> Latency | None:
         """Return the times at `batch_size`, or None."""

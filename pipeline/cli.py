@@ -90,8 +90,8 @@ def run(
     quiet: bool,
 ) -> None:
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
-    from smelt.plan import load_plan
     from smelt.execute import Options, run_plan, summary_lines
+    from smelt.plan import load_plan
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:

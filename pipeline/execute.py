@@ -18,6 +18,7 @@ from smelt.core.files import write_atomically
 from smelt.core.store import Store
 from smelt.display import Display, duration
 from smelt.latency_scores import LatencyScores
+from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
 from smelt.scoring import Scorer
 from smelt.steps import Workshop
@@ -103,8 +104,11 @@ class _Run:
             score.batch_size,
             recipe.threads,
             recipe.strict,
+            recipe.device,
         )
-        self.shop = Workshop(store, recipe.task, data, recipe.seed, recipe.threads, self.scorer, display)
+        self.shop = Workshop(
+            store, recipe.task, data, recipe.seed, recipe.threads, self.scorer, display, device=recipe.device
+        )
         self.artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit)
 
@@ -138,7 +142,9 @@ class _Run:
     def _root(self) -> None:
         self.display.begin(ROOT)
         labels = _labels(self.data) if self.plan.recipe.task == "text-classification" else None
-        artifact, cached = self.shop.import_root(self.plan.model_folder, labels, self._is_fresh(ROOT))
+        folder = self.plan.model_folder
+        rules, _ = text_rules(self.plan.recipe, folder)
+        artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
         self._finished(ROOT, artifact, cached, 0.0)
 
     def _step(self, step: Step) -> None:
@@ -168,6 +174,11 @@ class _Run:
         link.unlink(missing_ok=True)
         os.symlink(os.path.relpath(artifact.path, link.parent), link)
         self.artifacts[name] = artifact
+        if reason := unscored_reason(artifact.format):
+            self.report.unscored(name, artifact, reason, cached)
+            took = "from the store" if cached else duration(seconds)
+            self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
+            return
         self.display.begin(f"{name}, scoring")
         score = self.scorer.score(artifact, self.data["test"], self.display.progress)
         self.report.done(name, artifact, score, cached)
@@ -191,12 +202,13 @@ class _Run:
 
     def _latency(self) -> None:
         settings = self.plan.recipe.score.latency
-        if settings is None or self.plan.recipe.baseline not in self.artifacts:
+        scored = {name: a for name, a in self.artifacts.items() if name in self.report.statistics}
+        if settings is None or self.plan.recipe.baseline not in scored:
             return
         self.display.begin("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
         measured = scores.measure(
-            self.artifacts, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*")
+            scored, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*")
         )
         self.report.add_latency(measured)
 

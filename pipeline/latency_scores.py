@@ -10,6 +10,7 @@ from smelt.core.data import Split
 from smelt.core.files import hash_of
 from smelt.core.stage import Progress
 from smelt.core.store import Store
+from smelt.machine import device_of
 from smelt.scoring import library_versions
 
 
@@ -40,6 +41,7 @@ class LatencyScores:
                 generation=score.generation,
                 progress=progress,
                 pairs=[e.text_pair for e in self.split.examples],
+                device=self.recipe.device,
             )
             for name in missing:
                 kept[name] = {
@@ -65,6 +67,7 @@ class LatencyScores:
                 "settings": self.recipe.score.latency.model_dump(mode="json"),
                 "generation": self.recipe.score.generation.model_dump(),
                 "machine": machine_id(),
+                "device": [device_of(a, self.recipe.device) for a in (artifact, baseline)],
                 "libraries": library_versions(("torch", "transformers", "onnxruntime-gpu", "onnxruntime")),
             }
         )

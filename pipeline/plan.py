@@ -20,7 +20,8 @@ from smelt.recipe_yaml import read_yaml
 class Step:
     """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
 
-    unavailable: why it cannot run on this machine, or None.
+    unavailable: why it cannot run on this machine, or None. unscored: why what it makes cannot be scored
+    on this machine, or None.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Step:
     optional: bool
     line: int
     unavailable: str | None = None
+    unscored: str | None = None
 
     @property
     def format(self) -> Format:
@@ -149,7 +151,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
             with file and line.
     """
     from smelt.plan_checks import Checker
-    from smelt.plan_inputs import check_data, check_model
+    from smelt.plan_inputs import check_data, check_device, check_model
 
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
     document = read_yaml(path)
@@ -161,6 +163,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     checker.baseline(kept)
     folder = check_model(read, mistakes, bad, checker.warnings)
     splits = check_data(read, mistakes, bad)
+    check_device(read, mistakes, bad)
     mistakes.raise_all()
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(

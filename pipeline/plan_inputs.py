@@ -6,6 +6,7 @@ from pathlib import Path
 
 from smelt.core.data import Split
 from smelt.core.errors import InputError
+from smelt.machine import cuda_lacks
 from smelt.model_folder import check_model_folder, local_folder
 from smelt.plan import read_origin
 from smelt.recipe import Recipe
@@ -45,6 +46,12 @@ def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: lis
         mistakes.add(("model",), problem)
     warnings += [f"model: {line}" for line in advice]
     return folder
+
+
+def check_device(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
+    """Check that a device that is asked for is there."""
+    if recipe.device == "cuda" and "device" not in bad and (lack := cuda_lacks()):
+        mistakes.add(("device",), lack)
 
 
 def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:

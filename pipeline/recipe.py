@@ -17,6 +17,7 @@ from smelt.recipe_errors import Mistakes, check, shown
 from smelt.recipe_overrides import apply_overrides
 from smelt.recipe_stages import StageEntry, read_stages
 from smelt.recipe_yaml import Document, Where, parse_yaml, read_yaml
+from smelt.runtime.device import Device
 from smelt.runtime.generation import Generation
 
 LATER_TASKS = ("language-modeling", "image-classification", "sentence-similarity")
@@ -93,6 +94,7 @@ class RecipeKeys(Settings):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     strict: bool = False
     threads: int | None = Field(default=None, ge=1, le=1024)
+    device: Device = "auto"
 
 
 class Recipe(RecipeKeys):

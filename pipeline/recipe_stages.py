@@ -98,7 +98,8 @@ def _entry(item: dict[str, Any], word: str, index: int, mistakes: Mistakes) -> S
 
 def _name(value: Any, path: Where, mistakes: Mistakes) -> str | None:
     # names become folders and are addressed by --set NAME.SETTING, where a key of the recipe comes first
-    taken = (ROOT, "task", "data", "stages", "score", "baseline", "gates", "seed", "strict", "threads")
+    taken = {ROOT, "task", "data", "stages", "score", "baseline", "gates", "seed", "strict"}
+    taken |= {"threads", "device"}
     if value is None:
         return None
     if not isinstance(value, str) or not _NAME.fullmatch(value):

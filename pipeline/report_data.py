@@ -17,6 +17,7 @@ _EMPTY: dict[str, Any] = {
     "format": None,
     "target": None,
     "runner": None,
+    "device": None,
     "artifact": None,
     "key": None,
     "parameters": None,
@@ -50,21 +51,13 @@ class ReportBuilder:
 
     def done(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
         """Fill in a finished step."""
-        manifest = artifact.manifest
         step = self._steps[name]
         step.update(
-            status="cached" if cached else "done",
-            format=artifact.format,
-            target=manifest.facts.get("target"),
+            _of_artifact(name, artifact, cached),
             runner=score["runner"].split()[0],
-            artifact=f"artifacts/{name}",
-            key=artifact.key,
-            parameters=manifest.facts.get("parameters"),
-            size_bytes=artifact.size_bytes,
-            seconds=manifest.seconds,
-            warnings=[*manifest.warnings, *score["warnings"]],
+            device=score.get("device"),
+            warnings=[*artifact.manifest.warnings, *score["warnings"]],
             quality=dict(score["quality"]),
-            facts={k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
         )
         self.statistics[name] = score["statistics"]
         step["against_parent"] = self._compare(name, step["parent"])
@@ -72,6 +65,10 @@ class ReportBuilder:
         if name == self.data["baseline"]:  # steps that were scored before it can be compared only now
             for other in self.statistics:
                 self._steps[other]["against_baseline"] = self._compare(other, name)
+
+    def unscored(self, name: str, artifact: Artifact, reason: str, cached: bool) -> None:
+        """Fill in a finished step that cannot be run, and so not be scored, on this machine."""
+        self._steps[name].update(_of_artifact(name, artifact, cached), reason=reason)
 
     def skipped(self, name: str, reason: str) -> None:
         """Record an optional step that could not run here."""
@@ -109,9 +106,15 @@ class ReportBuilder:
             step["gates"] = [
                 g for gate in self.plan.gates_of(step["name"]) if (g := _judge(gate, step)) is not None
             ]
-        if self.status == "passed" and any(not g["passed"] for s in self.data["steps"] for g in s["gates"]):
+        if self.status == "passed" and any(self._misses_a_gate(step) for step in self.data["steps"]):
             self._set_status("gate-failed")
         self.data["frontier"] = frontier(self.data["steps"])
+
+    def _misses_a_gate(self, step: Mapping[str, Any]) -> bool:
+        """A gate that cannot be judged stops a run, unless the recipe says that it can do without the step."""
+        optional = {s.name for s in self.plan.steps if s.optional}
+        verdicts = [gate["passed"] for gate in step["gates"]]
+        return False in verdicts or (None in verdicts and step["name"] not in optional)
 
     def current(self) -> dict[str, Any]:
         """Return the report as it stands."""
@@ -152,15 +155,39 @@ def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) 
     }
 
 
+def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
+    """Return what the report tells of an artifact, scored or not."""
+    manifest = artifact.manifest
+    return {
+        "status": "cached" if cached else "done",
+        "format": artifact.format,
+        "target": manifest.facts.get("target"),
+        "artifact": f"artifacts/{name}",
+        "key": artifact.key,
+        "parameters": manifest.facts.get("parameters"),
+        "size_bytes": artifact.size_bytes,
+        "seconds": manifest.seconds,
+        "warnings": list(manifest.warnings),
+        "facts": {k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
+    }
+
+
 def _judge(gate: Any, step: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the verdict of `gate` on `step`; None where the step was skipped. No value: not passed."""
+    """Return the verdict of `gate` on `step`; None where the step was skipped.
+
+    `passed` is None where the step is there but cannot be scored on this machine; any other missing
+    value is a failure. Either way `reason` says why there is none.
+    """
     if step["status"] == "skipped":
         return None
     value = _value_of(gate, step)
-    passed = value is not None and (
-        value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit
-    )
-    return {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value, "passed": passed}
+    verdict = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
+    if value is None:
+        unscored = step["status"] in ("done", "cached") and step["reason"] is not None
+        reason = step["reason"] or step["error"] or "it was not measured"
+        return {**verdict, "passed": None if unscored else False, "reason": reason}
+    passed = value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit
+    return {**verdict, "passed": passed, "reason": None}
 
 
 def _value_of(gate: Any, step: Mapping[str, Any]) -> float | None:

@@ -12,6 +12,7 @@ from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.core.stage import Progress, silent
 from smelt.core.store import Store
+from smelt.machine import device_of
 from smelt.runtime.generation import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
@@ -29,6 +30,7 @@ class Scorer:
     batch_size: int
     threads: int | None
     strict: bool = False
+    device: str = "auto"
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
@@ -45,7 +47,7 @@ class Scorer:
         if kept is not None:
             # the order of the metrics is the recipe's: the first one leads the report
             return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
-        with open_runner(artifact, self.threads) as runner:
+        with open_runner(artifact, self.threads, self.device) as runner:
             too_long = _count_too_long(runner, split.examples)
             if too_long and self.strict:
                 raise InputError(
@@ -56,6 +58,9 @@ class Scorer:
             else:
                 value = self._texts(runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
+            value["device"] = runner.device
+            for scored in value["quality"].values():
+                scored["signature"] += f"|device:{runner.device}"
         value["warnings"] = (
             [f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"]
             if too_long
@@ -75,6 +80,7 @@ class Scorer:
                 "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
                 "batch_size": self.batch_size,
                 "strict": self.strict,
+                "device": device_of(artifact, self.device),
                 "libraries": library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES)),
             }
         )
@@ -106,7 +112,7 @@ _METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
 _LIBRARIES_OF = {
     "torch": ("torch", "transformers"),
     "onnx": ("onnxruntime-gpu", "onnxruntime"),
-    "tensorrt": ("tensorrt",),
+    "tensorrt": ("tensorrt", "tensorrt-rtx"),
 }
 
 

@@ -17,11 +17,13 @@ from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
 from smelt.core.store import Store
+from smelt.machine import gpu_names
 from smelt.scoring import Scorer, library_versions
 
 if TYPE_CHECKING:
     from smelt.display import Display
     from smelt.plan import Step
+    from smelt.runtime.text_rules import TextRules
 
 _LIBRARIES = (
     "torch",
@@ -34,6 +36,7 @@ _LIBRARIES = (
     "onnxruntime-gpu",
     "onnxruntime",
     "tensorrt",
+    "tensorrt-rtx",
 )
 
 
@@ -49,10 +52,14 @@ class Workshop:
     validation: Scorer
     display: Display
     versions: Mapping[str, str] = field(default_factory=lambda: library_versions(_LIBRARIES))
+    device: str = "auto"
 
-    def import_root(self, source: Path, labels: list[str] | None, fresh: bool) -> tuple[Artifact, bool]:
+    def import_root(
+        self, source: Path, labels: list[str] | None, rules: TextRules, fresh: bool
+    ) -> tuple[Artifact, bool]:
         """Bring the untouched model into the store; return it and whether it was there already."""
         from smelt.runtime.checkpoint import count_parameters, import_model
+        from smelt.runtime.text_rules import write_text_rules
 
         names = sorted(p for p in source.iterdir() if p.is_file())
         key = hash_of(
@@ -62,6 +69,7 @@ class Workshop:
                 "files": {p.name: sha256_of(p) for p in names},
                 "task": self.task,
                 "labels": labels,
+                "text": rules.model_dump(),
                 "seed": self.seed,
             }
         )
@@ -73,6 +81,7 @@ class Workshop:
             out = space / "out"
             out.mkdir()
             notes = import_model(source, out, labels, self.seed)
+            write_text_rules(out, rules)
             manifest = Manifest(
                 key=key,
                 format="torch",
@@ -83,7 +92,7 @@ class Workshop:
                 parent=None,
                 versions=dict(self.versions),
                 warnings=notes,
-                facts={"parameters": count_parameters(out)},
+                facts={"parameters": count_parameters(out), **rules.model_dump(exclude_defaults=True)},
             )
             return self.store.commit(out, manifest), False
 
@@ -115,6 +124,8 @@ class Workshop:
                 "seed": self.seed,
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
+                # an engine is made for the GPU that it was built on
+                **({"gpus": gpu_names()} if "tensorrt" in step.cls.needs else {}),
             }
         )
 
@@ -132,6 +143,7 @@ class Workshop:
             score=self._validate,
             progress=self.display.progress,
             threads=self.threads,
+            device=self.device,
         )
         started = time.monotonic()
         with _captured() as chatter:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
+_REBUILD = "Run the recipe again with --fresh to build it anew."
+# A manifest lists a few dozen files and what a stage found out; more is not one of ours.
+_MAX_MANIFEST_BYTES = 64_000_000
 
 
 class FileRecord(BaseModel):
@@ -71,8 +75,11 @@ class Artifact:
         ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".engine")
         return sum(r.size_bytes for n, r in self.manifest.files.items() if n.endswith(ends))
 
-    def verify(self) -> None:
+    def verify(self, mend: str = _REBUILD) -> None:
         """Compare every file with its recorded size and hash.
+
+        Args:
+            mend: how to repair it, the end of the message.
 
         Raises:
             InputError: a file is missing or has other bytes than when it was written.
@@ -80,19 +87,21 @@ class Artifact:
         for name, record in self.manifest.files.items():
             path = self.path / name
             if not path.is_file():
-                raise InputError(f"{path}: this file of the artifact is missing. {_REBUILD}")
-            if path.stat().st_size != record.size_bytes or sha256_of(path) != record.sha256:
-                raise InputError(f"{path}: its bytes are not those that were written. {_REBUILD}")
-
-
-_REBUILD = "Run the recipe again with --fresh to build it anew."
+                raise InputError(f"{path}: this file of the artifact is missing. {mend}")
+            try:
+                same = path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read: {error.strerror}.") from error
+            if not same:
+                raise InputError(f"{path}: its bytes are not those that were written. {mend}")
 
 
 def read_artifact(path: Path) -> Artifact:
     """Open the artifact in the folder `path`.
 
     Raises:
-        InputError: there is no such folder, no manifest, or the manifest cannot be read.
+        InputError: there is no such folder, no manifest, the manifest cannot be read, or a file lies
+            outside of the folder.
     """
     path = path.resolve()
     file = path / MANIFEST
@@ -101,10 +110,36 @@ def read_artifact(path: Path) -> Artifact:
     if not file.is_file():
         raise InputError(f"{path}: no {MANIFEST} in this folder, so it is not a smelt artifact.")
     try:
+        if file.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")
         manifest = Manifest.model_validate(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file}: not a manifest that this version of smelt reads: {error}") from error
     for name in manifest.files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if not _is_inside(name):
             raise InputError(f"{file}: the file name {name!r} leads out of the artifact.")
+    _refuse_links(path)
     return Artifact(path, manifest)
+
+
+def _is_inside(name: str) -> bool:
+    """Say whether `name` is the relative name of a file below the folder, on any system."""
+    parts = PurePosixPath(name.replace("\\", "/")).parts
+    absolute = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).drive)
+    return bool(parts) and ".." not in parts and not absolute and "\0" not in name
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse links that lead out of `folder`: what they show was never part of the artifact.
+
+    Raises:
+        InputError: there is one.
+    """
+    for where, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(where, name)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(folder):
+                raise InputError(
+                    f"{path}: a link to {os.readlink(path)}, which leads out of the artifact."
+                    " Copy the file there instead."
+                )

@@ -1,24 +1,27 @@
 """The content-addressed store: artifacts and scores, each complete or absent.
 
 Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress,
-swept of what dead processes left). Nothing is ever written in place: a folder is made under `tmp`,
-flushed, then renamed.
+swept of what dead processes left), ``locks/`` (who is making what now), ``checked/KEY.json`` (the files'
+times and sizes when their hashes were last compared). Nothing is ever written in place: a folder is made
+under `tmp`, flushed, then renamed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, write_json
+from smelt.core.locks import hold_folder, is_free, lock
 
 
 class Store:
@@ -27,34 +30,79 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         try:
-            for name in ("artifacts", "scores", "tmp"):
-                (self.root / name).mkdir(parents=True, exist_ok=True)
+            for name in ("artifacts", "scores", "tmp", "locks", "checked"):
+                folder = self.root / name
+                folder.mkdir(parents=True, exist_ok=True)
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, f"{folder} may not be written to")
         except OSError as error:
-            raise InputError(f"{self.root}: cannot be used as a store: {error.strerror}.") from error
+            raise InputError(
+                f"{self.root}: cannot be used as a store: {error.strerror}. Give another with --store FOLDER."
+            ) from error
         self._sweep()
 
-    def find(self, key: str) -> Artifact | None:
-        """Return the artifact with this key, or None where it was never finished."""
+    def find(
+        self, key: str, mend: str = "Run the recipe again with --fresh to build it anew."
+    ) -> Artifact | None:
+        """Return the artifact with this key, or None where it was never finished.
+
+        Its bytes are compared with the manifest. That is cheap: hashes are computed only where a file's
+        size, times or inode are not those of the last comparison.
+
+        Args:
+            key: of the artifact.
+            mend: how to repair a damaged one, the end of the message.
+
+        Raises:
+            InputError: a file is missing or has other bytes than when it was written.
+        """
         path = self.root / "artifacts" / key
-        return read_artifact(path) if path.is_dir() else None
+        if not path.is_dir():
+            return None
+        try:
+            artifact = read_artifact(path)
+            if artifact.key != key:
+                raise InputError(f"{path / MANIFEST}: this is the manifest of another artifact.")
+        except InputError as error:
+            raise InputError(f"{error} {mend}") from error
+        seen = self.root / "checked" / f"{key}.json"
+        if _read_object(seen) != {"files": _file_states(artifact)}:
+            artifact.verify(mend)
+            self._note_checked(artifact)
+        return artifact
+
+    def lock(self, key: str, waiting: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Hold the work on `key`, so that two processes never do it at once.
+
+        Args:
+            key: of an artifact or score, or any other word for work.
+            waiting: called with the holder in words before waiting for it.
+        """
+        return lock(self.root / "locks" / f"{key}.lock", waiting)
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:
         """Give an empty folder inside the store that is removed on leaving, whatever happens."""
         path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{os.getpid()}-"))
+        held = hold_folder(path)
         try:
             yield path
         finally:
+            if held is not None:
+                os.close(held)
             shutil.rmtree(path, ignore_errors=True)
 
-    def commit(self, folder: Path, manifest: Manifest) -> Artifact:
+    def commit(self, folder: Path, manifest: Manifest, replace: bool = False) -> Artifact:
         """Turn the finished `folder` of a workspace into the artifact `manifest.key`.
 
         The manifest gets the hash of every file; the rename at the end is the moment from which
-        the artifact exists. Where another process was quicker, its artifact is kept.
+        the artifact exists. Where another process was quicker, its artifact is kept; with `replace`
+        the one that is there goes.
         """
         files = {
-            str(path.relative_to(folder)): FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
+            path.relative_to(folder).as_posix(): FileRecord(
+                sha256=sha256_of(path), size_bytes=path.stat().st_size
+            )
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path.name != MANIFEST
         }
@@ -64,13 +112,17 @@ class Store:
             _flush(path)
         _flush(folder)
         target = self.root / "artifacts" / manifest.key
+        if replace:
+            self.remove(manifest.key)
         try:
             os.rename(folder, target)
         except OSError:
             if not (target / MANIFEST).is_file():
                 raise
         _flush(target.parent)
-        return read_artifact(target)
+        artifact = read_artifact(target)
+        self._note_checked(artifact)
+        return artifact
 
     def remove(self, key: str) -> None:
         """Forget the artifact `key`, if it is there."""
@@ -81,25 +133,45 @@ class Store:
 
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score kept under `key`, or None."""
-        path = self.root / "scores" / f"{key}.json"
-        if not path.is_file():
-            return None
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            return None
-        return value if isinstance(value, dict) else None
+        return _read_object(self.root / "scores" / f"{key}.json")
 
     def write_score(self, key: str, value: dict[str, Any]) -> None:
         """Keep `value` under `key`, replacing what was there."""
         write_json(self.root / "scores" / f"{key}.json", value)
 
+    def _note_checked(self, artifact: Artifact) -> None:
+        """Remember that the bytes of `artifact` are right as its files are now."""
+        with suppress(OSError):  # a full disk: then they are compared again next time
+            write_json(self.root / "checked" / f"{artifact.key}.json", {"files": _file_states(artifact)})
+
     def _sweep(self) -> None:
-        """Remove workspaces whose process no longer lives."""
+        """Remove what dead processes left: workspaces, and names of locks that nobody holds."""
         for path in (self.root / "tmp").iterdir():
             owner = path.name.split("-")[0]
-            if owner.isdigit() and not _alive(int(owner)):
+            # a process of another container may look dead; it still holds its folder
+            if owner.isdigit() and not _alive(int(owner)) and is_free(path):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _file_states(artifact: Artifact) -> dict[str, list[int]]:
+    """Return size, times (ns) and inode of each file: whoever writes to one changes its ctime."""
+    states = {}
+    for name in artifact.manifest.files:
+        try:
+            found = (artifact.path / name).stat()
+        except (OSError, ValueError):
+            continue  # `verify` names it
+        states[name] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    return states
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in `path`; None where there is none, or one that was cut short."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _alive(process_id: int) -> bool:

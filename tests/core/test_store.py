@@ -1,8 +1,11 @@
 """An artifact is complete or absent."""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -127,8 +130,105 @@ def test_a_folder_without_manifest_is_no_artifact(tmp_path):
         read_artifact(tmp_path / "nothing")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_store_without_permission_is_explained(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(InputError, match="cannot be used as a store"):
-        Store(tmp_path / "s")
+def test_find_notices_a_changed_byte_and_names_the_file(tmp_path):
+    made = _write(Store(tmp_path))
+    weights = made.path / "model.safetensors"
+    weights.write_text("hellO")
+    with pytest.raises(InputError, match=r"model\.safetensors: its bytes are not .* Do this\."):
+        Store(tmp_path).find(KEY, "Do this.")
+    weights.write_text("hello")
+    assert Store(tmp_path).find(KEY) == made
+
+
+def test_find_notices_a_changed_byte_behind_an_old_date(tmp_path):
+    made = _write(Store(tmp_path))
+    weights = made.path / "model.safetensors"
+    before = weights.stat()
+    weights.write_text("hellO")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(InputError, match=r"its bytes are not those"):
+        Store(tmp_path).find(KEY)
+
+
+def test_find_hashes_only_what_may_have_changed(tmp_path, monkeypatch):
+    from smelt.core import artifact
+
+    made = _write(Store(tmp_path))
+    hashed = []
+    original = artifact.sha256_of
+    monkeypatch.setattr(artifact, "sha256_of", lambda path: hashed.append(path.name) or original(path))
+    assert Store(tmp_path).find(KEY) == made
+    assert hashed == []
+    (made.path / "model.safetensors").touch()
+    assert Store(tmp_path).find(KEY) == made
+    assert sorted(hashed) == ["b.txt", "model.safetensors"]
+    assert Store(tmp_path).find(KEY) == made
+    assert len(hashed) == 2
+
+
+def test_find_refuses_the_manifest_of_another_artifact(tmp_path):
+    store = Store(tmp_path)
+    made = _write(store)
+    made.path.rename(made.path.with_name("cd" * 32))
+    with pytest.raises(InputError, match="the manifest of another artifact"):
+        store.find("cd" * 32)
+
+
+def test_replace_puts_a_new_artifact_in_the_place_of_the_old(tmp_path):
+    store = Store(tmp_path)
+    _write(store, "first")
+    with store.workspace() as space:
+        out = space / "out"
+        out.mkdir()
+        (out / "model.safetensors").write_text("second")
+        store.commit(out, _manifest(), replace=True)
+    assert (store.find(KEY).path / "model.safetensors").read_text() == "second"
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "..", "a/../../b", "..\\b", "C:\\b", "", ".", "a\0b"])
+def test_file_names_that_lead_out_are_refused(tmp_path, name):
+    made = _write(Store(tmp_path))
+    content = json.loads((made.path / "manifest.json").read_text())
+    content["files"][name] = {"sha256": "0" * 64, "size_bytes": 1}
+    (made.path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="leads out of the artifact"):
+        read_artifact(made.path)
+
+
+@pytest.mark.parametrize("target", ["../../outside", "/etc/hostname", "loop"])
+def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
+    made = _write(Store(tmp_path))
+    (made.path / "deep" / "inner").symlink_to("b.txt")
+    assert read_artifact(made.path) == made
+    (tmp_path / "outside").write_text("secret")
+    (made.path / "deep" / "loop").symlink_to("loop")
+    (made.path / "deep" / "b.txt").unlink()
+    (made.path / "deep" / "b.txt").symlink_to(target)
+    if target == "loop":
+        with pytest.raises(InputError, match=r"b\.txt: this file of the artifact is missing"):
+            read_artifact(made.path).verify()
+        return
+    with pytest.raises(InputError, match=r"b\.txt: a link to .* which leads out of the artifact"):
+        read_artifact(made.path)
+
+
+def test_a_store_that_may_not_be_written_is_explained_to_a_plain_user(tmp_path):
+    """As root, who may write everywhere, through a child that becomes nobody."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from smelt.core.store import Store; from smelt.core.errors import InputError\n"
+        "os.geteuid() or os.setuid(65534)\n"
+        "try: Store(Path(sys.argv[1]))\n"
+        "except InputError as error: print(error)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        store = Path(folder) / "s"
+        Store(store)
+        for path in (store, *store.iterdir()):
+            path.chmod(0o555)
+        command = [sys.executable, "-c", code, str(store)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert "cannot be used as a store" in done.stdout, done.stderr
+        assert "may not be written to. Give another with --store FOLDER." in done.stdout

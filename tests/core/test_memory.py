@@ -1,0 +1,27 @@
+"""What is free, and what is refused."""
+
+import psutil
+import pytest
+
+from smelt.core.errors import RunError
+from smelt.core.memory import available_bytes, require_memory
+
+
+def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):
+    seen = psutil.virtual_memory().available + psutil.swap_memory().free
+    assert available_bytes(tmp_path) == pytest.approx(seen, rel=0.2)
+
+
+def test_a_containers_limit_counts_with_the_cache_that_it_can_give_back(tmp_path):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    assert available_bytes(tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 500_000
+
+
+def test_require_memory_refuses_what_is_known_not_to_fit():
+    require_memory(10, "x", "y", free_bytes=10)
+    with pytest.raises(RunError, match=r"^finetune needs at least 20\.0 GB of memory more, and 10\.0 GB are"):
+        require_memory(20_000_000_000, "finetune", "Try less.", free_bytes=10_000_000_000)

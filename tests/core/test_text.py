@@ -1,0 +1,24 @@
+"""What strangers write is shown as it is, but for what could move the cursor or turn the order."""
+
+import pytest
+
+from smelt.core.text import printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text, süß, 你好", None),
+        ("مرحبا שלום", None),
+        ("family: \U0001f468\u200d\U0001f469", None),
+        ("two\nlines\tand a tab", None),
+        ("\x1b[2Jgone", "\\x1b[2Jgone"),
+        ("a\rb\x00\x7f\x9b", "a\\x0db\\x00\\x7f\\x9b"),
+        ("user\u202enimda\u202c \u2066x\u2069", "user\\u202enimda\\u202c \\u2066x\\u2069"),
+        ("half \ud800", "half \\ud800"),
+        ("line\u2028end", "line\\u2028end"),
+    ],
+)
+def test_printable_escapes_controls_only(text, shown):
+    assert printable(text) == (text if shown is None else shown)
+    assert printable(printable(text)) == printable(text)

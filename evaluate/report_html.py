@@ -17,6 +17,8 @@ _BADGES = {
     "interrupted": "warn",
     "skipped": "warn",
     "not-reached": "warn",
+    "failed": "bad",
+    "not judged": "warn",
 }
 _TEMPLATE = "report.html.jinja"
 
@@ -64,7 +66,7 @@ def _pick(report: Report) -> Step | None:
         (entry.speedup, step)
         for step in report.steps
         if step.status in ("done", "cached") and step.name != report.baseline
-        if all(gate.passed for gate in step.gates)
+        if all(gate.passed is not False for gate in step.gates)
         if (entry := step.at(sizes[0]) if sizes else None) and entry.speedup is not None
     ]
     return max(fit, key=lambda pair: pair[0])[1] if fit else None

@@ -87,12 +87,13 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
         parts.append(f"n = {n:,}")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
-        f"gate failed at '{step.name}': {view.label(gate.metric)} {gate.kind}"
+        f"gate {view.verdict(gate.passed)} at '{step.name}': {view.label(gate.metric)} {gate.kind}"
         f" {view.quantity(gate.metric, gate.value)}, limit {view.quantity(gate.metric, gate.limit)}"
         for step in report.steps
         for gate in step.gates
         if not gate.passed
     ]
+    failed += [f"'{step.name}' is not scored: {step.unscored}" for step in report.steps if step.unscored]
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
     failed += [f"'{step.name}': {step.error}" for step in untimed]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.evaluate.report_schema import Difference, Report, Step
+from smelt.evaluate.report_schema import Difference, Gate, Report, Step
 
 MISSING = "–"
 MINUS = "−"
@@ -124,13 +124,28 @@ def signatures(report: Report) -> list[tuple[str, str]]:
 
 
 def notes(report: Report) -> list[tuple[str, str, str]]:
-    """Return (step, kind, text) of all errors, reasons and warnings, in this order within a step."""
+    """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings of each step."""
     found = []
     for step in report.steps:
-        said = (("error", step.error), (step.status, step.reason))
+        said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
         found += [(step.name, kind, text) for kind, text in said if text]
+        found += [
+            (step.name, verdict(gate.passed), f"gate {gate_text(gate)}: {gate.reason}")
+            for gate in step.gates
+            if gate.reason
+        ]
         found += [(step.name, "warning", text) for text in step.warnings]
     return found
+
+
+def verdict(passed: bool | None) -> str:
+    """Return what became of a gate, in words."""
+    return "not judged" if passed is None else "passed" if passed else "failed"
+
+
+def gate_text(gate: Gate) -> str:
+    """Return a gate as `BLEU max_drop 1.00`."""
+    return f"{label(gate.metric)} {gate.kind} {quantity(gate.metric, gate.limit)}"
 
 
 def kind_of(step: Step) -> str:

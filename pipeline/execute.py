@@ -22,6 +22,7 @@ from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
 from smelt.scoring import Scorer
 from smelt.steps import Workshop
+from smelt.text_rules import text_rules
 
 if TYPE_CHECKING:
     from smelt.plan import Plan, Step

@@ -9,7 +9,7 @@ from smelt import stage_table
 from smelt.core.artifact import Format
 from smelt.core.errors import nearest
 from smelt.core.stage import Settings, Stage
-from smelt.machine import unavailable_reason
+from smelt.machine import unavailable_reason, unscored_reason
 from smelt.plan import PlannedGate, Step
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, check
@@ -29,6 +29,7 @@ class _Draft:
     cls: type[Stage[Any]] | None = None
     settings: Settings | None = None
     unavailable: str | None = None
+    unscored: str | None = None
 
     @property
     def format(self) -> Format | None:
@@ -105,6 +106,7 @@ class Checker:
             if need in draft.cls.needs and need not in given and "data" not in self.bad:
                 self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
         draft.unavailable = unavailable_reason(draft.cls)
+        draft.unscored = unscored_reason(draft.cls.produces)
         if draft.parent is None:
             return
         parent = self.drafts.get(draft.parent)
@@ -225,7 +227,7 @@ class Checker:
         return [name for name in self.drafts if name in wanted]
 
     def gates(self, kept: list[str]) -> tuple[PlannedGate, ...]:
-        """Give every gate its steps: those of `at`, else the last of each branch that can run here."""
+        """Give every gate its steps: those of `at`, else the last of each branch that is scored here."""
         if self.bad & {"gates", "score", "task", "stages"}:
             return ()
         out: list[PlannedGate] = []
@@ -240,14 +242,19 @@ class Checker:
         return tuple(out)
 
     def _leaves(self, kept: list[str]) -> tuple[str, ...]:
-        running = [d for name in kept if not (d := self.drafts[name]).unavailable]
+        drafts = [self.drafts[name] for name in kept]
+        running = [d for d in drafts if not d.unavailable and not d.unscored]
         parents = {d.parent for d in running}
         return tuple(d.name for d in running if d.name not in parents) or (ROOT,)
 
     def baseline(self, kept: list[str]) -> None:
-        """Check that the baseline is a step, and one that will be there."""
+        """Check that the baseline is a step, and one that will be there and scored."""
         name = self.recipe.baseline
-        if self.bad & {"baseline", "stages"} or name in (ROOT, *kept):
+        if self.bad & {"baseline", "stages"} or name == ROOT:
+            return
+        if name in kept:
+            if reason := self.drafts[name].unscored:
+                self.warnings.append(f"nothing is compared with the baseline '{name}': {reason}")
             return
         if name in self.names:
             self.warnings.append(f"the baseline '{name}' is left out, so nothing is compared with it.")
@@ -271,4 +278,5 @@ def _finish(draft: _Draft) -> Step | None:
         entry.optional,
         entry.line,
         draft.unavailable,
+        draft.unscored,
     )

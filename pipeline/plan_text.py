@@ -10,6 +10,7 @@ from typing import Any
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.plan import Plan, Step
 from smelt.recipe_stages import ROOT
+from smelt.text_rules import text_rules
 
 WIDTH = 80
 
@@ -22,6 +23,8 @@ def plan_text(plan: Plan) -> str:
     for name, origin in recipe.data.splits().items():
         rows = f" ({_count(len(plan.splits[name]), 'row')})" if name in plan.splits else ""
         lines += _wrapped(f"{name:<12}{origin}{rows}", 12)
+    for said in text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
+        lines += _wrapped(f"texts       {said}", 12)
     lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
     lines += _score(plan)
     for gate in plan.gates:
@@ -64,6 +67,8 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
         parts.append(f"{what}: {step.unavailable}")
     elif step.optional:
         parts.append("optional")
+    if step.unscored and not step.unavailable:
+        parts.append("built, not scored (needs a CUDA GPU)")
     yield from textwrap.wrap(
         "  ".join(parts), WIDTH, initial_indent=first, subsequent_indent=f"{rest}    ", break_on_hyphens=False
     )

@@ -111,7 +111,7 @@ class ReportBuilder:
         self.data["frontier"] = frontier(self.data["steps"])
 
     def _misses_a_gate(self, step: Mapping[str, Any]) -> bool:
-        """A gate that cannot be judged stops a run, unless the recipe says that it can do without the step."""
+        """Tell whether `step` misses a gate; one that cannot be judged counts if the step is not optional."""
         optional = {s.name for s in self.plan.steps if s.optional}
         verdicts = [gate["passed"] for gate in step["gates"]]
         return False in verdicts or (None in verdicts and step["name"] not in optional)

@@ -401,6 +401,43 @@ def test_latency_error_of_a_finished_step_is_shown(report):
     assert "the process was killed" in write_html(report)
 
 
+@pytest.fixture
+def unscored(report):
+    """The sample with an engine that was built where nothing can run it."""
+    why = "scoring needs a CUDA GPU that torch can use, and there is none here"
+    engine = report["steps"][8]
+    engine.update(status="done", reason=why, format="tensorrt", target="tensorrt", size_bytes=40_000_000)
+    engine["gates"] = [
+        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": None, "passed": None, "reason": why},
+        {"metric": "size_bytes", "kind": "max", "limit": 90e6, "value": 40e6, "passed": True, "reason": None},
+    ]
+    return report
+
+
+def test_engine_that_was_not_scored_says_why_in_every_drawing(unscored):
+    why = unscored["steps"][8]["reason"]
+    text = " ".join(Outline(write_html(unscored)).texts)
+    assert "not scored" in text
+    assert f": gate BLEU max_drop 1.00: {why}" in text
+    assert "skipped" not in text
+    markdown = write_markdown(unscored)
+    rows = [cells_of(line) for line in markdown.splitlines() if "engine" in line and line.startswith("|")]
+    assert rows[0][2:6] == ["tensorrt · tensorrt", "done", "–", "–"]
+    assert [row[3] for row in rows[1:]] == ["**not judged**", "passed"]
+    assert f"- **engine** not scored: {why}" in markdown
+    drawn = table(unscored)
+    assert next(line for line in drawn.splitlines() if "engine" in line).split()[-5:] == ["–"] * 4 + ["40.0"]
+    flat = " ".join(drawn.split())
+    assert "gate not judged at 'engine': BLEU max_drop –, limit 1.00" in flat
+    assert f"'engine' is not scored: {why}" in flat
+
+
+def test_gate_that_was_not_judged_must_say_why(unscored):
+    unscored["steps"][8]["gates"][0]["reason"] = None
+    with pytest.raises(InputError, match="not judged needs a 'reason'"):
+        validate_report(unscored)
+
+
 def test_drawing_leaves_the_report_alone(report):
     before = copy.deepcopy(report)
     write_html(report), write_markdown(report), table(report)

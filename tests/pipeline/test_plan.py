@@ -357,8 +357,48 @@ def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     made = plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
     assert made.step("tensorrt").unavailable == "there is no NVIDIA GPU with a working driver."
+    assert made.step("tensorrt").unscored is not None
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     assert plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
+
+
+def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "builds_ahead_of_time", lambda: True)
+    stages = "[{onnx: {target: tensorrt}}, tensorrt]"
+    made = plan(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
+    step = made.step("tensorrt")
+    assert step.unavailable is None
+    assert step.unscored is not None
+    assert step.unscored.startswith("scoring needs a CUDA GPU")
+    assert made.gates[0].at == ("onnx",)  # the last step of the branch that has a score
+    assert [w for w in made.warnings if "nothing is compared with the baseline 'tensorrt'" in w]
+    assert "built, not scored (needs a CUDA GPU)" in " ".join(describe_plan(made).split())
+    assert made.step("onnx").unscored is None
+    made.require_runnable()
+
+
+def test_builder_without_a_gpu_is_tried_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(builder: str) -> bool:
+        text = f"class Logger:\n    ERROR = 1\n    def __init__(self, level): pass\n{builder}\n"
+        (tmp_path / "tensorrt.py").write_text(text)
+        machine.builds_ahead_of_time.cache_clear()
+        return machine.builds_ahead_of_time()
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert answer("Builder = lambda logger: object()")
+        assert not answer("Builder = lambda logger: None")
+        assert not answer("def Builder(logger): raise TypeError('factory function returned nullptr')")
+        assert not answer("import os; os.abort()")
+    finally:
+        machine.builds_ahead_of_time.cache_clear()
 
 
 def test_poor_orders_are_warned_about(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """The rows that models are trained, calibrated and scored on.
 
-Reads JSON lines (also .gz), CSV (also .gz), Parquet, and hub ids through `datasets`. Which column
-means what is a setting; several references per example are kept.
+Reads JSON lines (also .gz), CSV (also .gz), Parquet, and hub ids through `datasets`; for language
+modeling also plain text (.txt, also .gz), a row per line. Which column means what is a setting; several
+references per example are kept.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 
 SplitName = Literal["train", "validation", "calibration", "test"]
-Task = Literal["translation", "summarization", "text-classification"]
+Task = Literal["translation", "summarization", "text-classification", "language-modeling"]
 TASKS: tuple[Task, ...] = get_args(Task)
 # Tasks in which a text becomes another text.
 TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})
@@ -46,6 +47,27 @@ class Columns(BaseModel):
     label: str = "label"
 
 
+class Windows(BaseModel):
+    """How running text is cut for a language model: rows are joined, tokenized, cut in windows.
+
+    length: tokens that the model sees at once; not given: 1024, or the model's limit where that is less.
+    stride: how far the next window begins after the last one, when text is scored; not given: the length.
+    A smaller one gives every token more context and takes more time. Every token is predicted once.
+    separator: stands between two rows; not given: a line's end for plain text, an empty line otherwise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    length: int | None = Field(default=None, ge=2)
+    stride: int | None = Field(default=None, ge=1)
+    separator: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Windows:
+        if self.length is not None and self.stride is not None and self.stride > self.length:
+            raise ValueError(f"stride {self.stride} would leave out text between windows of {self.length}")
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One row. Translation and summarization use `text` and `references`, classification `text` and `label`."""
@@ -58,10 +80,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one split, in file order, and where they came from."""
+    """The rows of one split, in file order, and where they came from.
+
+    windows: how the rows are joined and cut again; only for language modeling.
+    """
 
     origin: str
     examples: tuple[Example, ...] = field(repr=False)
+    windows: Windows | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -69,11 +95,12 @@ class Split:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the rows' content; equal rows give equal keys wherever they lie."""
-        return hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
+        rows = hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
+        return rows if self.windows is None else hash_of([rows, self.windows.model_dump()])
 
     def head(self, rows: int | None) -> Split:
         """Return the first `rows` rows (all for None)."""
-        return self if rows is None else Split(self.origin, self.examples[:rows])
+        return self if rows is None else Split(self.origin, self.examples[:rows], self.windows)
 
 
 def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str = "test") -> Split:
@@ -84,6 +111,8 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
     """
     path = (base / origin).expanduser()
     if path.is_file():
+        if task == "language-modeling" and _kind(path) == ".txt":
+            return _read_lines(path, origin, name)
         rows = _read_file(path)
     elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
         raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}")
@@ -92,29 +121,49 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
     examples = tuple(_example(row, where, task, columns) for where, row in rows)
     if not examples:
         raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.")
-    return Split(origin, examples)
+    windows = Windows(separator="\n\n") if task == "language-modeling" else None
+    return Split(origin, examples, windows)
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_lines(path: Path, origin: str, name: str) -> Split:
+    """Read plain text; joined with line ends the rows are the file's text again."""
+    lines = _read_text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    if not any(line.strip() for line in lines):
+        raise InputError(f"{path}: no text in this file; '{name}' needs some.")
+    return Split(origin, tuple(Example(line) for line in lines), Windows(separator="\n"))
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix that says what a file holds: that before .gz, if there is one."""
     suffixes = [s.lower() for s in path.suffixes]
-    kind = (
-        suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
-    )
-    if kind == ".parquet":
-        return _read_parquet(path)
-    if kind not in (".jsonl", ".json", ".ndjson", ".csv", ".tsv"):
-        raise InputError(
-            f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .csv, .tsv (each also .gz), .parquet."
-        )
+    if suffixes[-1:] == [".gz"] and len(suffixes) > 1:
+        return suffixes[-2]
+    return suffixes[-1] if suffixes else ""
+
+
+def _read_text(path: Path) -> str:
     try:
-        raw = gzip.decompress(path.read_bytes()) if suffixes[-1] == ".gz" else path.read_bytes()
-        text = raw.decode("utf-8-sig")
+        raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
+        return raw.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8."
         ) from error
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    kind = _kind(path)
+    if kind == ".parquet":
+        return _read_parquet(path)
+    if kind not in (".jsonl", ".json", ".ndjson", ".csv", ".tsv"):
+        plain = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
+        raise InputError(
+            f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .csv, .tsv (each also .gz), .parquet."
+            f"{plain}"
+        )
+    text = _read_text(path)
     if kind in (".csv", ".tsv"):
         reader = csv.DictReader(io.StringIO(text), delimiter="\t" if kind == ".tsv" else ",", strict=True)
         return _read_csv(path, reader)
@@ -187,6 +236,8 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
                 f"{where}: column '{columns.references}' must be a list of texts, read {references!r}"
             )
         return Example(_text(row, columns.source, where, "source"), tuple(references))
+    if task == "language-modeling":
+        return Example(_text(row, columns.text, where, "text"))
     pair = (
         _text(row, columns.text_pair, where, "text_pair") if row.get(columns.text_pair) is not None else None
     )

@@ -15,7 +15,11 @@ from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
 
 # Model families of each task, by the config's model_type.
-FAMILIES: dict[Task, tuple[str, ...]] = {"translation": ("marian",), "text-classification": ("bert",)}
+FAMILIES: dict[Task, tuple[str, ...]] = {
+    "translation": ("marian", "t5", "bart", "mbart"),
+    "summarization": ("marian", "t5", "bart", "mbart"),
+    "text-classification": ("bert", "distilbert", "roberta"),
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -157,7 +161,12 @@ def _tokenizer(folder: Path, kind: str) -> list[str]:
         return [f"{folder}: no tokenizer: {', '.join(missing)} missing. {fix}"] if missing else []
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         return []
-    if kind and kind != "bert":  # an unsupported family is said elsewhere; its tokenizer is unknown here
+    other = {"t5": ("spiece.model",), "bart": ("vocab.json", "merges.txt"), "roberta": ("vocab.json", "merges.txt"), "mbart": ("sentencepiece.bpe.model",)}
+    if kind in other:
+        missing = [name for name in other[kind] if not (folder / name).is_file()]
+        expected = f"tokenizer.json or {' and '.join(other[kind])}"
+        return [f"{folder}: no tokenizer; expected {expected}. {fix}"] if missing else []
+    if kind and kind not in ("bert", "distilbert"):  # an unsupported family is said elsewhere; its tokenizer is unknown here
         return []
     return [f"{folder}: no tokenizer; expected tokenizer.json or vocab.txt. {fix}"] if kind else []
 

@@ -11,6 +11,7 @@ from smelt.model_folder import check_model_folder, local_folder
 from smelt.plan import read_origin
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes
+from smelt.text_rules import text_rules
 
 # Files up to this size are read when the plan is made, so that their mistakes are known at once.
 _READ_AT_ONCE_BYTES = 8_000_000
@@ -45,6 +46,11 @@ def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: lis
     for problem in problems:
         mistakes.add(("model",), problem)
     warnings += [f"model: {line}" for line in advice]
+    if folder is not None and not problems and not bad & {"task", "data"}:
+        try:
+            text_rules(recipe, folder)
+        except InputError as error:
+            mistakes.add(("data",), str(error))
     return folder
 
 

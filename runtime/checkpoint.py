@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.runtime.conv1d import turned, use_linears
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
+from smelt.runtime.text_rules import apply_text_rules, read_text_rules
 
 WEIGHTS = "model.safetensors"
 _NOT_TOKENIZER = {
@@ -44,18 +47,20 @@ def load_config(folder: Path) -> transformers.PretrainedConfig:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer stored in `folder`.
+    """Return the tokenizer stored in `folder`, set to the prefix and languages that lie beside it.
 
     Raises:
         InputError: its files are missing or do not fit together.
     """
     try:
         with _quiet():
-            return transformers.AutoTokenizer.from_pretrained(
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # tokenizers raise bare Exceptions from Rust, all meaning: cannot be read
         raise InputError(f"{folder}: the tokenizer cannot be read: {error}") from error
+    apply_text_rules(tokenizer, read_text_rules(folder))
+    return tokenizer
 
 
 def load_model(folder: Path) -> tuple[Any, list[Edit]]:
@@ -78,10 +83,14 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
 
     with init_empty_weights(include_buffers=False):
         model = kind(config)
+    use_linears(model)
     apply_edits(model, edits)
-    _fill(model, read_tensors(folder), folder)
+    _fill(model, turned(model, _with_prefix(model, read_tensors(folder))), folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            # newer files say it only there, and training reads the config
+            config.decoder_start_token_id = model.generation_config.decoder_start_token_id
     model.eval()
     return model, edits
 
@@ -100,15 +109,31 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
+def _with_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` named as the model names them.
+
+    A checkpoint that was saved without its head (the first GPT-2 is one) names tensors from the body on.
+    """
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or any(name.startswith(prefix) for name in tensors):
+        return tensors
+    wanted = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
+    return {prefix + n if n in wanted else n: t for n, t in tensors.items()}
+
+
 def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     """Assign `tensors`, tie what shares weights, and compute what no file holds (fixed positions)."""
     try:
         loaded = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
         raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
-    unexpected = [n for n in loaded.unexpected_keys if "position" not in n]
+    known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [
+        n for n in loaded.unexpected_keys if "position" not in n and not any(re.search(k, n) for k in known)
+    ]
     if unexpected:
         raise InputError(f"{folder}: the config has no place for the tensors {', '.join(unexpected[:5])}.")
+    untie_what_differs(model, tensors)
     tie_weights(model)
     ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for module_name, module in model.named_modules():
@@ -123,10 +148,27 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
             model._init_weights(module)
 
 
+def untie_what_differs(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Forget the ties of weights that the file holds twice, with different values, as transformers does.
+
+    T5 v1.1 has an output head of its own while its config, as transformers reads it, says that all is tied.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        if target in tensors and source in tensors and not torch.equal(tensors[target], tensors[source]):
+            del tied[target]
+
+
 def tie_weights(model: Any) -> None:
     """Make tied parameters one again, wherever both ends are still plain parameters."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in tied.items():  # a file may hold the tensor under any of its names
+        if target in parameters and source in parameters and parameters[source].is_meta:
+            owner, _, name = source.rpartition(".")
+            setattr(model.get_submodule(owner), name, parameters[target])
+            parameters[source] = parameters[target]
+    for target, source in tied.items():
         if target in parameters and source in parameters:
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
@@ -146,7 +188,7 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path) -> None:
             continue
         seen.add(place)
         tensors[name] = tensor.detach().cpu().contiguous()
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    save_file(turned(model, tensors), out / WEIGHTS, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "float32"
     model.config.save_pretrained(out)

@@ -11,6 +11,8 @@ class LowRankLinear(nn.Module):
     Both halves are plain `nn.Linear` (named `down` and `up`), so that quantization finds them.
     """
 
+    weight = None  # T5 asks its layers for the type of their weight, and goes on where there is none
+
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True) -> None:
         super().__init__()
         self.down = nn.Linear(in_features, rank, bias=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from smelt.core.data import Example
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 from smelt.runtime.checkpoint import load_tokenizer
-from smelt.runtime.generation import Generation, greedy
+from smelt.runtime.generation import Generation, generate
 from smelt.runtime.runner import Batch, Runner
+from smelt.runtime.text_rules import prefix_of
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,72 @@ class Encoded:
 
 def length_limit(tokenizer: Any, config: dict[str, Any]) -> int:
     """Return the most tokens that tokenizer and position table both allow."""
-    return int(min(tokenizer.model_max_length, config.get("max_position_embeddings") or 10**9))
+    return int(min(tokenizer.model_max_length, position_limit(config) or 10**9))
+
+
+def position_limit(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the position table has room for; None where the model has none."""
+    positions = config.get("max_position_embeddings")
+    return None if not positions else int(positions) - position_offset(config)
+
+
+def position_offset(config: Mapping[str, Any]) -> int:
+    """Return how many rows of the position table no token uses: RoBERTa counts from its pad id + 1.
+
+    See `RobertaEmbeddings.create_position_ids_from_input_ids` in transformers; roberta-base has 514
+    rows for 512 tokens.
+    """
+    return int(config.get("pad_token_id") or 0) + 1 if config.get("model_type") == "roberta" else 0
+
+
+def takes_types(config: Mapping[str, Any]) -> bool:
+    """Say whether a classifier tells the two texts of a pair apart by token types, as BERT does."""
+    return config.get("model_type") not in ("distilbert", "roberta")
 
 
 def encode_texts(
     texts: Sequence[str], tokenizer: Any, max_length: int, pairs: Sequence[str | None] | None = None
 ) -> Encoded:
-    """Tokenize `texts` (with `pairs`), cutting at `max_length` tokens."""
-    both = (
-        [list(texts)]
-        if pairs is None or all(p is None for p in pairs)
-        else [list(texts), [p or "" for p in pairs]]
-    )
+    """Tokenize `texts`, each behind the model's prefix, cutting at `max_length` tokens.
+
+    Args:
+        texts: n texts.
+        tokenizer: of transformers.
+        max_length: the most tokens of a row; of a pair the longer text is cut first.
+        pairs: each text's second text, or None where it has none.
+    """
+    prefix = prefix_of(tokenizer)
+    texts = [prefix + text for text in texts] if prefix else list(texts)
+    seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
+    if seconds and len(seconds) < len(texts):
+        return _encode_mixed(texts, tokenizer, max_length, seconds)
+    return _encode(texts, tokenizer, max_length, list(seconds.values()) or None)
+
+
+def _encode(texts: list[str], tokenizer: Any, max_length: int, pairs: list[str] | None) -> Encoded:
+    both = [texts] if pairs is None else [texts, pairs]
     full = tokenizer(*both, truncation=False, verbose=False)
     truncated = sum(len(ids) > max_length for ids in full["input_ids"])
     if truncated:
         full = tokenizer(*both, truncation=True, max_length=max_length, verbose=False)
     return Encoded(full["input_ids"], full.get("token_type_ids"), truncated)
+
+
+def _encode_mixed(
+    texts: list[str], tokenizer: Any, max_length: int, seconds: Mapping[int, str]
+) -> Encoded:
+    """Tokenize texts of which only some have a second one: an empty one would add a separator."""
+    alone = [i for i in range(len(texts)) if i not in seconds]
+    ids: list[list[int]] = [[] for _ in texts]
+    types: list[list[int]] = [[] for _ in texts]
+    truncated = 0
+    for rows, pairs in ((alone, None), (list(seconds), list(seconds.values()))):
+        found = _encode([texts[i] for i in rows], tokenizer, max_length, pairs)
+        truncated += found.truncated
+        for at, i in enumerate(rows):
+            ids[i] = found.ids[at]
+            types[i] = found.types[at] if found.types else []
+    return Encoded(ids, types if all(types) else None, truncated)
 
 
 def pack(encoded: Encoded, rows: Sequence[int], pad: int) -> Batch:

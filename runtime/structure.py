@@ -5,8 +5,9 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "linear", "module": m, "in_features": i, "out_features": o}   a Linear of another size
     {"op": "set", "module": m, "attribute": a, "value": v}               a whole number kept by a module
     {"op": "low_rank", "module": m, "rank": r}                           Linear -> LowRankLinear
-    {"op": "quantize", "module": m, "scheme": s}                         Linear, Embedding -> quantized one
+    {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
+    {"op": "own_bias", "module": m, "heads": h}                          a T5Attention with its own position bias
 
 Edits only make room; the values come from the tensors. They work on the meta device.
 """
@@ -27,7 +28,9 @@ from smelt.runtime.low_rank import LowRankLinear
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
 # Only these may be set: an artifact must not be able to change anything else of a module.
-_ATTRIBUTES = frozenset({"num_heads", "num_attention_heads", "all_head_size", "embed_dim", "n_heads"})
+_ATTRIBUTES = frozenset(
+    {"num_heads", "num_attention_heads", "all_head_size", "embed_dim", "n_heads", "split_size"}
+)
 
 
 def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
@@ -104,13 +107,22 @@ def _low_rank(model: nn.Module, edit: Edit) -> None:
 def _quantize(model: nn.Module, edit: Edit) -> None:
     from smelt.runtime.quantized import empty_quantized
 
-    replace_module(
-        model, edit["module"], empty_quantized(model.get_submodule(edit["module"]), edit["scheme"])
-    )
+    options = {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
+    new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], **options)
+    replace_module(model, edit["module"], new)
 
 
 def _share(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], model.get_submodule(edit["with"]))
+
+
+def _own_bias(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.position_bias import own_position_bias
+
+    attention = model.get_submodule(edit["module"])
+    if not hasattr(attention, "relative_attention_num_buckets"):
+        raise TypeError("it is not a T5Attention")
+    own_position_bias(attention, edit["heads"], edit["module"].endswith("SelfAttention"))
 
 
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
@@ -119,4 +131,5 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "low_rank": _low_rank,
     "quantize": _quantize,
     "share": _share,
+    "own_bias": _own_bias,
 }

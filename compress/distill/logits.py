@@ -21,8 +21,8 @@ Layers = int | list[int]
 class StudentSettings(Settings):
     """Which layers the student copies: a number, or a list of their places counted from 0."""
 
-    encoder_layers: Layers | None = Field(default=None, description="translation: of the encoder")
-    decoder_layers: Layers | None = Field(default=None, description="translation: of the decoder")
+    encoder_layers: Layers | None = Field(default=None, description="translation, summarization: of the encoder")
+    decoder_layers: Layers | None = Field(default=None, description="translation, summarization: of the decoder")
     layers: Layers | None = Field(default=None, description="classification: of the encoder")
     choose: Literal["spread", "first", "last"] = Field(
         default="spread", description="which ones, where a number is given; spread includes first and last"
@@ -69,6 +69,8 @@ class Distill:
     student, which recovers what pruning or factorization lost better than labels alone do, because a
     teacher says of every word how likely it is. The loss is
     logits * T^2 * KL(softmax(teacher / T) || softmax(student / T)) + labels * cross-entropy.
+    A classifier with several classes a text compares sigmoids class by class, one that gives a number
+    takes mean squared errors instead of both parts.
 
         - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
     """
@@ -152,16 +154,24 @@ def _load_teacher(name: str, ctx: Context) -> Any:
 
 
 def _check_outputs(model: Any, teacher: Any) -> None:
+    from smelt.compress.classifier_losses import problem_of
+
     ours, theirs = model.config, teacher.config
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
         raise InputError(f"distill: a {theirs.model_type} teacher cannot teach a {ours.model_type} student.")
-    if ours.is_encoder_decoder and ours.decoder_vocab_size != theirs.decoder_vocab_size:
+    words, known = (getattr(c, "decoder_vocab_size", None) or c.vocab_size for c in (ours, theirs))
+    if ours.is_encoder_decoder and words != known:
         raise InputError(
-            f"distill: the teacher's vocabulary has {theirs.decoder_vocab_size} tokens, the student's"
-            f" {ours.decoder_vocab_size}. Logits can be compared only over the same vocabulary."
+            f"distill: the teacher's vocabulary has {known} tokens, the student's"
+            f" {words}. Logits can be compared only over the same vocabulary."
         )
     if not ours.is_encoder_decoder and ours.id2label != theirs.id2label:
         raise InputError(
             f"distill: the teacher's labels are {theirs.id2label}, the student's {ours.id2label}."
+            " They must agree."
+        )
+    if not ours.is_encoder_decoder and problem_of(ours) != problem_of(theirs):
+        raise InputError(
+            f"distill: the teacher's problem type is {problem_of(theirs)}, the student's {problem_of(ours)}."
             " They must agree."
         )

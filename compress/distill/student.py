@@ -37,9 +37,9 @@ def keep_layers(
     """Drop layers of one stack of `model` in place, and say so in its config.
 
     Args:
-        model: a Marian or BERT model.
+        model: a Marian, BART, T5, BERT, RoBERTa or DistilBERT model.
         edits: its structure so far.
-        stack: `encoder_layers` or `decoder_layers` (Marian), `layers` (BERT).
+        stack: `encoder_layers` or `decoder_layers` (Marian, BART, T5), `layers` (the others).
         choice: how many layers, or which.
         choose: see `spread`.
 
@@ -56,6 +56,10 @@ def keep_layers(
     if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
         raise InputError(f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
+    if model.config.model_type == "t5":
+        from smelt.runtime.position_bias import move_shared_bias
+
+        move_shared_bias(layers[0], layers[kept[0]])
     for new, old in enumerate(kept):
         for module in layers[old].modules():
             if getattr(module, "layer_idx", None) is not None:
@@ -66,12 +70,21 @@ def keep_layers(
 
 def _stack(model: Any, stack: str) -> tuple[str, str]:
     """Return where the layers lie and what the config calls their number."""
+    bart = {
+        "encoder_layers": ("model.encoder.layers", "encoder_layers"),
+        "decoder_layers": ("model.decoder.layers", "decoder_layers"),
+    }
     known = {
-        "marian": {
-            "encoder_layers": ("model.encoder.layers", "encoder_layers"),
-            "decoder_layers": ("model.decoder.layers", "decoder_layers"),
+        "marian": bart,
+        "bart": bart,
+        "mbart": bart,
+        "t5": {
+            "encoder_layers": ("encoder.block", "num_layers"),
+            "decoder_layers": ("decoder.block", "num_decoder_layers"),
         },
         "bert": {"layers": ("bert.encoder.layer", "num_hidden_layers")},
+        "roberta": {"layers": ("roberta.encoder.layer", "num_hidden_layers")},
+        "distilbert": {"layers": ("distilbert.transformer.layer", "n_layers")},
     }.get(model.config.model_type, {})
     if stack not in known:
         names = " and ".join(known) or "no layers that this stage knows"

@@ -17,7 +17,9 @@ class AttentionGroup:
     """One attention: its heads own rows of query, key, value and columns of out.
 
     All fields are dotted module names, except `heads`, the attribute of `name` that counts them, and
-    `size`, the attribute that holds heads times head dimension, where there is one.
+    `size`, the attribute that holds heads times head dimension, where there is one. relative: a bias per
+    head and distance is added to its scores (T5), so that all attentions of a stack have the same heads
+    until each gets a bias of its own.
     """
 
     name: str
@@ -27,6 +29,7 @@ class AttentionGroup:
     out: str
     heads: str
     size: str | None
+    relative: bool = False
 
     def count(self, model: nn.Module) -> int:
         """Return the number of heads."""
@@ -41,13 +44,20 @@ class AttentionGroup:
 class FeedForwardGroup:
     """One feed-forward block: a neuron owns a row of `first` and a column of `second`.
 
-    `setting` is the config's word for the width of all blocks of this kind.
+    `setting` is the config's word for the width of all blocks of this kind. gate: a second product of the
+    input, which the first is multiplied with (T5 v1.1); the neuron owns a row of it too.
     """
 
     name: str
     first: str
     second: str
     setting: str
+    gate: str | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The products whose rows the neurons own."""
+        return (self.first,) if self.gate is None else (self.first, self.gate)
 
     def count(self, model: nn.Module) -> int:
         """Return the number of neurons."""
@@ -55,17 +65,21 @@ class FeedForwardGroup:
 
 
 def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
-    """Return the attentions and feed-forward blocks of a Marian or BERT model, in order.
+    """Return the attentions and feed-forward blocks of a model that can be pruned, in order.
 
     Raises:
         InputError: another family.
     """
     kind = model.config.model_type
-    if kind == "marian":
+    if kind in ("marian", "bart", "mbart"):
         return list(_marian_attentions(model)), list(_marian_blocks(model))
-    if kind == "bert":
+    if kind == "t5":
+        return list(_t5_attentions(model)), list(_t5_blocks(model))
+    if kind in ("bert", "roberta"):
         return list(_bert_attentions(model)), list(_bert_blocks(model))
-    raise InputError(f"prune: the layers of a {kind} model are not known. Known: marian, bert.")
+    if kind == "distilbert":
+        return list(_distilbert_attentions(model)), list(_distilbert_blocks(model))
+    raise InputError(f"prune: the layers of a {kind} model are not known. Known: marian, bart, mbart, t5, bert, roberta, distilbert.")
 
 
 def rows_of(model: nn.Module, name: str) -> nn.Linear:
@@ -109,9 +123,32 @@ def _marian_blocks(model: Any) -> Iterator[FeedForwardGroup]:
             yield FeedForwardGroup(at, f"{at}.fc1", f"{at}.fc2", f"{side}_ffn_dim")
 
 
+def _t5_attentions(model: Any) -> Iterator[AttentionGroup]:
+    for side, names in (
+        ("encoder", ["layer.0.SelfAttention"]),
+        ("decoder", ["layer.0.SelfAttention", "layer.1.EncDecAttention"]),
+    ):
+        for i in range(len(model.get_submodule(f"{side}.block"))):
+            for name in names:
+                at = f"{side}.block.{i}.{name}"
+                parts = (f"{at}.{part}" for part in "qkvo")
+                yield AttentionGroup(at, *parts, "n_heads", None, relative=True)
+
+
+def _t5_blocks(model: Any) -> Iterator[FeedForwardGroup]:
+    for side in ("encoder", "decoder"):
+        for i, block in enumerate(model.get_submodule(f"{side}.block")):
+            at = f"{side}.block.{i}.layer.{len(block.layer) - 1}.DenseReluDense"
+            if model.config.is_gated_act:
+                yield FeedForwardGroup(at, f"{at}.wi_0", f"{at}.wo", "d_ff", gate=f"{at}.wi_1")
+            else:
+                yield FeedForwardGroup(at, f"{at}.wi", f"{at}.wo", "d_ff")
+
+
 def _bert_attentions(model: Any) -> Iterator[AttentionGroup]:
-    for i in range(len(model.get_submodule("bert.encoder.layer"))):
-        at = f"bert.encoder.layer.{i}.attention"
+    layers = f"{model.base_model_prefix}.encoder.layer"
+    for i in range(len(model.get_submodule(layers))):
+        at = f"{layers}.{i}.attention"
         yield AttentionGroup(
             f"{at}.self",
             f"{at}.self.query",
@@ -124,6 +161,21 @@ def _bert_attentions(model: Any) -> Iterator[AttentionGroup]:
 
 
 def _bert_blocks(model: Any) -> Iterator[FeedForwardGroup]:
-    for i in range(len(model.get_submodule("bert.encoder.layer"))):
-        at = f"bert.encoder.layer.{i}"
+    layers = f"{model.base_model_prefix}.encoder.layer"
+    for i in range(len(model.get_submodule(layers))):
+        at = f"{layers}.{i}"
         yield FeedForwardGroup(at, f"{at}.intermediate.dense", f"{at}.output.dense", "intermediate_size")
+
+
+def _distilbert_attentions(model: Any) -> Iterator[AttentionGroup]:
+    for i in range(len(model.get_submodule("distilbert.transformer.layer"))):
+        at = f"distilbert.transformer.layer.{i}.attention"
+        yield AttentionGroup(
+            at, f"{at}.q_lin", f"{at}.k_lin", f"{at}.v_lin", f"{at}.out_lin", "n_heads", None
+        )
+
+
+def _distilbert_blocks(model: Any) -> Iterator[FeedForwardGroup]:
+    for i in range(len(model.get_submodule("distilbert.transformer.layer"))):
+        at = f"distilbert.transformer.layer.{i}.ffn"
+        yield FeedForwardGroup(at, f"{at}.lin1", f"{at}.lin2", "hidden_dim")

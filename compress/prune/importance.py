@@ -29,7 +29,8 @@ def magnitude_scores(
     """Score every unit by the product of the norms of what goes in and what comes out of it.
 
     A head: |rows of v| * |columns of out|; a neuron: |row of fc1| * |column of fc2| (L2, biases not
-    counted). The product does not change when a scale moves from one side to the other.
+    counted), times |row of the gate| where there is one. The product does not change when a scale moves
+    from one side to the other.
     """
     heads = {}
     for group in attentions:
@@ -40,9 +41,11 @@ def magnitude_scores(
         heads[group.name] = into * out.square().sum(dim=0).view(size).sum(dim=1).sqrt()
     neurons = {}
     for block in blocks:
-        first = rows_of(model, block.first).weight.detach().double()
         second = columns_of(model, block.second).weight.detach().double()
-        neurons[block.name] = first.norm(dim=1) * second.norm(dim=0)
+        neurons[block.name] = second.norm(dim=0)
+        for name in block.inputs:
+            first = rows_of(model, name).weight.detach().double()
+            neurons[block.name] = neurons[block.name] * first.norm(dim=1)
     return Scores(heads, neurons)
 
 
@@ -58,7 +61,7 @@ def taylor_scores(
     A head: |dL/dm| for a mask m = 1 on its output (Michel et al. 2019, arXiv:1905.10650). A neuron:
     |sum(w1 * g1) + b1 * gb1| + |sum(w2 * g2)| with its row w1 and bias b1 of the first product, its
     column w2 of the second, and their gradients (DynaBERT, Hou et al. 2020, arXiv:2004.04037,
-    run_glue.py, compute_neuron_head_importance).
+    run_glue.py, compute_neuron_head_importance); a gate counts as w1 does.
 
     Args:
         model: in eval mode.
@@ -83,9 +86,8 @@ def taylor_scores(
                 heads[name] += mask.grad.abs().double()
                 mask.grad = None
             for block in blocks:
-                neurons[block.name] += _neuron_terms(
-                    rows_of(model, block.first), columns_of(model, block.second)
-                )
+                inputs = [rows_of(model, name) for name in block.inputs]
+                neurons[block.name] += _neuron_terms(inputs, columns_of(model, block.second))
     finally:
         for hook in hooks:
             hook.remove()
@@ -100,12 +102,14 @@ def _masking(mask: Tensor, head_dim: int) -> Callable[[nn.Module, tuple[Tensor, 
     return hook
 
 
-def _neuron_terms(first: nn.Linear, second: nn.Linear) -> Tensor:
-    """Return |sum(w1 * g1) + b1 * gb1| + |sum(w2 * g2)| per neuron, float64 [F]."""
-    assert first.weight.grad is not None
+def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
+    """Return the sum over `inputs` of |sum(w1 * g1) + b1 * gb1|, + |sum(w2 * g2)|, per neuron, float64 [F]."""
     assert second.weight.grad is not None
-    into = (first.weight * first.weight.grad).sum(dim=1)
-    if first.bias is not None and first.bias.grad is not None:
-        into = into + first.bias * first.bias.grad
-    out = (second.weight * second.weight.grad).sum(dim=0)
-    return (into.abs() + out.abs()).detach().double()
+    terms = (second.weight * second.weight.grad).sum(dim=0).abs()
+    for first in inputs:
+        assert first.weight.grad is not None
+        into = (first.weight * first.weight.grad).sum(dim=1)
+        if first.bias is not None and first.bias.grad is not None:
+            into = into + first.bias * first.bias.grad
+        terms = terms + into.abs()
+    return terms.detach().double()

@@ -42,7 +42,8 @@ class Prune:
     """Remove the least important attention heads and feed-forward neurons of each layer.
 
     They are removed physically, with all that is coupled to them: rows of query, key, value and
-    columns of the output product; rows of the first and columns of the second feed-forward product.
+    columns of the output product; rows of the first (and of the gate) and columns of the second
+    feed-forward product. T5's position bias is one table for all layers: each gets its own, then.
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
     follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads.
 
@@ -143,6 +144,11 @@ def _cut_heads(
     stay = scores.topk(heads_kept(count, settings)).indices.sort().values
     if len(stay) == count:
         return
+    if group.relative:
+        from smelt.runtime.position_bias import own_position_biases, prune_position_bias
+
+        own_position_biases(model, edits)
+        prune_position_bias(model, edits, group.name, stay)
     places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
     for name in (group.query, group.key, group.value):
         _cut(model, edits, name, places, dim=0)
@@ -160,7 +166,8 @@ def _cut_neurons(
     count = block.count(model)
     stay = scores.topk(neurons_kept(count, settings)).indices.sort().values
     if len(stay) < count:
-        _cut(model, edits, block.first, stay, dim=0)
+        for name in block.inputs:
+            _cut(model, edits, name, stay, dim=0)
         _cut(model, edits, block.second, stay, dim=1)
 
 
@@ -196,6 +203,6 @@ def _say_in_config(model: Any, edits: list[Edit]) -> list[Edit]:
         if len(widths) > 1:
             continue
         setattr(model.config, setting, widths.pop())
-        names = {n for b in kind for n in (b.first, f"{b.first}.up", b.second, f"{b.second}.down")}
+        names = {n for b in kind for i in b.inputs for n in (i, f"{i}.up", b.second, f"{b.second}.down")}
         edits = [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
     return edits

@@ -1,0 +1,84 @@
+"""T5's position bias, one table for all layers of a stack, as a table of each layer's own.
+
+In a T5 stack the first block owns `relative_attention_bias` [buckets, heads]; it computes a bias for
+every head and hands it on, so that all layers must have the same heads. Pruning that may take other heads
+in each layer first gives every attention what it needs for itself: self-attention a copy of the table,
+cross-attention (whose bias is zero) only its independence. Source: transformers' modeling_t5.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MARK = "smelt_own_bias"
+
+
+def own_position_bias(attention: Any, heads: int, table: bool) -> None:
+    """Let a T5Attention with `heads` heads compute its own bias; the table's values are left open.
+
+    Args:
+        attention: the module, changed in place; works on the meta device.
+        heads: how many heads it has.
+        table: whether it has a table at all (self-attention) or adds zeros (cross-attention).
+    """
+    attention.n_heads = heads
+    attention.has_relative_attention_bias = table
+    if table:
+        weight = attention.q.weight if isinstance(attention.q, nn.Linear) else next(attention.parameters())
+        attention.relative_attention_bias = nn.Embedding(
+            attention.relative_attention_num_buckets, heads, device=weight.device, dtype=torch.float32
+        )
+    if not getattr(attention, _MARK, False):
+        setattr(attention, _MARK, True)
+        attention.register_forward_pre_hook(_without_the_shared_one, with_kwargs=True)
+
+
+def has_own_bias(attention: Any) -> bool:
+    """Say whether `attention` ignores the bias that the first block hands on."""
+    return bool(getattr(attention, _MARK, False))
+
+
+def own_position_biases(model: Any, edits: list[dict[str, Any]]) -> None:
+    """Give every attention of a T5 `model` its own bias, once; append the edits that say so."""
+    for side in ("encoder", "decoder"):
+        blocks = model.get_submodule(side).block
+        shared = blocks[0].layer[0].SelfAttention.relative_attention_bias.weight.detach()
+        for name, attention in blocks.named_modules(prefix=f"{side}.block"):
+            if not hasattr(attention, "has_relative_attention_bias") or has_own_bias(attention):
+                continue
+            table = name.endswith("SelfAttention")
+            own_position_bias(attention, attention.n_heads, table)
+            if table:
+                attention.relative_attention_bias.weight = nn.Parameter(shared.clone())
+            edits.append(_edit(name, attention.n_heads))
+
+
+def prune_position_bias(model: Any, edits: list[dict[str, Any]], name: str, stay: Tensor) -> None:
+    """Keep the heads `stay` (int64, rising) of the bias that the attention `name` owns."""
+    attention = model.get_submodule(name)
+    old = attention.relative_attention_bias.weight.detach() if attention.has_relative_attention_bias else None
+    own_position_bias(attention, len(stay), old is not None)
+    if old is not None:
+        attention.relative_attention_bias.weight = nn.Parameter(old.index_select(1, stay).clone())
+    edits.append(_edit(name, len(stay)))
+
+
+def move_shared_bias(old: Any, new: Any) -> None:
+    """Hand the table of the block `old` to the block `new`, which becomes the first of its stack."""
+    source, target = old.layer[0].SelfAttention, new.layer[0].SelfAttention
+    if source is not target and not has_own_bias(target):
+        target.relative_attention_bias = source.relative_attention_bias
+        target.has_relative_attention_bias = True
+
+
+def _edit(name: str, heads: int) -> dict[str, Any]:
+    return {"op": "own_bias", "module": name, "heads": heads}
+
+
+def _without_the_shared_one(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "position_bias": None}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
-from smelt.core.errors import InputError, SmeltError
+from smelt.core.errors import InputError, SmeltError, nearest
 from smelt.core.files import write_atomically
 from smelt.core.store import Store
 from smelt.display import Display, duration
@@ -57,6 +57,19 @@ class Result:
 
     def __post_init__(self) -> None:
         self.exit_code = EXIT_CODES[self.report["status"]]
+
+    def artifact(self, step: str) -> Path:
+        """Return the folder of the artifact that `step` gave, for `smelt.load`.
+
+        Raises:
+            InputError: no such step, or it gave nothing.
+        """
+        folder = self.folder / "artifacts" / step
+        if not folder.is_dir():
+            given = [s["name"] for s in self.report["steps"] if s["artifact"]]
+            known = ", ".join(given)
+            raise InputError(f"'{step}' gave no artifact; there are {known}.{nearest(step, given)}")
+        return folder
 
 
 def run_plan(plan: Plan, options: Options) -> Result:

@@ -1,0 +1,168 @@
+"""The surface in Python: smelt.run and smelt.load do what the command line does."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny
+from click.testing import CliRunner
+
+import smelt
+from smelt.loaded import predictions
+
+RECIPE = """
+model: m
+task: {task}
+data: {{test: data.jsonl}}
+stages: [quantize, onnx]
+score: {{latency: false, generation: {{max_new_tokens: 6}}}}
+"""
+
+
+def _home(folder, task):
+    (tiny.marian if task == "translation" else tiny.bert)(folder / "m")
+    (tiny.pairs if task == "translation" else tiny.labelled)(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE.format(task=task))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    home = _home(tmp_path_factory.mktemp("translator"), "translation")
+    return home, smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    home = _home(tmp_path_factory.mktemp("classifier"), "text-classification")
+    return home, smelt.run(str(home / "recipe.yaml"), out=str(home / "run"), quiet=True)
+
+
+def _command(*arguments):
+    from smelt.cli import main
+
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def test_run_gives_the_report_that_lies_in_its_folder(translator):
+    home, result = translator
+    assert result.exit_code == 0
+    assert result.report == json.loads((home / "run" / "report.json").read_text())
+    assert [s["status"] for s in result.report["steps"]] == ["done"] * 3
+    assert result.artifact("onnx") == home / "run" / "artifacts" / "onnx"
+    with pytest.raises(smelt.InputError, match=r"'onxn' gave no artifact; .* Did you mean 'onnx'\?"):
+        result.artifact("onxn")
+
+
+def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
+    home, _ = classifier
+    result = smelt.run(
+        home / "recipe.yaml",
+        set={"seed": 3, "score.quality": ["f1"]},
+        until="quantize",
+        out=tmp_path / "run",
+        store=home / ".store",
+        fresh="quantize",
+        limit=4,
+        quiet=True,
+    )
+    steps = {s["name"]: s for s in result.report["steps"]}
+    assert list(steps) == ["model", "quantize"]
+    assert {n: s["quality"]["f1"]["n"] for n, s in steps.items()} == {"model": 4, "quantize": 4}
+    assert list(steps["model"]["quality"]) == ["f1"]
+    assert result.report["recipe"]["seed"] == 3
+    assert steps["quantize"]["status"] == "done"
+    again = smelt.run(
+        home / "recipe.yaml", set=["seed=3"], until="quantize", out=tmp_path / "r", store=home / ".store"
+    )
+    assert [s["status"] for s in again.report["steps"]] == ["cached", "cached"]
+    anew = smelt.run(home / "recipe.yaml", fresh=True, out=tmp_path / "r", store=home / ".store", quiet=True)
+    assert [s["status"] for s in anew.report["steps"]] == ["done"] * 3
+
+
+def test_a_failed_gate_is_a_result_and_a_mistake_is_raised(classifier, tmp_path):
+    home, _ = classifier
+    arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
+    result = smelt.run(home / "recipe.yaml", set={"gates": {"accuracy": {"min": 101}}}, **arguments)
+    assert (result.exit_code, result.report["status"]) == (3, "gate-failed")
+    with pytest.raises(smelt.InputError, match="seeed"):
+        smelt.run(home / "recipe.yaml", set={"seeed": 1}, **arguments)
+    with pytest.raises(smelt.InputError):
+        smelt.run(home / "nowhere.yaml", **arguments)
+
+
+@pytest.mark.parametrize("step", ["model", "quantize", "onnx"])
+def test_generate_gives_what_predict_prints(translator, step):
+    _, result = translator
+    texts = tiny.SENTENCES[:3]
+    with smelt.load(result.artifact(step), threads=1) as model:
+        assert model.task == "translation"
+        assert model.device == "cpu"
+        assert model.config["model_type"] == "marian"
+        made = model.generate(texts, batch_size=2, max_new_tokens=6)
+        assert model.generate([]) == []
+    assert made == _command("predict", result.artifact(step), *texts, "--max-new-tokens", 6)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+def test_predict_gives_labels_and_probabilities(classifier, step):
+    _, result = classifier
+    texts = tiny.SENTENCES[:3]
+    with smelt.load(str(result.artifact(step))) as model:
+        made = model.predict([*texts, (texts[0], texts[1])])
+        assert model.predict([]) == []
+    assert len(made) == 4
+    for found in made:
+        assert set(found.probabilities) == {"LABEL_0", "LABEL_1"}
+        assert sum(found.probabilities.values()) == pytest.approx(1)
+        assert found.probabilities[found.label] == max(found.probabilities.values())
+    lines = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in made[:3]]
+    assert lines == _command("predict", result.artifact(step), *texts)
+
+
+def test_predictions_are_softmax_sigmoid_or_the_number():
+    from scipy.special import expit, softmax
+
+    names = {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    logits = np.array([[1.0, 3.0, -2.0], [-1.0, -2.0, -3.0]], dtype=np.float32)
+    single = predictions(logits, names)
+    assert [p.label for p in single] == ["b", "a"]
+    np.testing.assert_allclose(
+        [[*p.probabilities.values()] for p in single], softmax(logits, axis=1), rtol=1e-6
+    )
+    several = predictions(logits, names | {"problem_type": "multi_label_classification"})
+    assert [p.label for p in several] == [("a", "b"), ()]
+    np.testing.assert_allclose([[*p.probabilities.values()] for p in several], expit(logits), rtol=1e-6)
+    (number,) = predictions(np.array([[0.25]], dtype=np.float32), {"id2label": {"0": "x"}})
+    assert (number.label, number.probabilities) == (0.25, {})
+
+
+def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):
+    with smelt.load(translator[1].artifact("onnx")) as model:
+        with pytest.raises(smelt.InputError, match="for translation; use generate"):
+            model.predict(["x"])
+        with pytest.raises(smelt.InputError, match=r"max_new_token: .* Did you mean 'max_new_tokens'\?"):
+            model.generate(["x"], max_new_token=3)
+        with pytest.raises(smelt.InputError, match="expected a list of texts"):
+            model.generate("x")
+    with (
+        smelt.load(classifier[1].artifact("onnx")) as model,
+        pytest.raises(smelt.InputError, match="predict"),
+    ):
+        model.generate(["x"])
+    with pytest.raises(smelt.InputError, match="no such folder"):
+        smelt.load(tmp_path / "nowhere")
+    with pytest.raises(smelt.InputError, match="expected auto, cpu or cuda"):
+        smelt.load(translator[1].artifact("onnx"), device="gpu")
+
+
+def test_importing_smelt_is_quick_and_light():
+    code = (
+        "import smelt, sys; print(sorted({'pydantic', 'yaml', 'click', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -72,7 +72,7 @@ class Artifact:
     @property
     def size_bytes(self) -> int:
         """Bytes on disk of what is deployed: weights, graphs, engines; not the tokenizer's files."""
-        ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".engine")
+        ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
         return sum(r.size_bytes for n, r in self.manifest.files.items() if n.endswith(ends))
 
     def verify(self, mend: str = _REBUILD) -> None:

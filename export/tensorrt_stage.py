@@ -79,12 +79,12 @@ class TensorrtStage:
     produces: ClassVar[Format] = "tensorrt"
     needs: ClassVar[frozenset[Need]] = frozenset({"tensorrt"})
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: TensorrtSettings, ctx: Context) -> None:
-        """Write `NAME.engine` for every `NAME.onnx` of `src`, with config and tokenizer.
+        """Write `NAME.plan` for every `NAME.onnx` of `src`, with config and tokenizer.
 
         Raises:
             InputError: the ONNX file was exported for another target, or no lengths are known.
@@ -103,7 +103,7 @@ class TensorrtStage:
         options = _options(trt, settings)
         for path, shapes in graphs.items():
             plan, said = build_engine(trt, path, shapes, options, ctx.progress)
-            (ctx.out / f"{path.stem}.engine").write_bytes(plan)
+            (ctx.out / f"{path.stem}.plan").write_bytes(plan)
             ctx.warnings.extend(f"{path.name}: TensorRT: {line[:300]}" for line in said[:5])
         _copy_the_rest(src.path, ctx.out)
         kept = ("parameters", "dtype", "scheme")
@@ -123,8 +123,10 @@ def dimension_ranges(
     Raises:
         InputError: no data to take lengths from and none given.
     """
+    from smelt.runtime.predict import position_limit
+
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    limit: int | None = config.get("max_position_embeddings")
+    limit = position_limit(config)
     most = limit or 10**6
     ranges = {"batch": Range(1, 1, settings.max_batch_size)}
     examples = [e for place in _PLACES if place in ctx.data for e in ctx.data[place].examples]

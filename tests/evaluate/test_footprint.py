@@ -53,7 +53,7 @@ def test_torch_count_equals_the_model_s_own(tmp_path: Path) -> None:
 
 
 def test_recorded_count_wins_and_engines_have_no_other(tmp_path: Path) -> None:
-    (tmp_path / "model.engine").write_bytes(b"x" * 10)
+    (tmp_path / "model.plan").write_bytes(b"x" * 10)
     assert footprint(artifact(tmp_path, "tensorrt", parameters=7)) == {"parameters": 7, "size_bytes": 10}
     assert parameters(artifact(tmp_path, "tensorrt")) is None
 

@@ -127,9 +127,9 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     monkeypatch.setattr(module, "build_engine", build)
     ctx = context(out, [1, 2, 3, 4, 5])
     TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False, max_batch_size=4), ctx)
-    assert (out / "model.engine").read_bytes() == b"plan"
+    assert (out / "model.plan").read_bytes() == b"plan"
     assert {p.name for p in out.iterdir()} == {
-        "model.engine",
+        "model.plan",
         "config.json",
         "vocab.txt",
         "tokenizer_config.json",

@@ -8,7 +8,7 @@ Shapes: n = examples, K = summands per example, R = resamples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
 import numpy as np
@@ -16,12 +16,22 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
+from smelt.evaluate import label_values
 
 RESAMPLES = 1000
 SEED = 12345  # sacrebleu's own default, so that both draw the same examples
 _CELLS = 4_000_000  # weights held at a time: 32 MB
 
 Array = NDArray[np.float64]
+# whose rows are a prediction and what it should have been, right or wrong
+_HITS = frozenset({"accuracy", "subset_accuracy"})
+_ON_ROWS: dict[str, Callable[[Array, Array], Array]] = {
+    "f1_micro": label_values.micro_f1,
+    "f1_macro": label_values.mean_f1,
+    "pearson": label_values.pearson,
+    "spearman": label_values.spearman,
+    "mse": label_values.mean_squared_error,
+}
 
 
 class Statistics(BaseModel):
@@ -29,7 +39,10 @@ class Statistics(BaseModel):
 
     rows: [n, K]. bleu: length of the prediction, length of the nearest reference, 4 counts of matching
     n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
-    in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label.
+    in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label;
+    f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
+    the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; perplexity and
+    bits_per_byte, where a row is a window: nats, tokens, bytes.
     examples: a hash of the references or gold labels; only equal ones can be compared in pairs.
     """
 
@@ -53,7 +66,7 @@ class Comparison(TypedDict):
 
 
 def value_of(statistics: Statistics) -> float:
-    """Return the metric's value on all examples, 0-100."""
+    """Return the metric's value on all examples, in the metric's unit (most: 0-100)."""
     rows = np.asarray(statistics.rows, dtype=np.float64)
     return float(_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
 
@@ -77,8 +90,8 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     """Compare two steps on the same examples: `step` minus `other`.
 
     difference and ci95: in the metric's unit; the interval is a paired bootstrap (1000 resamples).
-    p_value: two-sided. Accuracy: McNemar's exact test. All others: paired bootstrap resampling
-    (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in which
+    p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: paired bootstrap
+    resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in which
     the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
     so that it never reads 0.
 
@@ -89,7 +102,7 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     difference = value_of(step) - value_of(other)
     drawn = _resampled(step) - _resampled(other)  # one seed: both see the same examples
     low, high = np.quantile(drawn, (0.025, 0.975))
-    p_value = _mcnemar(step, other) if step.metric == "accuracy" else _two_sided(drawn)
+    p_value = _mcnemar(step, other) if step.metric in _HITS else _two_sided(drawn)
     return {"difference": difference, "ci95": [float(low), float(high)], "p_value": p_value}
 
 
@@ -142,16 +155,23 @@ def _weights(n: int) -> Iterator[Array]:
 
 def _values(metric: str, rows: Array, weights: Array) -> Array:
     """Return the metric for each row of weights: [n, K], [R, n] -> [R]."""
-    if metric == "accuracy":
+    if metric in _HITS:
         hits = (rows[:, 0] == rows[:, 1]).astype(np.float64)
         return np.asarray(100 * (weights @ hits) / weights.sum(1))
     if metric == "f1":
         return _macro_f1(rows.astype(np.int64), weights)
+    if metric in _ON_ROWS:
+        return _ON_ROWS[metric](rows, weights)
     sums = weights @ rows
     if metric == "bleu":
         return _bleu(sums)
     if metric == "chrf":
         return _chrf(sums)
+    if metric == "perplexity":
+        # beyond 700 nats a float64 would be infinite, which no report can hold
+        return np.asarray(np.exp(np.minimum(700.0, sums[:, 0] / sums[:, 1])))
+    if metric == "bits_per_byte":
+        return np.asarray(sums[:, 0] / np.log(2) / np.maximum(1, sums[:, 2]))
     return np.asarray(100 * sums[:, 0] / weights.sum(1))
 
 

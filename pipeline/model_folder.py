@@ -19,6 +19,7 @@ FAMILIES: dict[Task, tuple[str, ...]] = {
     "translation": ("marian", "t5", "bart", "mbart"),
     "summarization": ("marian", "t5", "bart", "mbart"),
     "text-classification": ("bert", "distilbert", "roberta"),
+    "language-modeling": ("gpt2", "llama", "qwen2"),
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,7 +80,7 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
         near = nearest(folder.name, beside)
         kind = "not a folder" if folder.exists() else "no such folder"
         return [f"{folder}: {kind}; expected a model's folder with config.json, or a hub id.{near}"], []
-    config, problems = _read_config(folder)
+    config, problems = read_config(folder)
     problems += _weights(folder)
     kind = str(config.get("model_type", ""))
     families = FAMILIES[task] if task else ()
@@ -88,11 +89,38 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
             f"{folder / 'config.json'}: model_type '{kind}' is not yet supported for {task} by this version."
             f" Supported: {', '.join(families)}."
         )
+    elif task == "language-modeling":
+        problems += _no_language_model(config, folder)
     problems += _tokenizer(folder, kind)
     return problems, _warnings(config, task) if not problems else []
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
+    """Say what of a decoder-only model's config smelt cannot follow."""
+    where, problems = folder / "config.json", []
+    named = [str(name) for name in config.get("architectures") or []]
+    if config and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        problems.append(
+            f"{where}: 'architectures' is {named}; a language model ends in ForCausalLM or LMHeadModel."
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+    if kind not in (None, "default", "linear", "llama3"):
+        problems.append(
+            f"{where}: rotary positions of type '{kind}' are not supported by this version;"
+            " supported: default, linear, llama3."
+        )
+    if config.get("use_sliding_window"):
+        problems.append(f"{where}: use_sliding_window is not supported by this version; set it to false.")
+    if config.get("add_cross_attention"):
+        problems.append(f"{where}: add_cross_attention is not supported; the model must be decoder-only.")
+    if config.get("reorder_and_upcast_attn"):
+        problems.append(f"{where}: reorder_and_upcast_attn is not supported by this version.")
+    return problems
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the Hugging Face config in `folder`, empty where there is none, and what is wrong with it."""
     path = folder / "config.json"
     if not path.is_file():
         return {}, [f"{folder}: no config.json in this folder, so it is not a model's folder."]
@@ -161,7 +189,7 @@ def _tokenizer(folder: Path, kind: str) -> list[str]:
         return [f"{folder}: no tokenizer: {', '.join(missing)} missing. {fix}"] if missing else []
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         return []
-    other = {"t5": ("spiece.model",), "bart": ("vocab.json", "merges.txt"), "roberta": ("vocab.json", "merges.txt"), "mbart": ("sentencepiece.bpe.model",)}
+    other = {"t5": ("spiece.model",), "bart": ("vocab.json", "merges.txt"), "roberta": ("vocab.json", "merges.txt"), "mbart": ("sentencepiece.bpe.model",), "gpt2": ("vocab.json", "merges.txt"), "qwen2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.model",)}
     if kind in other:
         missing = [name for name in other[kind] if not (folder / name).is_file()]
         expected = f"tokenizer.json or {' and '.join(other[kind])}"

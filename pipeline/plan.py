@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Format
 from smelt.core.data import Split, read_split
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.labels import ProblemType
 from smelt.core.stage import Settings, Stage
 from smelt.model_folder import fetch_model
 from smelt.recipe import Recipe, examine, find_recipe
@@ -62,6 +63,7 @@ class Plan:
     steps: in the recipe's order, parents first; the untouched model is not among them. With `until`
     only that step and those above it. splits: the rows that were read already, because their files
     are small. text: the recipe as it stands in its file. left_out: the steps that `until` cuts off.
+    problem: what a classifier does, where model and data are at hand.
     """
 
     recipe: Recipe
@@ -73,6 +75,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     until: str | None = None
     left_out: tuple[str, ...] = ()
+    problem: ProblemType | None = None
 
     @property
     def path(self) -> Path:
@@ -140,7 +143,11 @@ class Plan:
 
 def read_origin(recipe: Recipe, origin: str, name: str) -> Split:
     """Read the rows of the split `name` of `recipe` from `origin`."""
-    return read_split(origin, recipe.task, recipe.data.columns, recipe.base, name)
+    split = read_split(origin, recipe.task, recipe.data.columns, recipe.base, name)
+    if split.windows is None:
+        return split
+    given = recipe.data.windows.model_dump(exclude_none=True)
+    return replace(split, windows=split.windows.model_copy(update=given))
 
 
 def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:
@@ -152,6 +159,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     """
     from smelt.plan_checks import Checker
     from smelt.plan_inputs import check_data, check_device, check_model
+    from smelt.plan_labels import check_classifier
 
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
     document = read_yaml(path)
@@ -164,6 +172,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     folder = check_model(read, mistakes, bad, checker.warnings)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)
+    read, problem = check_classifier(read, folder, splits, mistakes, bad)
     mistakes.raise_all()
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
@@ -176,6 +185,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
         warnings=tuple(checker.warnings),
         until=until,
         left_out=tuple(step.name for step in every if step.name not in kept),
+        problem=problem,
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import TASKS, Columns, Task
+from smelt.core.data import TASKS, Columns, Task, Windows
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.evaluate.latency import LatencySettings
+from smelt.problem import LABEL_METRICS
 from smelt.recipe_errors import Mistakes, check, shown
 from smelt.recipe_overrides import apply_overrides
 from smelt.recipe_stages import StageEntry, read_stages
@@ -20,14 +21,18 @@ from smelt.recipe_yaml import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.device import Device
 from smelt.runtime.generation import Generation
 
-LATER_TASKS = ("language-modeling", "image-classification", "sentence-similarity")
+LATER_TASKS = ("image-classification", "sentence-similarity")
 METRICS: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
     "summarization": ("rouge1", "rouge2", "rougeL", "bleu", "chrf"),
-    "text-classification": ("accuracy", "f1"),
+    "language-modeling": ("perplexity", "bits_per_byte"),
+    "text-classification": LABEL_METRICS,
 }
-# What is scored where a recipe names no metrics: all that fit the task, except here.
-DEFAULT_METRICS = METRICS | {"summarization": ("rouge1", "rouge2", "rougeL")}
+# What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
+# the problem type decides, which is known when model and data are (smelt.plan_labels).
+DEFAULT_METRICS = METRICS | {"summarization": ("rouge1", "rouge2", "rougeL"), "text-classification": ()}
+# Of these less is better, so that `max_drop` limits a rise, and the other limit is `max`.
+LOWER_IS_BETTER = frozenset({"perplexity", "bits_per_byte", "mse"})
 
 
 class Untrained(Settings):
@@ -41,7 +46,8 @@ class Data(Settings):
     """Where the rows of each split are: a file, relative to the recipe, or a hub id.
 
     prefix, source_language, target_language: what is put before each source text, and the languages of a
-    multilingual model; None takes what the model says (see `smelt.text_rules`).
+    multilingual model; None takes what the model says (see `smelt.text_rules`). windows: how the text of
+    a language model is cut.
     """
 
     train: str | None = None
@@ -49,6 +55,7 @@ class Data(Settings):
     calibration: str | None = None
     test: str
     columns: Columns = Columns()
+    windows: Windows = Windows()
     prefix: str | None = None
     source_language: str | None = None
     target_language: str | None = None
@@ -188,6 +195,8 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
         bad |= {key for key in _PLACEHOLDERS if key not in head}
         rest = {key: part for key, part in head.items() if key not in bad}
         keys = RecipeKeys.model_validate_json(json.dumps(_PLACEHOLDERS | rest), strict=True)
+    if keys.task != "language-modeling" and not bad & {"task", "data"} and keys.data.windows != Windows():
+        mistakes.add(("data", "windows"), f"is for language-modeling; {keys.task} has rows of its own.")
     keys = _check_quality(keys, bad, mistakes)
     _check_gates(keys, bad, mistakes)
     entries, stages_bad = read_stages(value.get("stages"), mistakes)
@@ -237,7 +246,9 @@ def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     """Check that each gate is on something that is measured, and has the limits that fit it."""
     if bad & {"gates", "score", "task"}:
         return
-    limits: dict[str, tuple[str, ...]] = dict.fromkeys(keys.score.quality, ("max_drop", "min"))
+    measured = keys.score.quality or METRICS[keys.task]
+    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
+    limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
     limits |= {"speedup": ("min",), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():
         path: Where = ("gates", metric)

@@ -35,6 +35,7 @@ class ReportBuilder:
 
         self.plan = plan
         self.status = "passed"
+        self.finished = False
         self.statistics: dict[str, dict[str, Any]] = {}
         rows = {name: len(split) for name, split in data.items()}
         self.data: dict[str, Any] = {
@@ -109,6 +110,7 @@ class ReportBuilder:
         if self.status == "passed" and any(self._misses_a_gate(step) for step in self.data["steps"]):
             self._set_status("gate-failed")
         self.data["frontier"] = frontier(self.data["steps"])
+        self.finished = True
 
     def _misses_a_gate(self, step: Mapping[str, Any]) -> bool:
         """Tell whether `step` misses a gate; one that cannot be judged counts if the step is not optional."""
@@ -116,9 +118,18 @@ class ReportBuilder:
         verdicts = [gate["passed"] for gate in step["gates"]]
         return False in verdicts or (None in verdicts and step["name"] not in optional)
 
+    def untimed(self, message: str) -> None:
+        """Record that the times could not be taken at all, on the step that all are compared with."""
+        self._set_status("error")
+        self._steps[self.data["baseline"]]["error"] = f"latency: {message}"
+
     def current(self) -> dict[str, Any]:
-        """Return the report as it stands."""
-        return self.data
+        """Return the report as it stands; of a run that is not at its end, as one that was interrupted.
+
+        So a run that is killed leaves a report that says so.
+        """
+        under_way = self.status == "passed" and not self.finished
+        return {**self.data, "status": "interrupted"} if under_way else self.data
 
     def _set_status(self, status: str) -> None:
         self.status = self.data["status"] = status
@@ -197,7 +208,10 @@ def _value_of(gate: Any, step: Mapping[str, Any]) -> float | None:
         return step["latency"][0]["speedup"] if step["latency"] else None
     if gate.kind == "max_drop":
         difference = step["against_baseline"].get(gate.metric)
-        # the baseline itself has lost nothing
-        return -difference["difference"] if difference else 0.0 if gate.metric in step["quality"] else None
+        score = step["quality"].get(gate.metric)
+        if difference is None or score is None:
+            return None if score is None else 0.0  # the baseline itself has lost nothing
+        # a drop of quality: where less is better, it is a rise of the number
+        return float(-difference["difference"] if score["higher_is_better"] else difference["difference"])
     score = step["quality"].get(gate.metric)
     return score["value"] if score else None

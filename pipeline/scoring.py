@@ -8,8 +8,9 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import TEXT_TO_TEXT, Example, Split, Task
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError
 from smelt.core.files import hash_of
+from smelt.core.labels import check_labels, class_names, problem_type
 from smelt.core.stage import Progress, silent
 from smelt.core.store import Store
 from smelt.machine import device_of
@@ -48,17 +49,21 @@ class Scorer:
             # the order of the metrics is the recipe's: the first one leads the report
             return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
         with open_runner(artifact, self.threads, self.device) as runner:
-            too_long = _count_too_long(runner, split.examples)
+            # running text is cut in windows, so none of it is too long
+            too_long = 0 if self.task == "language-modeling" else _count_too_long(runner, split.examples)
             if too_long and self.strict:
                 raise InputError(
                     f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true)."
                 )
             if self.task == "text-classification":
                 value = self._labels(runner, split, progress)
+            elif self.task == "language-modeling":
+                value = self._windows(runner, split, progress)
             else:
                 value = self._texts(runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
             value["device"] = runner.device
+            value["artifact"] = artifact.key
             for scored in value["quality"].values():
                 scored["signature"] += f"|device:{runner.device}"
         value["warnings"] = (
@@ -94,6 +99,56 @@ class Scorer:
         scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
         return {**_dump(scores), "predictions": predictions}
 
+    def _windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.perplexity import score_windows
+        from smelt.runtime.causal import window_losses
+        from smelt.runtime.checkpoint import load_tokenizer
+        from smelt.runtime.predict import length_limit
+        from smelt.runtime.windows import cut_windows
+
+        tokenizer = load_tokenizer(runner.folder)
+        text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
+        losses = window_losses(runner, text, self.batch_size, progress)
+        ids = [window.tolist() for window in text.ids]
+        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, ids))
+
+    def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.label_scores import score_classifier
+        from smelt.runtime.predict import class_logits
+
+        # labels are read before the model works: one that it does not know is told at once
+        check_labels(split.examples, class_names(runner.config), problem_type(runner.config), split.origin)
+        logits = class_logits(runner, split.examples, self.batch_size, progress)
+        scores, predictions = score_classifier(self.metrics, runner.config, logits, split)
+        return {**_dump(scores), "predictions": predictions}
+
+
+_METRIC_LIBRARIES)),
+            }
+        )
+
+    def _texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_texts
+        from smelt.runtime.predict import generate_texts
+
+        texts = [e.text for e in split.examples]
+        predictions = generate_texts(runner, texts, self.generation, self.batch_size, progress)
+        scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
+        return {**_dump(scores), "predictions": predictions}
+
+    def _windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.perplexity import score_windows
+        from smelt.runtime.causal import window_losses
+        from smelt.runtime.checkpoint import load_tokenizer
+        from smelt.runtime.predict import length_limit
+        from smelt.runtime.windows import cut_windows
+
+        tokenizer = load_tokenizer(runner.folder)
+        text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
+        losses = window_losses(runner, text, self.batch_size, progress)
+        ids = [window.tolist() for window in text.ids]
+        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, ids))
+
     def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.quality import score_labels
         from smelt.runtime.predict import class_logits
@@ -127,26 +182,6 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def label_names(config: Mapping[str, Any]) -> list[str]:
-    """Return the class names of a model's config, in the order of its outputs."""
-    names = config.get("id2label") or {}
-    return [names[k] for k in sorted(names, key=int)] or ["LABEL_0", "LABEL_1"]
-
-
-def label_index(label: int | str | None, names: Sequence[str], origin: str) -> int:
-    """Return the output that `label`, a number or a name, stands for."""
-    if isinstance(label, int) and 0 <= label < len(names):
-        return label
-    if label in names:
-        return names.index(str(label))
-    if isinstance(label, str) and label.isdecimal() and int(label) < len(names):
-        return int(label)  # CSV files hold numbers as text
-    raise InputError(
-        f"{origin}: the label {label!r} is unknown to the model; it knows {', '.join(names)}"
-        f" (or 0 to {len(names) - 1}).{nearest(str(label), names)}"
-    )
 
 
 def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,17 +6,17 @@ import contextlib
 import io
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Split
-from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
 from smelt.core.store import Store
+from smelt.failures import explain
 from smelt.machine import gpu_names
 from smelt.scoring import Scorer, library_versions
 
@@ -73,11 +73,8 @@ class Workshop:
                 "seed": self.seed,
             }
         )
-        found = None if fresh else self.store.find(key)
-        if found:
-            return found, True
-        self.store.remove(key)
-        with self.store.workspace() as space:
+
+        def make(space: Path) -> Artifact:
             out = space / "out"
             out.mkdir()
             notes = import_model(source, out, labels, self.seed)
@@ -94,7 +91,9 @@ class Workshop:
                 warnings=notes,
                 facts={"parameters": count_parameters(out), **rules.model_dump(exclude_defaults=True)},
             )
-            return self.store.commit(out, manifest), False
+            return self.store.commit(out, manifest, replace=fresh)
+
+        return self._obtain("model", key, fresh, make)
 
     def run_step(self, step: Step, ancestors: Mapping[str, Artifact], fresh: bool) -> tuple[Artifact, bool]:
         """Return the artifact of `step` and whether it was in the store already.
@@ -102,14 +101,40 @@ class Workshop:
         Raises:
             SmeltError: the stage failed; nothing is left in the store.
         """
-        parent = ancestors[step.parent]
         key = self.key(step, ancestors)
-        found = None if fresh else self.store.find(key)
+
+        def make(space: Path) -> Artifact:
+            manifest = self._make(step, ancestors, key, space)
+            return self.store.commit(space / "out", manifest, replace=fresh)
+
+        return self._obtain(step.name, key, fresh, make)
+
+    def _obtain(
+        self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
+    ) -> tuple[Artifact, bool]:
+        """Take the artifact `key` from the store, or `make` it there, one process at a time."""
+        mend = f"Run the recipe again with --fresh {name} to build it anew."
+        found = None if fresh else self.store.find(key, mend)
         if found:
             return found, True
-        self.store.remove(key)
-        with self.store.workspace() as space:
-            return self._make(step, parent, ancestors, key, space), False
+
+        def waiting(holder: str) -> None:
+            self.display.line(f"{name}: waits for {holder}, which is making the same step")
+
+        with self.store.lock(key, waiting):
+            # whoever held the lock may just have made it
+            found = None if fresh else self.store.find(key, mend)
+            if found:
+                return found, True
+            with self.store.workspace() as space:
+                try:
+                    return make(space), False
+                except Exception as error:
+                    # said here, where what was written can still be looked at
+                    failure = explain(error, name, space, self.display.log_path)
+                    if failure is error:
+                        raise
+                    raise failure from error
 
     def key(self, step: Step, ancestors: Mapping[str, Artifact]) -> str:
         """Return the content address of what `step` makes; a step that it names counts by its key."""
@@ -129,9 +154,9 @@ class Workshop:
             }
         )
 
-    def _make(
-        self, step: Step, parent: Artifact, ancestors: Mapping[str, Artifact], key: str, space: Path
-    ) -> Artifact:
+    def _make(self, step: Step, ancestors: Mapping[str, Artifact], key: str, space: Path) -> Manifest:
+        """Run the stage into `space / "out"`; return the manifest of what it made."""
+        parent = ancestors[step.parent]
         out = space / "out"
         out.mkdir()
         ctx = Context(
@@ -149,22 +174,15 @@ class Workshop:
         with _captured() as chatter:
             try:
                 step.cls()(parent, step.settings, ctx)
-            except SmeltError:
-                raise
-            except MemoryError as error:
-                raise RunError(
-                    f"{step.name}: the memory did not suffice. Try a smaller batch_size."
-                ) from error
-            except OSError as error:
-                raise RunError(f"{step.name}: {error}") from error
+            finally:
+                for line in chatter.getvalue().splitlines():
+                    self.display.record(line)
         ctx.facts.setdefault("parameters", parent.manifest.facts.get("parameters"))
         if step.cls.produces == "torch":
             from smelt.runtime.checkpoint import count_parameters
 
             ctx.facts["parameters"] = count_parameters(out)
-        for line in chatter.getvalue().splitlines():
-            self.display.record(line)
-        manifest = Manifest(
+        return Manifest(
             key=key,
             format=step.cls.produces,
             task=self.task,
@@ -177,11 +195,11 @@ class Workshop:
             warnings=ctx.warnings,
             seconds=round(time.monotonic() - started, 3),
         )
-        return self.store.commit(out, manifest)
 
     def _validate(self, artifact: Artifact) -> Mapping[str, float]:
         scores = self.validation.score(artifact, self.data["validation"])["quality"]
-        return {name: score["value"] for name, score in scores.items()}
+        # stages choose what scores highest, so where less is better the number is turned round
+        return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
 
 
 @contextlib.contextmanager

@@ -127,7 +127,8 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
         loaded = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
         raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
-    known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    # RoBERTa classifiers bring a pooler that none of their layers reads
+    known = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"^roberta\.pooler\."]
     unexpected = [
         n for n in loaded.unexpected_keys if "position" not in n and not any(re.search(k, n) for k in known)
     ]

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from smelt.core.data import Example
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
+from smelt.runtime.causal import is_causal
 from smelt.runtime.checkpoint import load_tokenizer
 from smelt.runtime.generation import Generation, generate
+from smelt.runtime.prompts import continue_texts
 from smelt.runtime.runner import Batch, Runner
 from smelt.runtime.text_rules import prefix_of
 
@@ -136,14 +138,17 @@ def generate_texts(
     batch_size: int = 32,
     progress: Progress = silent,
 ) -> list[str]:
-    """Translate (or otherwise rewrite) `texts`, in their order."""
+    """Translate (or otherwise rewrite) `texts`, in their order; a language model continues them."""
+    if is_causal(runner.config):
+        return continue_texts(runner, texts, generation, batch_size, progress)
     if "decoder_start_token_id" not in {**runner.config, **runner.generation_config}:
         raise InputError(f"{runner.folder}: this model does not generate text.")
     tokenizer = load_tokenizer(runner.folder)
     results = [""] * len(texts)
     done = 0
-    for rows, batch in make_batches(texts, tokenizer, batch_size, length_limit(tokenizer, runner.config)):
-        tokens = greedy(runner, batch, generation)
+    batches = make_batches(texts, tokenizer, batch_size, length_limit(tokenizer, runner.config))
+    for part, (rows, batch) in enumerate(batches):
+        tokens = generate(runner, batch, generation, part)
         for i, text in zip(rows, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True):
             results[i] = text
         done += len(rows)

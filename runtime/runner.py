@@ -56,6 +56,12 @@ class Runner(Protocol):
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [B]), advance `state` in place, return float32 [B, V]."""
 
+    def reorder(self, state: Any, rows: Tokens) -> None:
+        """Make row i of `state` what row `rows[i]` was (int64 [R]); R may differ from the rows before.
+
+        Beam search keeps the beams that won and drops the others with it.
+        """
+
     def close(self) -> None:
         """Free the memory and the runtime's threads."""
 
@@ -73,6 +79,15 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
         InputError: no runner for this format, or cuda is asked for and there is none.
         MissingDependencyError: the runtime is not installed.
     """
+    causal = _is_causal(artifact)
+    if artifact.format == "torch" and causal:
+        from smelt.runtime.torch_causal import TorchCausalRunner
+
+        return TorchCausalRunner(artifact, threads, device)
+    if artifact.format == "onnx" and causal:
+        from smelt.runtime.onnx_causal import OnnxCausalRunner
+
+        return OnnxCausalRunner(artifact, threads, device)
     if artifact.format == "torch":
         from smelt.runtime.torch_runner import TorchRunner
 
@@ -86,3 +101,10 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
 
         return TensorrtRunner(artifact, threads)
     raise InputError(f"{artifact.path}: no runner for the format '{artifact.format}'.")
+
+
+def _is_causal(artifact: Artifact) -> bool:
+    from smelt.runtime.causal import is_causal
+    from smelt.runtime.checkpoint import read_json
+
+    return is_causal(read_json(artifact.path / "config.json"))

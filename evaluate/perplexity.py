@@ -1,0 +1,71 @@
+"""Perplexity and bits per byte of running text, from the losses of its windows.
+
+perplexity = exp(sum of losses / tokens); bits per byte = sum of losses / ln 2 / bytes of UTF-8. The
+second does not depend on how a tokenizer cuts the text, so it compares models of different vocabularies.
+For both less is better. Intervals and tests resample whole windows (see significance.py), because the
+tokens of one window depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import hash_of
+from smelt.evaluate.quality import Score
+from smelt.evaluate.significance import RESAMPLES, SEED, Statistics, bootstrap_interval, value_of
+
+WINDOW_METRICS = ("perplexity", "bits_per_byte")
+_UNITS = {"perplexity": "perplexity", "bits_per_byte": "bits/byte"}
+
+
+def score_windows(
+    metrics: Sequence[str],
+    losses: Sequence[float],
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    cut: str,
+    examples: object,
+) -> dict[str, Score]:
+    """Score a text that was predicted window by window.
+
+    Args:
+        metrics: names from WINDOW_METRICS; the result has their order.
+        losses: the sum of the negative log-likelihoods of each window's tokens, nats.
+        tokens: how many tokens each window predicts.
+        sizes: bytes of UTF-8 that these tokens spell.
+        cut: how the text was cut, for the signature.
+        examples: what was predicted (JSON-able); only equal ones can be compared in pairs.
+
+    Raises:
+        InputError: an unknown metric, no windows, or lengths that differ.
+    """
+    for metric in metrics:
+        if metric not in WINDOW_METRICS:
+            known = ", ".join(WINDOW_METRICS)
+            raise InputError(
+                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, WINDOW_METRICS)}"
+            )
+    if not losses or not len(losses) == len(tokens) == len(sizes):
+        raise InputError(
+            f"Perplexity needs windows with losses, tokens and bytes; there are {len(losses)}, {len(tokens)}"
+            f" and {len(sizes)}."
+        )
+    signature = f"{cut}|ci:bootstrap over windows|bs:{RESAMPLES}|seed:{SEED}"
+    rows: list[list[int | float]] = [
+        [float(loss), int(count), int(size)] for loss, count, size in zip(losses, tokens, sizes, strict=True)
+    ]
+    scores = {}
+    for metric in metrics:
+        statistics = Statistics(metric=metric, signature=signature, examples=hash_of(examples), rows=rows)
+        scores[metric] = Score(
+            metric=metric,
+            value=value_of(statistics),
+            unit=_UNITS[metric],
+            higher_is_better=False,
+            n=sum(tokens),
+            ci95=bootstrap_interval(statistics),
+            signature=signature,
+            statistics=statistics,
+        )
+    return scores

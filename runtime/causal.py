@@ -1,0 +1,124 @@
+"""What all runners of decoder-only language models share: who they are, positions, losses of tokens.
+
+Shapes: B = batch, L = tokens of a row, S = tokens fed at once, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import RunError
+from smelt.core.stage import Progress, silent
+from smelt.runtime.runner import Batch, Logits, Runner, Tokens
+from smelt.runtime.windows import TextWindows
+
+FAMILIES = ("gpt2", "llama", "qwen2")
+# float32 logits that one call may give; more, and rows or stretches of tokens are fed one after another
+_LOGITS_BYTES = 256 * 2**20
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Say whether `config` (config.json) is a decoder-only language model's."""
+    names = config.get("architectures") or []
+    return config.get("model_type") in FAMILIES and any(
+        str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in names
+    )
+
+
+class CausalRunner(Runner, Protocol):
+    """A `Runner` of a decoder-only model: prompts are padded on the left, the state is the KV cache."""
+
+    def start(self, rows: int) -> Any:
+        """Return the state of `rows` rows that have seen nothing."""
+
+    def extend(self, state: Any, ids: Tokens, mask: Tokens) -> Logits:
+        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V].
+
+        S > 1 on a state that has seen tokens is only for B = 1.
+        """
+
+    def reorder(self, state: Any, rows: Tokens) -> Any:
+        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`."""
+
+
+def positions(mask: Tokens) -> Tokens:
+    """Return position ids [B, L] that follow the attention mask, 0 where nothing is, as `generate` does."""
+    return np.where(mask == 0, 0, mask.cumsum(axis=1) - 1).astype(np.int64)
+
+
+def token_losses(runner: Any, ids: Tokens) -> NDArray[np.float32]:
+    """Return the negative log-likelihood in nats of every token but the first: int64 [B, L] -> [B, L - 1].
+
+    Logits of all tokens are never held at once where they are many: rows go one by one, and a long row in
+    stretches that continue on the cache. How it is split depends on the shapes alone, so that every step
+    of a run is scored in the same way.
+
+    Raises:
+        RunError: the model's outputs are not finite.
+    """
+    rows, length = ids.shape[0], ids.shape[1] - 1
+    at_once = _LOGITS_BYTES // (4 * int(runner.config["vocab_size"]))
+    losses = np.empty((rows, length), dtype=np.float32)
+    step = max(1, at_once // length)
+    for top in range(0, rows, step):
+        part = slice(top, min(rows, top + step))
+        count = part.stop - top
+        state = runner.start(count)
+        stretch = length if count > 1 else max(1, at_once)
+        for begin in range(0, length, stretch):
+            end = min(length, begin + stretch)
+            fed = np.ascontiguousarray(ids[part, begin:end])
+            logits = runner.extend(state, fed, np.ones_like(fed))
+            losses[part, begin:end] = losses_of(logits, ids[part, begin + 1 : end + 1])
+    if not np.isfinite(losses).all():
+        raise RunError(f"{runner.folder}: the model's outputs are not finite, so there is no perplexity.")
+    return losses
+
+
+def losses_of(logits: Logits, targets: Tokens) -> NDArray[np.float32]:
+    """Return -log softmax(logits)[target]: float32 [B, S, V], int64 [B, S] -> float32 [B, S]."""
+    import torch
+
+    values = torch.from_numpy(logits)
+    chosen = values.gather(2, torch.from_numpy(np.ascontiguousarray(targets))[..., None])[..., 0]
+    losses: NDArray[np.float32] = (values.logsumexp(dim=2) - chosen).numpy()
+    return losses
+
+
+def window_losses(
+    runner: Any, text: TextWindows, batch_size: int = 32, progress: Progress = silent
+) -> list[float]:
+    """Return for each window of `text` the summed loss of its counted tokens, nats.
+
+    Only windows of one length share a batch, so nothing is padded.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, ids in enumerate(text.ids):
+        groups.setdefault(len(ids), []).append(place)
+    sums = [0.0] * len(text.ids)
+    done = 0
+    for places in groups.values():
+        for at in range(0, len(places), batch_size):
+            chosen = places[at : at + batch_size]
+            losses = token_losses(runner, np.stack([text.ids[i] for i in chosen]))
+            for i, row in zip(chosen, losses, strict=True):
+                sums[i] = float(row[-text.counted[i] :].sum(dtype=np.float64))
+            done += len(chosen)
+            progress(done, len(sums), "windows")
+    return sums
+
+
+def generate_fixed(runner: Any, batch: Batch, tokens: int) -> int:
+    """Continue a left-padded batch greedily by exactly `tokens` tokens; return how many that were.
+
+    For timing: no model stops earlier than another, and nothing but the model is computed.
+    """
+    state = runner.encode(batch)
+    last = np.ascontiguousarray(batch.input_ids[:, -1])
+    for _ in range(tokens):
+        last = runner.decode_step(state, last).argmax(axis=-1)
+    return tokens * int(batch.input_ids.shape[0])

@@ -1,0 +1,41 @@
+"""GPT-2's linear layers, which transformers keeps as `Conv1D` with the weight turned around.
+
+In memory they are plain `nn.Linear`, so that pruning, factorization and quantization need not know of
+them; in the file a plain one keeps transformers' layout [in, out], so that a model which no stage has
+changed in its structure is still one for `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+_PLACES = {"gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+
+
+def use_linears(model: Any) -> None:
+    """Replace every `Conv1D` of `model` by an `nn.Linear` of the same sizes; works on the meta device."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            parent, _, child = name.rpartition(".")
+            rows, columns = module.weight.shape
+            new = nn.Linear(rows, columns, bias=True, device="meta")
+            if not module.weight.is_meta:
+                new.weight = nn.Parameter(module.weight.detach().t().contiguous())
+                new.bias = nn.Parameter(module.bias.detach())
+            setattr(model.get_submodule(parent), child, new)
+
+
+def turned(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` with those turned around whose layout in the file is not the one in memory."""
+    places = _PLACES.get(model.config.model_type)
+    if places is None:
+        return tensors
+    names = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name.endswith(places)
+    }
+    return {n: t.t().contiguous() if n in names else t for n, t in tensors.items()}

@@ -1,0 +1,82 @@
+"""Tiny decoder-only models with working byte-level tokenizers, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TEXT = """The old house stands near the river.
+A man in a red hat walks on the grass, and two dogs run behind him.
+The cat sleeps in the sun; she sings a song. Zwei schöne Hunde laufen über die Straße.
+
+In the morning the river is cold, and the man in the red hat sleeps in the old house.
+"""
+FAMILIES = ("gpt2", "llama", "qwen2")
+_END = "<|endoftext|>"
+
+
+def lines(path: Path, times: int = 6) -> Path:
+    """Write plain text, some thousand bytes."""
+    rows = [line for n in range(times) for line in [*TEXT.splitlines(), f"Number {n} is the next one."]]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def tokenizer(folder: Path, begin: bool = False) -> Any:
+    """Write a byte-level BPE of 320 tokens; with `begin` it puts a first token before each text."""
+    from tokenizers import ByteLevelBPETokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(TEXT.splitlines(), vocab_size=320, special_tokens=[_END], show_progress=False)
+    inner = made._tokenizer
+    if begin:
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{_END} $A", pair=f"{_END} $A {_END} $B", special_tokens=[(_END, inner.token_to_id(_END))]
+        )
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=_END, eos_token=_END, model_max_length=64
+    )
+    found.save_pretrained(folder)
+    return found
+
+
+def model(folder: Path, family: str, seed: int = 0, **config: Any) -> Path:
+    """Write a random model of `family` with its tokenizer into `folder`; return it.
+
+    Llama: 4 heads over 2 key-value heads, untied head, a first token before each text. Qwen2: the same
+    heads, biases in query, key and value, tied head. GPT-2: 4 heads, tied head.
+    """
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    words = tokenizer(folder, begin=family == "llama")
+    common = {"vocab_size": len(words), "bos_token_id": 0, "eos_token_id": 0}
+    gated = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    values: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64},
+        "llama": {**gated, "tie_word_embeddings": False},
+        "qwen2": {**gated, "tie_word_embeddings": True},
+    }
+    kinds = {
+        "gpt2": ("GPT2", "GPT2LMHeadModel"),
+        "llama": ("Llama", "LlamaForCausalLM"),
+        "qwen2": ("Qwen2", "Qwen2ForCausalLM"),
+    }
+    short, long = kinds[family]
+    made = getattr(transformers, f"{short}Config")(**(common | values[family] | config))
+    torch.manual_seed(seed)
+    found = getattr(transformers, long)(made)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)  # random ones, so that a bias left out is noticed
+    found.generation_config.pad_token_id = 0
+    found.save_pretrained(folder)
+    return folder

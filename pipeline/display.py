@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+from smelt.core.text import printable
 
 _REDRAW_EVERY_S = 0.1
 _PLAIN_EVERY_S = 30.0
@@ -22,6 +25,7 @@ class Display:
         self._moving = self._stream.isatty()
         self._quiet = quiet
         self._log = log.open("a", encoding="utf-8") if log else None
+        self.log_path = log or Path("log.txt")
         self._drawn = False
         self.begin("")
 
@@ -42,7 +46,7 @@ class Display:
             f", {duration(left)} left" if left is not None else ""
         )
         if self._moving:
-            self._stream.write(f"\r\x1b[K{text[:79]}")
+            self._stream.write(f"\r\x1b[K{printable(text)[:79]}")
             self._stream.flush()
             self._drawn = True
         else:
@@ -51,23 +55,35 @@ class Display:
     def line(self, text: str) -> None:
         """Print a line that stays, and write it to the log."""
         self._clear()
+        text = printable(text)
         if not self._quiet:
             self._stream.write(text + "\n")
             self._stream.flush()
-        if self._log:
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-            self._log.flush()
+        self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def record(self, text: str) -> None:
         """Write `text` to the log only."""
-        if self._log:
-            self._log.write(f"    {text}\n")
+        self._write(f"    {printable(text)}\n")
+
+    def _write(self, text: str) -> None:
+        """Write to the log; a full disk ends the log, not the run."""
+        if self._log is None:
+            return
+        try:
+            self._log.write(text)
+            self._log.flush()
+        except OSError as error:
+            log, self._log = self._log, None
+            self._stream.write(f"warning: {self.log_path}: no log from here on: {error.strerror}.\n")
+            with suppress(OSError):  # closing tries to write what is left once more
+                log.close()
 
     def close(self) -> None:
         """Remove the moving line and close the log."""
         self._clear()
         if self._log:
-            self._log.close()
+            with suppress(OSError):
+                self._log.close()
             self._log = None
 
     def _clear(self) -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,16 @@ from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.errors import InputError, SmeltError, nearest
 from smelt.core.files import write_atomically
+from smelt.core.locks import lock
 from smelt.core.store import Store
 from smelt.display import Display, duration
+from smelt.failures import explain, trace
 from smelt.latency_scores import LatencyScores
 from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
 from smelt.scoring import Scorer
 from smelt.steps import Workshop
+from smelt.store_runs import at_work
 from smelt.text_rules import text_rules
 
 if TYPE_CHECKING:
@@ -86,12 +91,28 @@ def run_plan(plan: Plan, options: Options) -> Result:
     data = plan.read_data(options.limit)
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     store = Store(options.store or folder.parent / ".store")
-    folder.mkdir(parents=True, exist_ok=True)
-    display = Display(folder / "log.txt", quiet=options.quiet)
-    try:
-        return _Run(plan, options, data, folder, store, display).go()
-    finally:
-        display.close()
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(folder / ".lock", partial(_refuse, folder)))
+            display = Display(folder / "log.txt", quiet=options.quiet)
+        except OSError as error:
+            raise InputError(
+                f"{error.filename or folder}: cannot be used for the run: {error.strerror}."
+                " Give another folder with --out."
+            ) from error
+        stack.callback(display.close)
+        with at_work(store.root, folder):
+            return _Run(plan, options, data, folder, store, display).go()
+
+
+def _refuse(folder: Path, holder: str) -> None:
+    """Say that the folder of a run belongs to one run at a time.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(f"{folder}: {holder} is working on a run in this folder. Give another one with --out.")
 
 
 class _Run:
@@ -139,19 +160,25 @@ class _Run:
         except KeyboardInterrupt:
             self.report.interrupted()
             self.display.line("Interrupted. Finished steps are kept; run the same command to go on.")
-        except SmeltError as error:
-            if isinstance(error, InputError) and not self.artifacts:
+        except Exception as error:
+            failure = self._explain(error, ROOT)
+            if isinstance(failure, InputError) and not self.artifacts:
                 raise  # nothing was done yet: a matter of input, not of the run
-            self.report.failed(str(error))
-            self.display.line(f"error: {error}")
-        self._write_report()
+            self.report.failed(str(failure))
+            self.display.line(f"error: {failure}")
+        self._write_report(last=True)
         self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
         return Result(self.report.data, self.folder)
 
     def _copy_recipe(self) -> None:
-        write_atomically(self.folder / "recipe.yaml", self.plan.text)
-        if (self.folder / "artifacts").is_dir():
-            shutil.rmtree(self.folder / "artifacts")  # links of an earlier run into the store
+        try:
+            if (self.folder / "artifacts").is_dir():
+                shutil.rmtree(self.folder / "artifacts")  # links of an earlier run into the store
+            for name in ("report.json", "report.md", "report.html"):
+                (self.folder / name).unlink(missing_ok=True)  # they tell of those artifacts
+            write_atomically(self.folder / "recipe.yaml", self.plan.text)
+        except OSError as error:
+            raise explain(error, "recipe.yaml", self.folder, self.display.log_path) from error
 
     def _root(self) -> None:
         self.display.begin(ROOT)
@@ -175,11 +202,18 @@ class _Run:
         try:
             artifact, cached = self.shop.run_step(step, self._ancestors(step), self._is_fresh(step.name))
             self._finished(step.name, artifact, cached, time.monotonic() - started)
-        except SmeltError as error:
-            self.artifacts.pop(step.name, None)
-            self.report.failed(str(error), step.name)
-            self.display.line(f"{step.name}: error: {error}")
+        except Exception as error:
+            failure = self._explain(error, step.name)
+            self.report.failed(str(failure), step.name)
+            self.display.line(f"{step.name}: error: {failure}")
         self._write_report()
+
+    def _explain(self, error: Exception, step: str) -> SmeltError:
+        """Return what to tell the user of `error`; the log gets the traceback of what nobody foresaw."""
+        failure = explain(error, step, self.store.root, self.display.log_path)
+        for line in trace(error).splitlines():
+            self.display.record(line)
+        return failure
 
     def _finished(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Link, score and report a finished artifact."""
@@ -187,20 +221,25 @@ class _Run:
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
         os.symlink(os.path.relpath(artifact.path, link.parent), link)
-        self.artifacts[name] = artifact
         if reason := unscored_reason(artifact.format):
+            self.artifacts[name] = artifact
             self.report.unscored(name, artifact, reason, cached)
             took = "from the store" if cached else duration(seconds)
             self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
             return
         self.display.begin(f"{name}, scoring")
-        score = self.scorer.score(artifact, self.data["test"], self.display.progress)
+        with self.store.lock(f"{artifact.key}-score", self._waits(name)):
+            score = self.scorer.score(artifact, self.data["test"], self.display.progress)
+        self.artifacts[name] = artifact
         self.report.done(name, artifact, score, cached)
         took = "from the store" if cached else duration(seconds)
         metric, first = next(iter(score["quality"].items()))
         self.display.line(
             f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB"
         )
+
+    def _waits(self, what: str) -> Callable[[str], None]:
+        return lambda holder: self.display.line(f"{what}: waits for {holder}, which is measuring")
 
     def _ancestors(self, step: Step) -> dict[str, Artifact]:
         parents = {s.name: s.parent for s in self.plan.steps}
@@ -221,13 +260,30 @@ class _Run:
             return
         self.display.begin("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
-        measured = scores.measure(
-            scored, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*")
-        )
-        self.report.add_latency(measured)
+        try:
+            with self.store.lock("latency", self._waits("latency")):  # two at once disturb each other
+                measured = scores.measure(
+                    scored, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*")
+                )
+            self.report.add_latency(measured)
+        except Exception as error:
+            failure = self._explain(error, "latency")
+            self.report.untimed(str(failure))
+            self.display.line(f"latency: error: {failure}")
 
-    def _write_report(self) -> None:
-        write_report(self.folder, self.report.current())
+    def _write_report(self, last: bool = False) -> None:
+        """Write the report; one that cannot be written stops the run only when it is the last.
+
+        Raises:
+            RunError: the last report cannot be written.
+        """
+        try:
+            write_report(self.folder, self.report.current())
+        except OSError as error:
+            failure = explain(error, "report", self.folder, self.display.log_path)
+            if last:
+                raise failure from error
+            self.display.line(f"warning: {failure}")
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:

@@ -1,0 +1,144 @@
+"""What went wrong in a step, said in words: memory, disk, permission, or a bug.
+
+A stage raises `SmeltError` for what it foresees. Everything else that comes out of it, or out of the
+libraries below, is told apart here; the traceback goes into the run's log and never on the terminal.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from smelt.core.errors import RunError, SmeltError
+from smelt.core.files import size_of
+
+# What torch, CUDA, ONNX Runtime and C++ say where memory runs out; none of them raises MemoryError.
+_MEMORY_WORDS = (
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "bad allocation",
+    "failed to allocate memory",
+)
+# Written files may pass through Rust or C++, which tell of the disk in words only.
+_DISK_WORDS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
+_DISK_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+_LIMIT_WORDS = ("file too large", "os error 27)")
+
+
+class _ExplainedError(RunError):
+    """An error that was told apart already."""
+
+
+def explain(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
+    """Return the error that tells the user of `error`; a `SmeltError` is its own.
+
+    Args:
+        error: what came out of the step.
+        step: the step's name.
+        folder: the step's workspace, while it is still there, else the store or the run's folder.
+        log: the file that gets the traceback.
+    """
+    if isinstance(error, _ExplainedError):
+        return error
+    # a library may wrap a full disk or short memory in an error of its own, smelt's runners too
+    text = _shortage(error, folder)
+    if text is None and isinstance(error, SmeltError):
+        return error
+    return _ExplainedError(f"{step}: {text or _unforeseen(error, log)}")
+
+
+def _shortage(error: Exception, folder: Path) -> str | None:
+    """Return what to say where the disk or the memory did not suffice, else None."""
+    if _runs_through(error, _is_disk):
+        return f"the disk is full: {_written(error, folder)}"
+    if _runs_through(error, _is_limit):
+        return f"the system allows no file as large as this (ulimit -f): {_written(error, folder)}"
+    if _runs_through(error, _is_memory):
+        return (
+            f"the memory did not suffice: {_first_line(error)} Try a smaller batch_size (tokens_per_batch),"
+            " or a machine with more memory."
+        )
+    return None
+
+
+def _unforeseen(error: Exception, log: Path) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}. The traceback is in {log}."
+    return (
+        f"an error that smelt did not foresee, most likely a bug: {type(error).__name__}:"
+        f" {_first_line(error)} The traceback is in {log}; please report it with the recipe."
+    )
+
+
+def trace(error: Exception) -> str:
+    """Return the traceback of what smelt did not foresee in `error`, or nothing where it foresaw it all."""
+    if all(isinstance(e, SmeltError) for e in _chain(error)):
+        return ""
+    return "".join(traceback.format_exception(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error` and what it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _runs_through(error: Exception, test: Callable[[BaseException], bool]) -> bool:
+    return any(test(e) for e in _chain(error))
+
+
+def _is_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _DISK_NUMBERS:
+        return True
+    return any(word in str(error).lower() for word in _DISK_WORDS)
+
+
+def _is_limit(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return True
+    return any(word in str(error).lower() for word in _LIMIT_WORDS)
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    foreign = not isinstance(error, SmeltError | OSError)
+    return foreign and any(word in str(error).lower() for word in _MEMORY_WORDS)
+
+
+def _written(error: Exception, folder: Path) -> str:
+    """Say which file could not be written, how much was there, and how much room is left."""
+    names = (e.filename for e in _chain(error) if isinstance(e, OSError) and isinstance(e.filename, str))
+    out = folder / "out"
+    had = f"; the step had written {size_of(out):,} bytes" if out.is_dir() else ""
+    try:
+        free = f"; {shutil.disk_usage(folder).free:,} bytes are free there now"
+    except OSError:
+        free = ""
+    return (
+        f"{next(names, None) or _newest(out) or folder} could not be written{had}{free}. Nothing half-written"
+        " is kept. Make room, or give other folders with --store and --out."
+    )
+
+
+def _newest(folder: Path) -> Path | None:
+    """Return the file below `folder` that was written to last."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of the message, as a sentence of at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    text = (lines[0] if lines else type(error).__name__)[:300].rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from smelt.cli_store import store
+
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -21,7 +23,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except SmeltError as error:
-            click.echo(f"error: {error}", err=True)
+            _show(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
@@ -40,6 +42,13 @@ class _Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             raise click.UsageError(error.message + nearest(args[0], self.commands), ctx) from error
+
+
+def _show(text: str, err: bool = False) -> None:
+    """Print what may hold words of strangers: data, model folders, recipes."""
+    from smelt.core.text import printable
+
+    click.echo(printable(text), err=err)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -95,10 +104,10 @@ def run(
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        _show(f"warning: {warning}", err=True)
     result = run_plan(plan, Options(out, store, frozenset(fresh), limit, quiet))
     for line in summary_lines(result):
-        click.echo(line)
+        _show(line)
     sys.exit(result.exit_code)
 
 
@@ -109,7 +118,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     """Check RECIPE and show what it would do, without doing it."""
     from smelt.plan import describe_plan, load_plan
 
-    click.echo(describe_plan(load_plan(recipe, overrides, until)))
+    _show(describe_plan(load_plan(recipe, overrides, until)))
 
 
 @main.command()
@@ -159,7 +168,10 @@ def predict(artifact: Path, text: tuple[str, ...], max_new_tokens: int, threads:
 
     texts = list(text) or [line.rstrip("\n") for line in sys.stdin]
     for line in predict_texts(artifact, texts, max_new_tokens, threads):
-        click.echo(line)
+        if sys.stdout.isatty():
+            _show(line)  # a model may have learned what moves a cursor
+        else:
+            click.echo(line)
 
 
 @main.command()
@@ -168,7 +180,7 @@ def report(run_folder: Path) -> None:
     """Show the table of a finished RUN, and draw its report.md and report.html anew."""
     from smelt.use import redraw_report
 
-    click.echo(redraw_report(run_folder))
+    _show(redraw_report(run_folder))
 
 
 @main.command()
@@ -177,3 +189,6 @@ def doctor() -> None:
     from smelt.doctor import describe, diagnose
 
     click.echo(describe(diagnose()))
+
+
+main.add_command(store)

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from smelt.latency_scores import LatencyScores
 from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
 from smelt.scoring import Scorer
-from smelt.steps import Workshop
+from smelt.steps import Labels, Workshop
 from smelt.store_runs import at_work
 from smelt.text_rules import text_rules
 
@@ -182,11 +182,28 @@ class _Run:
 
     def _root(self) -> None:
         self.display.begin(ROOT)
-        labels = _labels(self.data) if self.plan.recipe.task == "text-classification" else None
         folder = self.plan.model_folder
+        labels = self._labels(folder) if self.plan.recipe.task == "text-classification" else None
         rules, _ = text_rules(self.plan.recipe, folder)
         artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
         self._finished(ROOT, artifact, cached, 0.0)
+
+    def _labels(self, folder: Path) -> Labels:
+        """Find out what kind of classification this is, check all labels, and choose the metrics.
+
+        Raises:
+            InputError: labels or metrics do not fit the model.
+        """
+        from smelt.model_folder import read_config
+        from smelt.plan_labels import settle_metrics
+        from smelt.problem import new_names, problem_of
+
+        config, _ = read_config(folder)
+        problem = self.plan.problem or problem_of(config, self.data)
+        metrics = settle_metrics(self.plan.recipe, config, self.data, problem)
+        self.scorer = replace(self.scorer, metrics=metrics)
+        self.shop = replace(self.shop, validation=self.scorer)
+        return problem, new_names(self.data, problem)
 
     def _step(self, step: Step) -> None:
         if step.unavailable:
@@ -294,15 +311,6 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_atomically(folder / "report.md", write_markdown(dict(report)))
     write_atomically(folder / "report.html", write_html(dict(report)))
-
-
-def _labels(data: Mapping[str, Split]) -> list[str]:
-    """Return the class names for a model that has no head yet, from the labels in the data."""
-    found = {e.label for split in data.values() for e in split.examples}
-    numbers = [v for v in found if isinstance(v, int)]
-    if len(numbers) == len(found):
-        return [f"LABEL_{i}" for i in range(max(numbers) + 1)]
-    return sorted(str(v) for v in found)
 
 
 def summary_lines(result: Result) -> Sequence[str]:

@@ -45,6 +45,7 @@ class LatencyScores:
             )
             for name in missing:
                 kept[name] = {
+                    "artifact": artifacts[name].key,
                     "rows": result.rows.get(name, []),
                     "peak_memory_bytes": result.peak_memory_bytes.get(name),
                     "error": result.errors.get(name),

@@ -123,46 +123,6 @@ class Scorer:
         return {**_dump(scores), "predictions": predictions}
 
 
-_METRIC_LIBRARIES)),
-            }
-        )
-
-    def _texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.quality import score_texts
-        from smelt.runtime.predict import generate_texts
-
-        texts = [e.text for e in split.examples]
-        predictions = generate_texts(runner, texts, self.generation, self.batch_size, progress)
-        scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
-        return {**_dump(scores), "predictions": predictions}
-
-    def _windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.perplexity import score_windows
-        from smelt.runtime.causal import window_losses
-        from smelt.runtime.checkpoint import load_tokenizer
-        from smelt.runtime.predict import length_limit
-        from smelt.runtime.windows import cut_windows
-
-        tokenizer = load_tokenizer(runner.folder)
-        text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
-        losses = window_losses(runner, text, self.batch_size, progress)
-        ids = [window.tolist() for window in text.ids]
-        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, ids))
-
-    def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.quality import score_labels
-        from smelt.runtime.predict import class_logits
-
-        names = label_names(runner.config)
-        gold = [label_index(e.label, names, split.origin) for e in split.examples]
-        logits = class_logits(runner, split.examples, self.batch_size, progress)
-        predicted = [int(row.argmax()) for row in logits]
-        return {
-            **_dump(score_labels(self.metrics, predicted, gold)),
-            "predictions": [names[i] for i in predicted],
-        }
-
-
 _METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
 _LIBRARIES_OF = {
     "torch": ("torch", "transformers"),

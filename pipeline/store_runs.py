@@ -1,0 +1,82 @@
+"""Which runs use a store: what `smelt store` must know before it calls anything unused.
+
+A run's links in its `artifacts` folder say what it uses. Runs beside the store are found there; a run
+elsewhere is known by the note that it leaves in the store, `runs/HASH.json`, which it also holds locked
+while it works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from smelt.core.files import hash_of, write_json
+from smelt.core.locks import hold_folder, is_free
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that uses the store.
+
+    folder: where its report is. steps: its linked artifacts, step name -> key. busy: it works now.
+    """
+
+    folder: Path
+    steps: dict[str, str]
+    busy: bool
+
+
+@contextmanager
+def at_work(store: Path, folder: Path) -> Iterator[None]:
+    """Note that the run in `folder` uses the store at `store`, and that it works until this context ends."""
+    note = _note(store, folder)
+    if not note.is_file():
+        write_json(note, {"folder": str(folder)})
+    held = hold_folder(note)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def runs_of(store: Path) -> list[Run]:
+    """Return the runs that are known to use the store at `store`, by the name of their folder."""
+    folders = {path.parent.resolve() for path in store.parent.glob("*/artifacts") if path.is_dir()}
+    busy = set()
+    for note in sorted((store / "runs").glob("*.json")):
+        folder = _folder_in(note)
+        if folder is None:
+            continue
+        folders.add(folder)
+        if not is_free(note):
+            busy.add(folder)
+    runs = [Run(folder, _steps(store, folder), folder in busy) for folder in folders]
+    return sorted((run for run in runs if run.steps or run.busy), key=lambda run: str(run.folder))
+
+
+def _note(store: Path, folder: Path) -> Path:
+    return store / "runs" / f"{hash_of(str(folder))[:32]}.json"
+
+
+def _folder_in(note: Path) -> Path | None:
+    try:
+        value = json.loads(note.read_text(encoding="utf-8"))
+        return Path(value["folder"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _steps(store: Path, folder: Path) -> dict[str, str]:
+    """Return the keys of the artifacts in `store` that the run's links lead to, also where they are gone."""
+    place = (store / "artifacts").resolve()
+    found = {}
+    for link in sorted((folder / "artifacts").glob("*")):
+        target = link.resolve()
+        if link.is_symlink() and target.parent == place:
+            found[link.name] = target.name
+    return found

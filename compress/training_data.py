@@ -24,7 +24,7 @@ from smelt.core.labels import (
     read_numbers,
 )
 from smelt.core.stage import Context
-from smelt.runtime.predict import encode_texts, length_limit
+from smelt.runtime.predict import encode_texts, length_limit, takes_types
 
 IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
 TensorBatch: TypeAlias = dict[str, Tensor]
@@ -119,7 +119,7 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
     batch = {"input_ids": _pad([r.source for r in rows], pad)}
     batch["attention_mask"] = _pad([[1] * len(r.source) for r in rows], 0)
     types = [r.types for r in rows if r.types is not None]
-    if types:
+    if types and takes_types({"model_type": config.model_type}):
         batch["token_type_ids"] = _pad(types, 0)
     targets = [r.target for r in rows if isinstance(r.target, list)]
     if targets:

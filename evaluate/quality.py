@@ -31,6 +31,12 @@ _UNITS = {
     "rougeL": "ROUGE-L",
     "accuracy": "%",
     "f1": "F1",
+    "f1_micro": "F1",
+    "f1_macro": "F1",
+    "subset_accuracy": "%",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "mse": "MSE",
 }
 _BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
 
@@ -123,12 +129,16 @@ def score_labels(metrics: Sequence[str], predicted: Sequence[int], gold: Sequenc
 
 
 def _score(
-    statistics: Statistics, value: float | None = None, interval: tuple[float, float] | None = None
+    statistics: Statistics,
+    value: float | None = None,
+    interval: tuple[float, float] | None = None,
+    higher_is_better: bool = True,
 ) -> Score:
     return Score(
         metric=statistics.metric,
         value=value_of(statistics) if value is None else value,
         unit=_UNITS[statistics.metric],
+        higher_is_better=higher_is_better,
         n=len(statistics.rows),
         ci95=interval or bootstrap_interval(statistics),
         signature=statistics.signature,

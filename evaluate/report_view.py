@@ -19,6 +19,12 @@ _LABELS = {
     "rougeL": "ROUGE-L",
     "accuracy": "Accuracy",
     "f1": "F1",
+    "f1_micro": "F1 micro",
+    "f1_macro": "F1 macro",
+    "subset_accuracy": "Subset accuracy",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "mse": "MSE",
     "size_bytes": "size",
     "speedup": "speed-up",
 }

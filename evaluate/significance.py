@@ -8,7 +8,7 @@ Shapes: n = examples, K = summands per example, R = resamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypedDict
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
-from smelt.evaluate import label_values
+from smelt.evaluate.label_values import LABEL_VALUES
 
 RESAMPLES = 1000
 SEED = 12345  # sacrebleu's own default, so that both draw the same examples
@@ -25,13 +25,6 @@ _CELLS = 4_000_000  # weights held at a time: 32 MB
 Array = NDArray[np.float64]
 # whose rows are a prediction and what it should have been, right or wrong
 _HITS = frozenset({"accuracy", "subset_accuracy"})
-_ON_ROWS: dict[str, Callable[[Array, Array], Array]] = {
-    "f1_micro": label_values.micro_f1,
-    "f1_macro": label_values.mean_f1,
-    "pearson": label_values.pearson,
-    "spearman": label_values.spearman,
-    "mse": label_values.mean_squared_error,
-}
 
 
 class Statistics(BaseModel):
@@ -91,8 +84,8 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
 
     difference and ci95: in the metric's unit; the interval is a paired bootstrap (1000 resamples).
     p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: paired bootstrap
-    resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in which
-    the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
+    resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in
+    which the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
     so that it never reads 0.
 
     Raises:
@@ -155,13 +148,8 @@ def _weights(n: int) -> Iterator[Array]:
 
 def _values(metric: str, rows: Array, weights: Array) -> Array:
     """Return the metric for each row of weights: [n, K], [R, n] -> [R]."""
-    if metric in _HITS:
-        hits = (rows[:, 0] == rows[:, 1]).astype(np.float64)
-        return np.asarray(100 * (weights @ hits) / weights.sum(1))
-    if metric == "f1":
-        return _macro_f1(rows.astype(np.int64), weights)
-    if metric in _ON_ROWS:
-        return _ON_ROWS[metric](rows, weights)
+    if metric in LABEL_VALUES:
+        return LABEL_VALUES[metric](rows, weights)
     sums = weights @ rows
     if metric == "bleu":
         return _bleu(sums)
@@ -210,18 +198,3 @@ def _chrf(sums: Array) -> Array:
         recall = np.where(there, matched / reference, 0.0).sum(1) / orders
         score = 100 * 5 * precision * recall / (4 * precision + recall)
     return np.where(precision + recall > 0, score, 0.0)
-
-
-def _macro_f1(rows: NDArray[np.int64], weights: Array) -> Array:
-    """Mean F1 over the classes that a resample predicts or holds, as sklearn's macro average."""
-    classes, codes = np.unique(rows, return_inverse=True)
-    predicted, gold = codes.reshape(rows.shape).T
-    hit = predicted == gold
-    values = np.empty(len(weights))
-    for index, weight in enumerate(weights):
-        matched = np.bincount(gold[hit], weights=weight[hit], minlength=len(classes))
-        either = np.bincount(gold, weights=weight, minlength=len(classes))
-        either += np.bincount(predicted, weights=weight, minlength=len(classes))
-        seen = either > 0
-        values[index] = 100 * np.mean(2 * matched[seen] / either[seen])
-    return values

@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.runtime import emit
-from smelt.runtime.quantized import QuantizedLinear
+from smelt.runtime.quantized import joined
 
 Cache = tuple[Tensor, Tensor]
 # how families name queries, keys, values, the output product and the number of heads
 _NAMES = (
     ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads"),
     ("query", "key", "value", None, "num_attention_heads"),
+    ("q", "k", "v", "o", "n_heads"),
+    ("q_lin", "k_lin", "v_lin", "out_lin", "n_heads"),
 )
 
 
@@ -72,17 +74,7 @@ def _out_features(module: nn.Module) -> int:
 def _packed(linears: Sequence[nn.Module]) -> nn.Module | None:
     if all(type(m) is nn.Linear for m in linears):
         return _packed_linear([m for m in linears if isinstance(m, nn.Linear)])
-    quantized = [m for m in linears if type(m) is QuantizedLinear]
-    if len(quantized) < len(linears):
-        return None  # low-rank factors, or a layer that quantization skipped
-    first = quantized[0]
-    bias = any(m.bias is not None for m in quantized)
-    new = QuantizedLinear(first.in_features, sum(m.out_features for m in quantized), bias, first.scheme)
-    new.matrix.codes.data = torch.cat([m.matrix.codes for m in quantized])
-    new.matrix.scales.data = torch.cat([m.matrix.scales for m in quantized])
-    if new.bias is not None:
-        new.bias.data = _joined_bias(quantized, first.matrix.scales)
-    return new
+    return joined(linears)
 
 
 def _packed_linear(linears: list[nn.Linear]) -> nn.Linear:
@@ -95,7 +87,7 @@ def _packed_linear(linears: list[nn.Linear]) -> nn.Linear:
     return new
 
 
-def _joined_bias(linears: Sequence[nn.Linear | QuantizedLinear], like: Tensor) -> Tensor:
+def _joined_bias(linears: Sequence[nn.Linear], like: Tensor) -> Tensor:
     return torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in linears])
 
 
@@ -115,6 +107,10 @@ def pack_projections(module: nn.Module) -> None:
     """Give an attention module its packed product of queries, keys and values, once."""
     names = _names(module)
     assert names is not None
+    if hasattr(module, "relative_attention_num_buckets"):
+        from smelt.export.relative_attention import tabulate_bias
+
+        tabulate_bias(module)
     if not hasattr(module, "pack"):
         module.pack = Pack([module.get_submodule(n) for n in names[:3]])
 
@@ -135,7 +131,12 @@ def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
         names = _names(module)
         assert names is not None
         pack_projections(module)
-        module.forward = partial(_attend, module, names, scope)
+        if hasattr(module, "relative_attention_num_buckets"):
+            from smelt.export.relative_attention import attend_relative
+
+            module.forward = partial(attend_relative, module, scope)
+        else:
+            module.forward = partial(_attend, module, names, scope)
     try:
         yield
     finally:
@@ -166,31 +167,51 @@ def _attend(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    heads: int,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend over given keys and values; see `emit.multi_head_attention` for shapes."""
     if emit.export_target() == "ort-cpu":
         mask = None if mask is None else mask.to(torch.int32)
-        return emit.multi_head_attention(query, key, value, mask, heads, scale)
+        return emit.multi_head_attention(query, key, value, mask, heads, scale, bias)
     key, value = (t if t.dim() == 4 else split_heads(t, heads) for t in (key, value))
-    return _standard(query, key, value, mask, heads, scale)
+    return _standard(query, key, value, mask, heads, scale, bias)
 
 
 def step_attention(
-    query: Tensor, key: Tensor, value: Tensor, past: Cache, heads: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Cache,
+    heads: int,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend over the past and the present token; see `emit.cached_attention` for shapes."""
     if emit.export_target() == "ort-cpu":
-        return emit.cached_attention(query, key, value, past, heads, scale)
+        return emit.cached_attention(query, key, value, past, heads, scale, bias)
     keys = torch.cat([past[0], split_heads(key, heads)], dim=2)
     values = torch.cat([past[1], split_heads(value, heads)], dim=2)
-    return _standard(query, keys, values, None, heads, scale), keys, values
+    return _standard(query, keys, values, None, heads, scale, bias), keys, values
 
 
 def _standard(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    heads: int,
+    scale: float,
+    bias: Tensor | None,
 ) -> Tensor:
     scores = (split_heads(query, heads) * scale) @ key.transpose(2, 3)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if mask is not None:
         # -10000 leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
         scores = scores + ((1 - mask) * -10000)[:, None, None, :].to(scores.dtype)

@@ -189,12 +189,23 @@ def _tokenizer(folder: Path, kind: str) -> list[str]:
         return [f"{folder}: no tokenizer: {', '.join(missing)} missing. {fix}"] if missing else []
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         return []
-    other = {"t5": ("spiece.model",), "bart": ("vocab.json", "merges.txt"), "roberta": ("vocab.json", "merges.txt"), "mbart": ("sentencepiece.bpe.model",), "gpt2": ("vocab.json", "merges.txt"), "qwen2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.model",)}
+    other = {
+        "t5": ("spiece.model",),
+        "bart": ("vocab.json", "merges.txt"),
+        "roberta": ("vocab.json", "merges.txt"),
+        "mbart": ("sentencepiece.bpe.model",),
+        "gpt2": ("vocab.json", "merges.txt"),
+        "qwen2": ("vocab.json", "merges.txt"),
+        "llama": ("tokenizer.model",),
+    }
     if kind in other:
         missing = [name for name in other[kind] if not (folder / name).is_file()]
         expected = f"tokenizer.json or {' and '.join(other[kind])}"
         return [f"{folder}: no tokenizer; expected {expected}. {fix}"] if missing else []
-    if kind and kind not in ("bert", "distilbert"):  # an unsupported family is said elsewhere; its tokenizer is unknown here
+    if kind and kind not in (
+        "bert",
+        "distilbert",
+    ):  # an unsupported family is said elsewhere; its tokenizer is unknown here
         return []
     return [f"{folder}: no tokenizer; expected tokenizer.json or vocab.txt. {fix}"] if kind else []
 

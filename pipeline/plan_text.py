@@ -76,7 +76,7 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
 
 def _score(plan: Plan) -> list[str]:
     score = plan.recipe.score
-    text = f"score       {', '.join(score.quality)}"
+    text = f"score       {', '.join(score.quality) or 'what fits the labels'}"
     if plan.recipe.task in TEXT_TO_TEXT:
         text += f"; greedy, at most {score.generation.max_new_tokens} new tokens"
     if score.latency:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Split
 from smelt.core.files import hash_of, sha256_of
+from smelt.core.labels import ProblemType
 from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.failures import explain
@@ -39,6 +40,8 @@ _LIBRARIES = (
     "tensorrt-rtx",
 )
 
+Labels = tuple[ProblemType, list[str]]
+
 
 @dataclass(frozen=True)
 class Workshop:
@@ -55,20 +58,24 @@ class Workshop:
     device: str = "auto"
 
     def import_root(
-        self, source: Path, labels: list[str] | None, rules: TextRules, fresh: bool
+        self, source: Path, labels: Labels | None, rules: TextRules, fresh: bool
     ) -> tuple[Artifact, bool]:
-        """Bring the untouched model into the store; return it and whether it was there already."""
+        """Bring the untouched model into the store; return it and whether it was there already.
+
+        labels: of a classifier its problem type, and the names of the outputs that it gets if it has none.
+        """
         from smelt.runtime.checkpoint import count_parameters, import_model
         from smelt.runtime.text_rules import write_text_rules
 
-        names = sorted(p for p in source.iterdir() if p.is_file())
+        files = sorted(p for p in source.iterdir() if p.is_file())
         key = hash_of(
             {
                 "stage": "model",
                 "version": 1,
-                "files": {p.name: sha256_of(p) for p in names},
+                "files": {p.name: sha256_of(p) for p in files},
                 "task": self.task,
-                "labels": labels,
+                "labels": labels and labels[1],
+                "problem_type": labels and labels[0],
                 "text": rules.model_dump(),
                 "seed": self.seed,
             }
@@ -77,7 +84,8 @@ class Workshop:
         def make(space: Path) -> Artifact:
             out = space / "out"
             out.mkdir()
-            notes = import_model(source, out, labels, self.seed)
+            problem, names = labels or (None, None)
+            notes = import_model(source, out, names, self.seed, problem)
             write_text_rules(out, rules)
             manifest = Manifest(
                 key=key,

@@ -11,8 +11,9 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import Columns, Example, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.store import Store
+from smelt.label_scores import answers
 from smelt.recipe import DEFAULT_METRICS, METRICS
-from smelt.scoring import Scorer, label_names
+from smelt.scoring import Scorer
 
 
 def evaluate_artifact(
@@ -76,14 +77,14 @@ def predict_texts(
         return []
     with open_runner(artifact, threads) as runner:
         if artifact.manifest.task == "text-classification":
-            import numpy as np
-
-            names = label_names(runner.config)
-            logits = class_logits(runner, [Example(t) for t in texts])
-            odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-            best = odds.argmax(axis=1)
-            return [f"{names[i]}\t{row[i] / row.sum():.3f}" for i, row in zip(best, odds, strict=True)]
+            return answers(runner.config, class_logits(runner, [_pair(text) for text in texts]))
         return generate_texts(runner, texts, Generation(max_new_tokens=max_new_tokens))
+
+
+def _pair(text: str) -> Example:
+    """Return the text that a classifier is to see; a tab parts the two texts of a pair."""
+    first, tab, second = text.partition("\t")
+    return Example(first, text_pair=second if tab else None)
 
 
 def redraw_report(folder: Path) -> str:

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.files import write_json
+from smelt.core.labels import SINGLE, ProblemType
 from smelt.runtime.conv1d import turned, use_linears
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 from smelt.runtime.text_rules import apply_text_rules, read_text_rules
@@ -96,7 +98,10 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of `folder`'s safetensors files; floating ones as float32."""
+    """Return all tensors of `folder`'s safetensors files; floating ones as float32.
+
+    Except the scales of quantized layers, whose layers say themselves in how many bits they keep them.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InputError(f"{folder}: no .safetensors file with weights in this folder.")
@@ -106,7 +111,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors.update(load_file(path))
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: not a readable safetensors file: {error}") from error
-    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    return {
+        name: t.float() if t.is_floating_point() and not name.endswith(".matrix.scales") else t
+        for name, t in tensors.items()
+    }
 
 
 def _with_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,32 +215,48 @@ def copy_tokenizer(src: Path, out: Path) -> None:
 
 
 def count_parameters(folder: Path) -> int:
-    """Return the number of values in the safetensors files of `folder`, read from their headers."""
+    """Return the number of values in the safetensors files of `folder`, read from their headers.
+
+    A byte of packed codes holds two 4-bit values or eight bits.
+    """
+    per_byte = {"int4": 2, "binary": 8}
+    edits = [edit for edit in read_edits(folder) if edit.get("op") == "quantize"]
+    packed = {f"{e.get('module')}.matrix.codes": per_byte.get(e.get("scheme"), 1) for e in edits}
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                size = 1
+                size = packed.get(name, 1)
                 for length in file.get_slice(name).get_shape():
                     size *= length
                 total += size
     return total
 
 
-def import_model(src: Path, out: Path, labels: list[str] | None = None, seed: int = 0) -> list[str]:
+def import_model(
+    src: Path,
+    out: Path,
+    labels: list[str] | None = None,
+    seed: int = 0,
+    problem: ProblemType | None = None,
+) -> list[str]:
     """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
 
     Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
-    drawn with `seed`. Returns warnings.
+    drawn with `seed`. A config that does not say the `problem` type of a classifier is told it, so that
+    everything after knows it. Returns warnings.
     """
     config = load_config(src)
     architecture = (config.architectures or [""])[0]
     if labels is not None and not architecture.endswith("ForSequenceClassification"):
-        return _with_new_head(src, out, labels, seed)
+        return _with_new_head(src, out, labels, seed, problem)
     for path in sorted(src.iterdir()):
         wanted = path.suffix in _TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
         if path.is_file() and wanted:
             shutil.copyfile(path, out / path.name)
+    if problem not in (None, SINGLE) and config.problem_type is None:
+        values = read_json(out / "config.json")
+        write_json(out / "config.json", values | {"problem_type": problem})
     return _half_precision_note(out)
 
 
@@ -250,7 +274,9 @@ def _half_precision_note(folder: Path) -> list[str]:
     ]
 
 
-def _with_new_head(src: Path, out: Path, labels: list[str], seed: int) -> list[str]:
+def _with_new_head(
+    src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
+) -> list[str]:
     names = dict(enumerate(labels))
     torch.manual_seed(seed)
     with _quiet():
@@ -263,10 +289,12 @@ def _with_new_head(src: Path, out: Path, labels: list[str], seed: int) -> list[s
             num_labels=len(labels),
             id2label=names,
             label2id={v: k for k, v in names.items()},
+            problem_type=problem,
         )
     save_model(model, [], out, src)
     return [
-        f"the checkpoint has no classification head: a new, untrained one for {len(labels)} labels was added"
+        f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
+        f" label{'s' * (len(labels) != 1)} was added"
     ]
 
 

@@ -82,9 +82,7 @@ def _encode(texts: list[str], tokenizer: Any, max_length: int, pairs: list[str] 
     return Encoded(full["input_ids"], full.get("token_type_ids"), truncated)
 
 
-def _encode_mixed(
-    texts: list[str], tokenizer: Any, max_length: int, seconds: Mapping[int, str]
-) -> Encoded:
+def _encode_mixed(texts: list[str], tokenizer: Any, max_length: int, seconds: Mapping[int, str]) -> Encoded:
     """Tokenize texts of which only some have a second one: an empty one would add a separator."""
     alone = [i for i in range(len(texts)) if i not in seconds]
     ids: list[list[int]] = [[] for _ in texts]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -13,14 +14,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from smelt.core.artifact import Artifact
 from smelt.runtime.checkpoint import load_model, read_json
 from smelt.runtime.device import torch_device
+from smelt.runtime.predict import takes_types
 from smelt.runtime.runner import Batch, Logits, Tokens
 
 
 @dataclass
 class _State:
+    """sentences: int64 [R], which row of the batch each row goes on from; beams of one share it."""
+
     encoded: BaseModelOutput
     mask: torch.Tensor
     cache: EncoderDecoderCache
+    sentences: Tokens
 
 
 class TorchRunner:
@@ -50,7 +55,7 @@ class TorchRunner:
             "input_ids": self._there(batch.input_ids),
             "attention_mask": self._there(batch.attention_mask),
         }
-        if batch.token_type_ids is not None:
+        if batch.token_type_ids is not None and takes_types(self.config):
             inputs["token_type_ids"] = self._there(batch.token_type_ids)
         logits: Logits = self.model(**inputs).logits.cpu().numpy()
         return logits
@@ -60,7 +65,8 @@ class TorchRunner:
         """Run the encoder and start an empty cache."""
         mask = self._there(batch.attention_mask)
         encoded = self.model.get_encoder()(self._there(batch.input_ids), attention_mask=mask)
-        return _State(encoded, mask, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        return _State(encoded, mask, cache, np.arange(len(batch.input_ids)))
 
     @torch.inference_mode()
     def decode_step(self, state: _State, tokens: Tokens) -> Logits:
@@ -74,6 +80,20 @@ class TorchRunner:
         )
         logits: Logits = out.logits[:, -1].cpu().numpy()
         return logits
+
+    @torch.inference_mode()
+    def reorder(self, state: _State, rows: Tokens) -> None:
+        """Make row i of `state` what row `rows[i]` was; what beams of a sentence share stays in place."""
+        there = self._there(np.ascontiguousarray(rows))
+        state.cache.self_attention_cache.reorder_cache(there)
+        sentences = state.sentences[rows]
+        if not np.array_equal(sentences, state.sentences):
+            state.sentences = sentences
+            state.cache.cross_attention_cache.reorder_cache(there)
+            hidden = state.encoded.last_hidden_state
+            assert hidden is not None
+            state.encoded = BaseModelOutput(hidden.index_select(0, there))
+            state.mask = state.mask.index_select(0, there)
 
     def _there(self, values: Tokens) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

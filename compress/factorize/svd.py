@@ -35,7 +35,8 @@ class FactorizeSettings(Settings):
     )
     include: list[str] = Field(default=["*"], description="patterns of layer names, as in a shell")
     exclude: list[str] = Field(
-        default=["lm_head", "classifier", "*.pooler.*"], description="patterns of names to leave alone"
+        default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
+        description="patterns of names to leave alone",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,75 @@
+"""Scores and printed answers of a classifier, by its problem type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.data import Split
+from smelt.core.labels import (
+    MULTI,
+    REGRESSION,
+    SEPARATOR,
+    class_names,
+    problem_type,
+    read_class_sets,
+    read_classes,
+    read_numbers,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def score_classifier(
+    metrics: Sequence[str], config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
+) -> tuple[dict[str, Any], list[Any]]:
+    """Score a classifier's logits, float32 [n, C], on the rows of `split`.
+
+    Returns:
+        Scores by metric, and per row what was predicted: a name, a list of names, or a number.
+
+    Raises:
+        InputError: a label that the model does not know, or a metric that does not fit its problem type.
+    """
+    from smelt.evaluate.label_quality import score_label_sets, score_numbers
+    from smelt.evaluate.quality import score_labels
+
+    names, problem = class_names(config), problem_type(config)
+    if problem == REGRESSION:
+        numbers = [float(row[0]) for row in logits]
+        return score_numbers(metrics, numbers, read_numbers(split.examples, split.origin)), numbers
+    if problem == MULTI:
+        found = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
+        gold = read_class_sets(split.examples, names, split.origin)
+        scores = score_label_sets(metrics, found, gold, len(names))
+        return scores, [[names[i] for i in row] for row in found]
+    predicted = [int(row.argmax()) for row in logits]
+    wanted = read_classes(split.examples, names, split.origin)
+    return score_labels(metrics, predicted, wanted), [names[i] for i in predicted]
+
+
+def answers(config: Mapping[str, Any], logits: NDArray[np.float32]) -> list[str]:
+    """Return what `smelt predict` prints for each row of logits, float32 [n, C].
+
+    One label a text: the name, a tab, its probability. Several: the names above 0.5 joined by `|` (as
+    CSV data hold them), a tab, their probabilities joined by `|`; both are empty where no name is.
+    Regression: the number.
+    """
+    import numpy as np
+
+    names, problem = class_names(config), problem_type(config)
+    values = logits.astype(np.float64)
+    if problem == REGRESSION:
+        return [f"{row[0]:.4f}" for row in values]
+    if problem == MULTI:
+        chances = 1 / (1 + np.exp(-values))
+        found = [[(names[i], p) for i, p in enumerate(row) if p > 0.5] for row in chances]
+        return [
+            SEPARATOR.join(name for name, _ in row) + "\t" + SEPARATOR.join(f"{p:.3f}" for _, p in row)
+            for row in found
+        ]
+    odds = np.exp(values - values.max(axis=1, keepdims=True))
+    best = odds.argmax(axis=1)
+    return [f"{names[i]}\t{row[i] / row.sum():.3f}" for i, row in zip(best, odds, strict=True)]

@@ -1,0 +1,76 @@
+"""What can be known of a classifier's labels and metrics before the first step of a run.
+
+The task says only text-classification. Whether a text has one label, several, or a number is in the
+model's config or, where that does not say it, in the labels; the metrics follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import Split
+from smelt.core.errors import InputError
+from smelt.core.labels import ProblemType
+from smelt.model_folder import read_config
+from smelt.problem import METRICS_OF, gate_mistakes, label_mistakes, metric_mistakes, problem_of
+from smelt.recipe import Recipe
+from smelt.recipe_errors import Mistakes
+
+
+def check_classifier(
+    recipe: Recipe, folder: Path | None, splits: Mapping[str, Split], mistakes: Mistakes, bad: set[str]
+) -> tuple[Recipe, ProblemType | None]:
+    """Check labels and metrics of a classification as far as model and data are at hand.
+
+    Args:
+        recipe: as it was read.
+        folder: the model's, or None where it is still to be fetched or made.
+        splits: the rows that were read already.
+        mistakes: gets what is wrong.
+        bad: the top-level keys that are wrong already, and of which nothing more is said.
+
+    Returns:
+        The recipe, its metrics filled in where it names none; the problem type, None where the run
+        has to find it out.
+    """
+    if recipe.task != "text-classification" or bad & {"task", "model", "data"} or folder is None:
+        return recipe, None
+    config, problems = read_config(folder)
+    if problems or set(splits) != set(recipe.data.splits()):
+        return recipe, None
+    try:
+        problem = problem_of(config, splits)
+    except InputError as error:
+        mistakes.add(("model",), f"{folder}: {error}")
+        return recipe, None
+    for name, text in label_mistakes(config, splits, problem):
+        mistakes.add(("data", name), text)
+    if "score" in bad:
+        return recipe, problem
+    for at, text in metric_mistakes(recipe.score.quality, problem):
+        mistakes.add(("score", "quality", at), text)
+    metrics = recipe.score.quality or METRICS_OF[problem]
+    if not recipe.score.quality and "gates" not in bad:
+        for gate, text in gate_mistakes(recipe.gates, metrics, problem):
+            mistakes.add(("gates", gate), text)
+    score = recipe.score.model_copy(update={"quality": metrics})
+    return recipe.model_copy(update={"score": score}), problem
+
+
+def settle_metrics(
+    recipe: Recipe, config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
+) -> tuple[str, ...]:
+    """Return the metrics of a classification whose model and data are there now.
+
+    Raises:
+        InputError: labels, metrics or gates do not fit the model; every mistake, one per line.
+    """
+    found = [text for _, text in label_mistakes(config, data, problem)]
+    found += [f"score.quality: {text}" for _, text in metric_mistakes(recipe.score.quality, problem)]
+    metrics = recipe.score.quality or METRICS_OF[problem]
+    found += [f"gates: {text}" for _, text in gate_mistakes(recipe.gates, metrics, problem)]
+    if found:
+        raise InputError("\n".join(found))
+    return metrics

@@ -1,0 +1,92 @@
+"""What kind of classification a recipe's model and data mean, and whether metrics and labels fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from smelt.core.data import Split
+from smelt.core.errors import InputError, nearest
+from smelt.core.labels import (
+    MULTI,
+    REGRESSION,
+    SINGLE,
+    ProblemType,
+    check_labels,
+    class_names,
+    decide_problem,
+    found_names,
+)
+
+# The metrics of each problem type; the first one leads the report.
+METRICS_OF: dict[ProblemType, tuple[str, ...]] = {
+    SINGLE: ("accuracy", "f1"),
+    MULTI: ("f1_micro", "f1_macro", "subset_accuracy"),
+    REGRESSION: ("pearson", "spearman", "mse"),
+}
+LABEL_METRICS = tuple(metric for metrics in METRICS_OF.values() for metric in metrics)
+
+
+def has_classifier(config: Mapping[str, Any]) -> bool:
+    """Say whether a Hugging Face config is of a model with a classifier; a bare encoder gets a new one."""
+    return any("SequenceClassification" in str(name) for name in config.get("architectures") or [])
+
+
+def problem_of(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
+    """Return the problem type that the model's config says, or else the labels of the data show.
+
+    Raises:
+        InputError: the config's `problem_type` is not one that smelt knows.
+    """
+    labels = (e.label for split in data.values() for e in split.examples)
+    return decide_problem(config if has_classifier(config) else None, labels)
+
+
+def new_names(data: Mapping[str, Split], problem: ProblemType) -> list[str]:
+    """Return the names of the outputs that a new classifier for `data` has."""
+    return found_names((e.label for split in data.values() for e in split.examples), problem)
+
+
+def label_mistakes(
+    config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
+) -> list[tuple[str, str]]:
+    """Return (name of the split, what is wrong) where labels do not fit the model.
+
+    A bare encoder gets a new classifier for the labels that there are, so only their kind can be wrong.
+    """
+    names = class_names(config) if has_classifier(config) else new_names(data, problem)
+    found = []
+    if problem == SINGLE and len(names) < 2:
+        return [
+            ("train" if "train" in data else "test", "all rows have the same label; a classifier needs two.")
+        ]
+    for name, split in data.items():
+        try:
+            check_labels(split.examples, names, problem, split.origin)
+        except InputError as error:
+            found.append((name, str(error)))
+    return found
+
+
+def metric_mistakes(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, str]]:
+    """Return (place, what is wrong) for the metrics that do not fit the problem type."""
+    fitting = METRICS_OF[problem]
+    return [(at, unfit(metric, problem)) for at, metric in enumerate(metrics) if metric not in fitting]
+
+
+def gate_mistakes(
+    gates: Iterable[str], metrics: Sequence[str], problem: ProblemType
+) -> list[tuple[str, str]]:
+    """Return (gate, what is wrong) for the gates on metrics that this problem type has not."""
+    return [(g, unfit(g, problem)) for g in gates if g in LABEL_METRICS and g not in metrics]
+
+
+def unfit(metric: str, problem: ProblemType) -> str:
+    """Return the sentence that says that `metric` does not fit `problem`."""
+    owner = next((p for p, metrics in METRICS_OF.items() if metric in metrics), None)
+    what = f"'{metric[:60]}' is for {owner}" if owner else f"'{metric[:60]}' is no metric"
+    fitting = METRICS_OF[problem]
+    return (
+        f"{what}, and the model and the data are {problem}. Known for that: {', '.join(fitting)}."
+        f"{nearest(metric, fitting)}"
+    )

@@ -233,8 +233,15 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
             references = [_text(row, columns.target, where, "target")]
         if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
             raise InputError(
-                f"{where}: column '{columns.references}' must be a list of texts, read {references!r}"
+                f"{where}: column '{columns.references}' must be a list of texts,"
+                f" read {repr(references)[:80]}"
             )
+        if not references or not all(reference.strip() for reference in references):
+            raise InputError(
+                f"{where}: the target is empty; a model would learn to say nothing. Remove or fill such rows."
+            )
+        for reference in references:
+            _require_characters(reference, where, columns.references)
         return Example(_text(row, columns.source, where, "source"), tuple(references))
     if task == "language-modeling":
         return Example(_text(row, columns.text, where, "text"))
@@ -244,6 +251,8 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
     if columns.label not in row:
         raise _missing(row, columns.label, where, "label")
     label = _label(row[columns.label], where, columns.label)
+    for item in label if isinstance(label, tuple) else (label,):
+        _require_characters(str(item), where, columns.label)
     return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=label)
 
 
@@ -268,8 +277,24 @@ def _text(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
         raise _missing(row, column, where, setting)
     value = row[column]
     if not isinstance(value, str):
-        raise InputError(f"{where}: column '{column}' must be text, read {value!r}")
+        raise InputError(f"{where}: column '{column}' must be text, read {repr(value)[:80]}")
+    _require_characters(value, where, column)
     return value
+
+
+def _require_characters(text: str, where: str, column: str) -> None:
+    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer can read.
+
+    Raises:
+        InputError: there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(
+            f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character."
+        ) from error
 
 
 # What public data sets call these columns. They are never guessed, only named in the message.

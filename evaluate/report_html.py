@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from smelt.core.text import printable
 from smelt.evaluate import report_chart as chart
 from smelt.evaluate import report_view as view
 from smelt.evaluate.report_schema import Difference, Report, Step, validate_report
@@ -35,7 +36,11 @@ def write_html(report: Mapping[str, Any]) -> str:
     source = files("smelt.evaluate").joinpath(_TEMPLATE).read_text(encoding="utf-8")
     # everything in a report may come from a stranger's recipe, so all of it is escaped
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
     return environment.from_string(source).render(
         report=checked,
@@ -50,6 +55,11 @@ def write_html(report: Mapping[str, Any]) -> str:
         verdict=_verdict,
         badge=lambda status: _BADGES.get(status, "plain"),
     )
+
+
+def _shown(value: object) -> object:
+    """Return a text with its control and direction characters as escapes; what is markup already stays."""
+    return printable(value) if type(value) is str else value
 
 
 def _verdict(difference: Difference | None, higher_is_better: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smelt.core.text import printable
 from smelt.evaluate import report_view as view
 from smelt.evaluate.report_schema import Report, Step, validate_report
 
@@ -34,7 +35,7 @@ def write_markdown(report: Mapping[str, Any]) -> str:
 
 def _text(value: object) -> str:
     """Escape what Markdown or HTML would take as markup, on one line."""
-    return " ".join(str(value).split()).translate(_SPECIAL)
+    return " ".join(printable(str(value)).split()).translate(_SPECIAL)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

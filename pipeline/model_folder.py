@@ -13,6 +13,7 @@ from typing import Any
 
 from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
+from smelt.model_files import damaged_tensor, misfits
 
 # Model families of each task, by the config's model_type.
 FAMILIES: dict[Task, tuple[str, ...]] = {
@@ -92,7 +93,10 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
     elif task == "language-modeling":
         problems += _no_language_model(config, folder)
     problems += _tokenizer(folder, kind)
-    return problems, _warnings(config, task) if not problems else []
+    if problems:
+        return problems, []
+    problems, advice = misfits(folder, config)
+    return problems, [*advice, *_warnings(config, task)] if not problems else []
 
 
 def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
@@ -174,10 +178,13 @@ def _header(path: Path) -> list[str]:
             return [f"{path}: a Git LFS pointer, not the weights. Fetch them with `git lfs pull`."]
         tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
         expected = 8 + length + max(tensors)
+        damage = damaged_tensor(header or {})
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return [f"{path}: not a safetensors file, or cut short ({size:,} bytes). Copy or download it again."]
     if size < expected:
         return [f"{path}: cut short: {size:,} of {expected:,} bytes. Copy or download it again."]
+    if damage:
+        return [f"{path}: a damaged header: {damage}. Copy or download it again."]
     return []
 
 

@@ -61,7 +61,7 @@ class Worker:
 
         artifact = read_artifact(Path(request["artifact"]))  # first: a wrong folder is told at once
         from smelt.runtime.checkpoint import load_tokenizer
-        from smelt.runtime.generation import Generation, greedy
+        from smelt.runtime.generation import Generation, generate
         from smelt.runtime.runner import open_runner
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
@@ -70,7 +70,7 @@ class Worker:
             self._run = lambda batch: 0 * runner.forward(batch).size  # no tokens come out
         else:
             generation = Generation.model_validate(request["generation"])
-            self._run = lambda batch: sum(map(len, greedy(runner, batch, generation)))
+            self._run = lambda batch: sum(map(len, generate(runner, batch, generation)))
         return {"runner": f"{runner.name} {runner.version}"}
 
     def _prepare(self, request: dict[str, Any]) -> Answer:

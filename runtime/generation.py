@@ -1,125 +1,128 @@
 """The one generation loop, shared by all runners and equal to Hugging Face `generate`.
 
-What the model's generation config asks for (forbidden words, forced tokens, a minimum length) is
-obeyed in the order in which transformers' logits processors apply it.
+Greedy search and sampling feed each row's token back; beam search (`smelt.runtime.beam`) does so for
+several texts per row and keeps the best. What the model's generation config asks for is obeyed by all
+three (`smelt.runtime.generation_rules`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from smelt.core.errors import InputError
 from smelt.core.stage import Settings
+from smelt.runtime.beam import beam_search
+from smelt.runtime.decoding import settle
+from smelt.runtime.generation_rules import Rules
 from smelt.runtime.runner import Batch, Logits, Runner, Tokens
+from smelt.runtime.sampling import draw, narrow
 
-# Settings of a generation config that would change the words and that this loop does not have,
-# with the value that means "off".
-_UNSUPPORTED: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "do_sample": False,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "begin_suppress_tokens": None,
-    "guidance_scale": None,
-}
+Token = Annotated[int, Field(ge=0)]
+_OF_BEAMS = ("length_penalty", "early_stopping")
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 
 class Generation(Settings):
-    """How texts are generated. Only greedy search (`beams: 1`) exists so far."""
+    """How texts are generated; the names are those of a Hugging Face generation config.
 
-    beams: Literal[1] = 1
-    max_new_tokens: int = Field(default=128, ge=1, le=4096)
+    beams: 1 is greedy search. do_sample: draw each token instead. What is not given comes from the
+    model's own generation config; without one, at most 128 new tokens. Tokens are numbers of the
+    model's vocabulary.
+    """
+
+    beams: int = Field(default=1, ge=1, le=64)
+    max_new_tokens: int | None = Field(default=None, ge=1, le=4096)
+    min_new_tokens: int | None = Field(default=None, ge=0, le=4096)
+    min_length: int | None = Field(default=None, ge=0, le=4096)
+    length_penalty: float | None = Field(default=None, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] | None = None
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0, le=4096)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    bad_words_ids: tuple[Annotated[tuple[Token, ...], Field(min_length=1)], ...] | None = None
+    forced_bos_token_id: Token | None = None
+    forced_eos_token_id: Token | None = None
+    suppress_tokens: tuple[Token, ...] | None = None
+    begin_suppress_tokens: tuple[Token, ...] | None = None
+    do_sample: bool = False
+    temperature: float | None = Field(default=None, gt=0, le=100)
+    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=0, le=2**32 - 1)
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        if self.do_sample and self.beams > 1:
+            raise ValueError(f"do_sample draws one text; it does not go with beams: {self.beams}")
+        if self.min_length is not None and self.min_new_tokens is not None:
+            raise ValueError("give min_new_tokens or min_length, not both")
+        for name in _OF_BEAMS:
+            if self.beams == 1 and getattr(self, name) is not None:
+                raise ValueError(f"{name} means nothing without beams above 1")
+        for name in _OF_SAMPLING:
+            if not self.do_sample and getattr(self, name) is not None:
+                raise ValueError(f"{name} means nothing without do_sample: true")
+        return self
+
+    def summary(self) -> str:
+        """Return the kind of search and the longest output in a few words."""
+        kind = "sampled" if self.do_sample else f"beam {self.beams}" if self.beams > 1 else "greedy"
+        if self.max_new_tokens is None:
+            return f"{kind}, to the model's longest output"
+        return f"{kind}, at most {self.max_new_tokens} new tokens"
 
 
-def greedy(runner: Runner, batch: Batch, generation: Generation) -> list[list[int]]:
-    """Decode `batch` greedily; return each row's new tokens, the end-of-sequence token included.
+def generate(runner: Runner, batch: Batch, generation: Generation, part: int = 0) -> list[list[int]]:
+    """Continue or rewrite the texts of `batch`; return each row's new tokens, the one that ends it too.
+
+    Args:
+        runner: a decoder-only model's `encode` takes in all of a prompt but its last token, and then
+            that token is fed first; otherwise it is the decoder's start token.
+        batch: padded on the left for a decoder-only model, on the right for an encoder-decoder.
+        generation: how.
+        part: the number of the batch; each draws from a stream of its own (seed, part).
 
     Raises:
         InputError: the generation config asks for something that this loop does not do.
     """
-    rules = _Rules(runner.generation_config, runner.config, generation.max_new_tokens)
+    decoding = settle(generation, runner)
+    if decoding.start is None:
+        rules = Rules(decoding, batch.input_ids, batch.attention_mask)
+    else:
+        start = np.full((batch.input_ids.shape[0], 1), decoding.start, dtype=np.int64)
+        rules = Rules(decoding, start, None)
+    if decoding.beams > 1:
+        return beam_search(runner, batch, rules)
+    if not decoding.do_sample:
+        return _token_by_token(runner, batch, rules, lambda scores: scores.argmax(axis=-1))
+    random = np.random.default_rng([decoding.seed, part])
+
+    def sample(scores: Logits) -> Tokens:
+        narrow(scores, decoding.temperature, decoding.top_k, decoding.top_p)
+        return draw(scores, random)
+
+    return _token_by_token(runner, batch, rules, sample)
+
+
+def _token_by_token(
+    runner: Runner, batch: Batch, rules: Rules, choose: Callable[[Logits], Tokens]
+) -> list[list[int]]:
+    """Feed each row the token that `choose` picks from its scores until all rows have ended."""
     state = runner.encode(batch)
-    rows = batch.input_ids.shape[0]
-    tokens: Tokens = np.full(rows, rules.start, dtype=np.int64)
-    produced = np.empty((rows, generation.max_new_tokens), dtype=np.int64)
+    rows, length = rules.prompt.shape
+    texts = np.empty((rows, rules.longest), dtype=np.int64)
+    texts[:, :length] = rules.prompt
+    tokens = rules.prompt[:, -1]
     unfinished = np.ones(rows, dtype=bool)
-    for step in range(generation.max_new_tokens):
-        logits = runner.decode_step(state, tokens)
-        rules.apply(logits, produced[:, :step])
-        tokens = np.where(unfinished, logits.argmax(axis=-1), rules.pad)
-        produced[:, step] = tokens
-        unfinished &= ~np.isin(tokens, rules.eos)
+    while length < rules.longest:
+        scores = runner.decode_step(state, tokens)
+        rules.apply(scores, texts[:, :length])
+        tokens = np.where(unfinished, choose(scores), rules.decoding.pad)
+        texts[:, length] = tokens
+        length += 1
+        unfinished &= ~rules.ends(tokens)
         if not unfinished.any():
             break
-    return [_until_eos(row[: step + 1].tolist(), set(rules.eos)) for row in produced]
-
-
-def _until_eos(row: list[int], eos: set[int]) -> list[int]:
-    for index, token in enumerate(row):
-        if token in eos:
-            return row[: index + 1]
-    return row
-
-
-class _Rules:
-    """What the generation config says about which token may come when."""
-
-    def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any], max_new_tokens: int) -> None:
-        for name, off in _UNSUPPORTED.items():
-            if settings.get(name, off) not in (off, None):
-                raise InputError(
-                    f"generation_config.json: {name} is {settings[name]!r}, which the greedy loop does not"
-                    f" do; set it to {off!r}."
-                )
-
-        def get(name: str) -> Any:
-            value = settings.get(name)
-            return config.get(name) if value is None else value
-
-        self.start = get("decoder_start_token_id")
-        if self.start is None:
-            raise InputError("config.json: no decoder_start_token_id, so there is no token to begin with.")
-        eos = get("eos_token_id")
-        self.eos: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        pad = get("pad_token_id")
-        self.pad: int = self.eos[0] if pad is None else pad
-        words = settings.get("bad_words_ids") or []
-        # as transformers does: a single end-of-sequence token cannot be a bad word
-        words = [w for w in words if w not in [[e] for e in self.eos]]
-        self.bad_tokens = [w[0] for w in words if len(w) == 1] + list(settings.get("suppress_tokens") or [])
-        self.bad_sequences = [w for w in words if len(w) > 1]
-        # min_length counts the start token, min_new_tokens does not
-        self.min_new = max((settings.get("min_length") or 0) - 1, settings.get("min_new_tokens") or 0)
-        # as transformers does: with a generation config of its own, the model's config is not asked
-        forced = settings or config
-        self.forced_bos = forced.get("forced_bos_token_id")
-        self.forced_eos = forced.get("forced_eos_token_id")
-        self.last = max_new_tokens - 1
-
-    def apply(self, logits: Logits, produced: Tokens) -> None:
-        """Change float32 `logits` [B, V] in place, given the tokens [B, step] produced so far."""
-        step = produced.shape[1]
-        logits[:, self.bad_tokens] = -np.inf
-        for word in self.bad_sequences:
-            head = word[:-1]
-            if len(head) <= step:
-                hit = (produced[:, step - len(head) :] == head).all(axis=1)
-                logits[hit, word[-1]] = -np.inf
-        if step < self.min_new:
-            logits[:, self.eos] = -np.inf
-        if step == 0 and self.forced_bos is not None:
-            _force(logits, [self.forced_bos])
-        if step == self.last and self.forced_eos is not None:
-            _force(logits, self.forced_eos if isinstance(self.forced_eos, list) else [self.forced_eos])
-
-
-def _force(logits: Logits, tokens: list[int]) -> None:
-    logits[:] = -np.inf
-    logits[:, tokens] = 0.0
+    return [rules.new_tokens(row) for row in texts[:, :length]]

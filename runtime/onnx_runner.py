@@ -29,10 +29,18 @@ _MAKE_AGAIN = "Run the onnx stage again to make it anew."
 
 @dataclass
 class _State:
-    """The bound inputs of the next decoder step."""
+    """The bound inputs of the next decoder step.
+
+    caches: input name -> OrtValue, the keys and values of self-attention; shared: the same for what
+    all steps and all beams of a sentence share. sentences: int64 [R], the batch's row that each row
+    goes on from.
+    """
 
     binding: Any
     present: list[str]
+    caches: dict[str, Any]
+    shared: dict[str, Any]
+    sentences: Tokens
 
 
 class OnnxRunner:
@@ -130,17 +138,17 @@ class OnnxRunner:
             encoder.bind_output(name, self._device)
         self._encoder.run_with_iobinding(encoder)
         decoder = self._decoder.io_binding()
-        for name, value in zip(self._cross_names, encoder.get_outputs(), strict=True):
-            decoder.bind_ortvalue_input(_past(name), value)
-        mask = onnxruntime.OrtValue.ortvalue_from_numpy(
-            np.ascontiguousarray(batch.attention_mask), self._device
-        )
-        decoder.bind_ortvalue_input("encoder_attention_mask", mask)
+        made = encoder.get_outputs()
+        shared = {_past(name): value for name, value in zip(self._cross_names, made, strict=True)}
+        shared["encoder_attention_mask"] = self._value(batch.attention_mask)
         rows = batch.input_ids.shape[0]
-        for name, heads, width, kind in self._empty:
-            empty = np.zeros((rows, heads, 0, width), dtype=kind)
-            decoder.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(empty, self._device))
-        return _State(decoder, self._self_names)
+        caches = {
+            name: self._value(np.zeros((rows, heads, 0, width), dtype=kind))
+            for name, heads, width, kind in self._empty
+        }
+        for name, value in (shared | caches).items():
+            decoder.bind_ortvalue_input(name, value)
+        return _State(decoder, self._self_names, caches, shared, np.arange(rows))
 
     def decode_step(self, state: _State, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [B]); return float32 [B, V]."""
@@ -154,9 +162,28 @@ class OnnxRunner:
         self._decoder.run_with_iobinding(binding)
         logits, *present = binding.get_outputs()
         for name, value in zip(state.present, present, strict=True):
+            state.caches[_past(name)] = value
             binding.bind_ortvalue_input(_past(name), value)
         out: Logits = logits.numpy()
         return out
+
+    def reorder(self, state: _State, rows: Tokens) -> None:
+        """Make row i of `state` what row `rows[i]` was; what beams of a sentence share is not copied."""
+        sentences = state.sentences[rows]
+        moved = [state.caches]
+        if not np.array_equal(sentences, state.sentences):
+            moved.append(state.shared)
+        elif np.array_equal(rows, np.arange(len(rows))):
+            return
+        state.sentences = sentences
+        for values in moved:
+            for name, value in values.items():
+                # on the CPU `numpy` and `_value` only look at the memory: the one copy is made by `take`
+                values[name] = self._value(value.numpy().take(rows, axis=0))
+                state.binding.bind_ortvalue_input(name, values[name])
+
+    def _value(self, array: NDArray[Any]) -> Any:
+        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device)
 
     def close(self) -> None:
         """Free the sessions and their threads."""

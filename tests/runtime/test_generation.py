@@ -1,14 +1,15 @@
-"""The greedy loop gives what Hugging Face `generate` gives, token for token."""
+"""The loop gives what Hugging Face `generate` gives, token for token; the settings are checked."""
 
+import generating
 import numpy as np
 import pytest
 import tiny
 import torch
+from pydantic import ValidationError
 
-from smelt.core.errors import InputError
 from smelt.runtime.checkpoint import load_tokenizer
-from smelt.runtime.generation import Generation, greedy
-from smelt.runtime.predict import make_batches
+from smelt.runtime.generation import Generation, generate
+from smelt.runtime.predict import generate_texts, make_batches
 from smelt.runtime.torch_runner import TorchRunner
 
 
@@ -27,13 +28,14 @@ def folder(tmp_path_factory):
         {"bad_words_ids": [[7], [3, 4], [0]]},
         {"forced_bos_token_id": 6},
         {"forced_eos_token_id": None},
+        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
     ],
 )
 def test_greedy_equals_generate_when_the_generation_config_asks_for(folder, extra):
     with TorchRunner(tiny.artifact(folder)) as runner:
         runner.generation_config.update(extra)
         ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
-        ours = greedy(runner, batch, Generation(max_new_tokens=12))
+        ours = generate(runner, batch, Generation(max_new_tokens=12))
         for name, value in extra.items():
             setattr(runner.model.generation_config, name, value)
         runner.model.generation_config.max_length = None
@@ -52,12 +54,61 @@ def test_greedy_equals_generate_when_the_generation_config_asks_for(folder, extr
     assert len({tuple(row) for row in ours}) > 1, "every text gave the same tokens: the test shows nothing"
 
 
-def test_greedy_refuses_a_setting_that_it_does_not_have(folder):
+@pytest.mark.parametrize("kind", generating.CAUSAL)
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.5, "min_new_tokens": 3},
+        {"bad_words_ids": [[4], [9, 9], [11, 5]], "forced_eos_token_id": 1},
+    ],
+    ids=["plain", "ngrams", "repetition", "words"],
+)
+def test_greedy_of_a_decoder_only_model_equals_generate_and_sees_the_prompt(kind, wishes):
+    runner = generating.CausalRunner(generating.model(kind))
+    for rows in (1, 4):
+        batch = generating.batch(rows, seed=rows, left=True)
+        ours = generate(runner, batch, Generation(max_new_tokens=12, **wishes))
+        assert ours == generating.theirs(runner.model, batch, max_new_tokens=12, do_sample=False, **wishes)
+
+
+def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
     with TorchRunner(tiny.artifact(folder)) as runner:
-        runner.generation_config["no_repeat_ngram_size"] = 3
-        ((_, batch),) = make_batches(["a man"], load_tokenizer(folder), 4, 40)
-        with pytest.raises(InputError, match=r"no_repeat_ngram_size is 3.*set it to 0"):
-            greedy(runner, batch, Generation())
+        ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
+        runner.generation_config.update({"max_length": 7, "eos_token_id": 0, "min_new_tokens": 30})
+        assert {len(row) for row in generate(runner, batch, Generation())} == {6}
+        assert {len(row) for row in generate(runner, batch, Generation(max_new_tokens=9))} == {9}
+        # beyond the table of 48 positions nothing can be generated
+        assert {len(r) for r in generate(runner, batch, Generation(max_new_tokens=99, min_length=99))} == {48}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"beams": 2, "do_sample": True}, "do_sample draws one text; it does not go with beams: 2"),
+        ({"length_penalty": 1.0}, "length_penalty means nothing without beams above 1"),
+        ({"early_stopping": "never"}, "early_stopping means nothing without beams above 1"),
+        ({"top_p": 0.9}, "top_p means nothing without do_sample: true"),
+        ({"min_length": 2, "min_new_tokens": 2}, "give min_new_tokens or min_length, not both"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(wishes, message):
+    with pytest.raises(ValidationError, match=message):
+        Generation(**wishes)
+
+
+def test_summary_names_the_search():
+    assert Generation(max_new_tokens=9).summary() == "greedy, at most 9 new tokens"
+    assert Generation(beams=4).summary() == "beam 4, to the model's longest output"
+    assert Generation(do_sample=True).summary().startswith("sampled")
+
+
+def test_batches_of_sampled_texts_do_not_repeat_each_others_draws(folder):
+    with TorchRunner(tiny.artifact(folder)) as runner:
+        wishes = Generation(do_sample=True, temperature=3.0, max_new_tokens=12)
+        texts = generate_texts(runner, [tiny.SENTENCES[0]] * 4, wishes, batch_size=2)
+    assert len(set(texts)) == 4
 
 
 def test_batches_keep_every_row_and_pad_on_the_right(folder):

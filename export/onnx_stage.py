@@ -90,21 +90,29 @@ class Onnx:
 
 
 def _kind(model: Any, settings: OnnxSettings) -> str:
-    """Return which tolerance holds: fp32, fp16 or int8.
+    """Return which tolerance holds, a word of `smelt.export.parity.TOLERANCES`.
 
     Raises:
         InputError: the target cannot run the model's quantized layers.
     """
-    from smelt.runtime.quantized import QuantizedEmbedding, QuantizedLinear
+    from smelt.runtime.quantized import AnyLinear, QuantizedLinear, scheme_of
 
-    quantized = any(isinstance(m, QuantizedLinear | QuantizedEmbedding) for m in model.modules())
-    if quantized and settings.target != "ort-cpu":
+    layers = [m for m in model.modules() if scheme_of(m) is not None]
+    schemes = sorted({str(scheme_of(m)) for m in layers})
+    if schemes and settings.target != "ort-cpu":
+        why = "it finds the ranges of activations while running"
+        if "int8-dynamic" not in schemes:
+            why = "it multiplies packed weights (MatMulNBits)"
         raise InputError(
             f"onnx: target {settings.target} cannot run a model that was quantized with scheme"
-            " int8-dynamic: it finds the ranges of activations while running, which only ort-cpu does. Branch"
+            f" {' and '.join(schemes)}: {why}, which only ort-cpu does. Branch"
             " off before the quantize step with `from: NAME`, or set target: ort-cpu."
         )
-    return "int8" if quantized else settings.dtype
+    if any(type(m) is QuantizedLinear for m in layers):
+        return "int8"  # the least exact of them
+    if not any(isinstance(m, AnyLinear) and m.options().get("accuracy_level") for m in layers):
+        return settings.dtype  # few bits, but float32 products
+    return "binary" if "binary" in schemes else "int4"
 
 
 def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]:
@@ -135,6 +143,7 @@ def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]
     import onnx
 
     from smelt.export.half import to_half
+    from smelt.export.load_time import spell_out_file
     from smelt.export.onnx_graphs import export_graph
     from smelt.export.simplify import simplify_file
 
@@ -148,6 +157,7 @@ def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]
         onnx.save(model, path)
     if settings.simplify and (reason := simplify_file(path)) is not None:
         ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
+    spell_out_file(path)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:

@@ -13,7 +13,7 @@ TABLE: dict[str, str] = {
     "distill": "smelt.compress.distill.logits:Distill",
     "prune": "smelt.compress.prune.structured:Prune",
     "factorize": "smelt.compress.factorize.svd:Factorize",
-    "quantize": "smelt.compress.quantize.int8_dynamic:Quantize",
+    "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
     "tensorrt": "smelt.export.tensorrt_stage:TensorrtStage",
 }

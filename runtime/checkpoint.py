@@ -44,7 +44,7 @@ def load_config(folder: Path) -> transformers.PretrainedConfig:
     path = folder / "config.json"
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each family checks its own keys and raises what it likes
         raise InputError(f"{path}: not a model config that transformers reads: {error}") from error
 
 
@@ -76,15 +76,20 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     config = load_config(folder)
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
-    if kind is None:
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise InputError(
             f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
         )
     edits = read_edits(folder)
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
-        model = kind(config)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = kind(config)
+    except Exception as error:  # sizes that do not go together, or are none
+        raise InputError(
+            f"{folder}/config.json: transformers makes no {names[0]} of it: {type(error).__name__}: {error}"
+        ) from error
     use_linears(model)
     apply_edits(model, edits)
     _fill(model, turned(model, _with_prefix(model, read_tensors(folder))), folder)
@@ -134,7 +139,8 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         loaded = model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
-        raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
+        odd = _first_odd_shape(model, tensors) or str(error)[:500]
+        raise InputError(f"{folder}: the weights do not fit the config: {odd}") from error
     # RoBERTa classifiers bring a pooler that none of their layers reads
     known = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"^roberta\.pooler\."]
     unexpected = [
@@ -155,6 +161,16 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             model._init_weights(module)
+
+
+def _first_odd_shape(model: Any, tensors: dict[str, Tensor]) -> str | None:
+    """Return what to say of the first tensor that has another shape than its place in the model."""
+    for name, place in model.state_dict().items():
+        if name in tensors and tensors[name].shape != place.shape:
+            return (
+                f"the tensor '{name}' is {list(tensors[name].shape)}, and its place is {list(place.shape)}."
+            )
+    return None
 
 
 def untie_what_differs(model: Any, tensors: dict[str, Tensor]) -> None:

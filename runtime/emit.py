@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Target = Literal["ort-cpu", "ort-cuda", "tensorrt"]
+# Domain of the place-holders for what the runtime computes from constants when it loads a graph.
+LOAD_TIME = "smelt.load"
 _target: ContextVar[Target | None] = ContextVar("smelt_export_target", default=None)
 
 
@@ -61,8 +63,84 @@ def dynamic_quantize_matmul(x: Tensor, columns: Tensor, scales: Tensor, bias: Te
     return out
 
 
+class Layout(NamedTuple):
+    """How the codes of a MatMulNBits are laid out: K, N, bits of a code, weights of a group."""
+
+    inputs: int
+    outputs: int
+    bits: int
+    group_size: int
+
+
+def matmul_nbits(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    accuracy_level: int,
+) -> Tensor:
+    """Emit com.microsoft::MatMulNBits.
+
+    Args:
+        x: float32 [..., K].
+        codes: uint8 [N, G, g * bits / 8], the first code in the lowest bits.
+        scales: float16 [N, G]; the graph holds them so, and widens them when it is loaded.
+        zeros: uint8 [N, ceil(G * bits / 8)], or None for 2 ** (bits - 1) everywhere.
+        bias: float32 [N] or None.
+        layout: of the codes.
+        accuracy_level: 0 multiplies float32 activations, 4 turns them into int8 blocks first.
+
+    Returns:
+        float32 [..., N].
+    """
+    wide = _at_load("FloatScales", scales, tuple(scales.shape), torch.float32)
+    inputs = [x, codes, wide, zeros, None, bias]
+    while inputs[-1] is None:
+        inputs.pop()
+    out: Tensor = torch.onnx.ops.symbolic(
+        "com.microsoft::MatMulNBits",
+        inputs,
+        {
+            "K": layout.inputs,
+            "N": layout.outputs,
+            "bits": layout.bits,
+            "block_size": layout.group_size,
+            "accuracy_level": accuracy_level,
+        },
+        dtype=torch.float32,
+        shape=(*x.shape[:-1], layout.outputs),
+        version=1,
+    )
+    return out
+
+
+def widened_bits(bits: Tensor) -> Tensor:
+    """Emit what turns packed bits, uint8 [N, G, n], into 2-bit codes, uint8 [N, G, 2 n]."""
+    return _at_load("TwoBitCodes", bits, (*bits.shape[:-1], 2 * bits.shape[-1]), torch.uint8)
+
+
+def _at_load(word: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Emit a place-holder that export/load_time.py turns into standard operators.
+
+    Constants that the graph's optimizers could compute would be stored in their larger form; an
+    operator that they do not know is left alone.
+    """
+    out: Tensor = torch.onnx.ops.symbolic(
+        f"{LOAD_TIME}::{word}", [value], dtype=dtype, shape=shape, version=1
+    )
+    return out
+
+
 def multi_head_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    heads: int,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Emit com.microsoft::MultiHeadAttention without a cache.
 
@@ -73,13 +151,17 @@ def multi_head_attention(
         mask: int32 [B, T], 1 where a token is, or None.
         heads: H.
         scale: what the products of queries and keys are multiplied with.
+        bias: float32 [1, H, S, T], added to the scaled products (T5's position bias), or None.
 
     Returns:
         float32 [B, S, H * d].
     """
+    inputs: list[Tensor | None] = [query, key, value, None, mask, bias]
+    while inputs[-1] is None:
+        inputs.pop()
     out: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
-        [query, key, value] if mask is None else [query, key, value, None, mask],
+        inputs,
         {"num_heads": heads, "scale": scale},
         dtype=query.dtype,
         shape=tuple(query.shape),
@@ -89,7 +171,13 @@ def multi_head_attention(
 
 
 def cached_attention(
-    query: Tensor, key: Tensor, value: Tensor, past: tuple[Tensor, Tensor], heads: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: tuple[Tensor, Tensor],
+    heads: int,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Emit com.microsoft::MultiHeadAttention that appends one step's key and value to a cache.
 
@@ -100,6 +188,7 @@ def cached_attention(
         past: float32 [B, H, P, d] twice, P >= 0: the keys and values of the steps before.
         heads: H.
         scale: what the products of queries and keys are multiplied with.
+        bias: float32 [1, H, 1, P + 1], added to the scaled products, or None.
 
     Returns:
         The output [B, 1, H * d], and the caches of keys and values [B, H, P + 1, d].
@@ -108,7 +197,7 @@ def cached_attention(
     present = (batch, heads, length + 1, width)
     out, keys, values = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::MultiHeadAttention",
-        [query, key, value, None, None, None, *past],
+        [query, key, value, None, None, bias, *past],
         {"num_heads": heads, "scale": scale},
         dtypes=(query.dtype, query.dtype, query.dtype),
         shapes=(tuple(query.shape), present, present),

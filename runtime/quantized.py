@@ -1,5 +1,8 @@
 """Layers of integer codes and scales that compute in torch what the runtime will compute.
 
+Here: the scheme `int8-dynamic`, and what all schemes share. The others: quantized_int4.py,
+quantized_binary.py. Which codes and scales a layer gets is decided in compress/quantize.
+
 Scheme `int8-dynamic`. Weights: int8 per output channel, symmetric, scale = amax / 127. Activations:
 uint8, asymmetric, one scale and zero point for the tensor of the whole batch, found while running,
 as the ONNX operator DynamicQuantizeLinear (opset 11) defines it:
@@ -15,15 +18,20 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, nearest
 from smelt.runtime import emit
+from smelt.runtime.quantized_binary import BinaryLinear
+from smelt.runtime.quantized_int4 import Int4Embedding, Int4Linear
 
-SCHEMES = ("int8-dynamic",)
+SCHEMES = ("int8-dynamic", "int4", "binary")
 
 
 class Int8Matrix(nn.Module):
@@ -43,12 +51,9 @@ class Int8Matrix(nn.Module):
         self.register_buffer("columns", None, persistent=False)
         self._sums: tuple[int, Tensor] | None = None
 
-    def quantize_(self, weight: Tensor) -> None:
-        """Decide codes and scales for `weight`, float [rows, columns]; rows of zeros get scale 1."""
-        amax = weight.detach().float().abs().amax(dim=1)
-        scales = torch.where(amax > 0, amax / 127, torch.ones_like(amax))
-        codes = torch.round(weight.detach().float() / scales[:, None]).clamp(-127, 127)
-        self.scales.data, self.codes.data, self._sums = scales, codes.to(torch.int8), None
+    def set_(self, codes: Tensor, scales: Tensor) -> None:
+        """Take over what a method decided: int8 [rows, columns] and float32 [rows]."""
+        self.codes.data, self.scales.data, self._sums = codes, scales, None
 
     def dequantize(self) -> Tensor:
         """Return the values, float32 [rows, columns]."""
@@ -71,13 +76,20 @@ class QuantizedLinear(nn.Module):
     """y = x W^T + b with int8 weights and int8 activations found while running."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, scheme: str, device: torch.device | None = None
+        self, in_features: int, out_features: int, bias: bool, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        _check(scheme)
-        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        self.in_features, self.out_features = in_features, out_features
         self.matrix = Int8Matrix(out_features, in_features, device)
         self.bias = nn.Parameter(torch.zeros(out_features, device=device)) if bias else None
+
+    def options(self) -> dict[str, int | bool]:
+        """Return what the structure says of this layer besides its scheme: nothing."""
+        return {}
+
+    def like(self, out_features: int, bias: bool) -> QuantizedLinear:
+        """Return a layer of the same kind with other outputs, on the meta device."""
+        return QuantizedLinear(self.in_features, out_features, bias, torch.device("meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [..., K] to float32 [..., N]."""
@@ -96,20 +108,22 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, int8-dynamic"
 
 
 class QuantizedEmbedding(nn.Module):
     """An embedding of int8 rows, dequantized when looked up; a row of zeros stays one."""
 
     def __init__(
-        self, rows: int, width: int, padding_idx: int | None, scheme: str, device: torch.device | None = None
+        self, rows: int, width: int, padding_idx: int | None, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        _check(scheme)
         self.num_embeddings, self.embedding_dim, self.padding_idx = rows, width, padding_idx
-        self.scheme = scheme
         self.matrix = Int8Matrix(rows, width, device)
+
+    def options(self) -> dict[str, int | bool]:
+        """Return what the structure says of this layer besides its scheme: nothing."""
+        return {}
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map int64 [...] to float32 [..., D]."""
@@ -123,7 +137,7 @@ class QuantizedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, int8-dynamic"
 
 
 def activation_range(x: Tensor) -> tuple[float, int]:
@@ -144,38 +158,68 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, float, int]:
     return x.div(scale).round_().add_(zero).clamp_(0, 255).to(torch.uint8), scale, zero
 
 
-def empty_quantized(module: nn.Module, scheme: str) -> nn.Module:
+AnyLinear: TypeAlias = QuantizedLinear | Int4Linear | BinaryLinear
+AnyEmbedding: TypeAlias = QuantizedEmbedding | Int4Embedding
+LINEAR: dict[str, type[AnyLinear]] = {
+    "int8-dynamic": QuantizedLinear,
+    "int4": Int4Linear,
+    "binary": BinaryLinear,
+}
+EMBEDDING: dict[str, type[AnyEmbedding]] = {"int8-dynamic": QuantizedEmbedding, "int4": Int4Embedding}
+
+
+def scheme_of(module: nn.Module) -> str | None:
+    """Return the scheme of a quantized layer, None for any other module."""
+    kinds = [*LINEAR.items(), *EMBEDDING.items()]
+    return next((scheme for scheme, kind in kinds if type(module) is kind), None)
+
+
+def empty_quantized(module: nn.Module, scheme: str, **options: int | bool) -> AnyLinear | AnyEmbedding:
     """Return the quantized counterpart of `module` with room for its codes, on the same device.
 
+    Args:
+        module: a Linear or an Embedding.
+        scheme: how its weights are stored.
+        options: what the scheme wants to know besides: group_size and accuracy_level (int4, binary),
+            symmetric (int4).
+
     Raises:
-        InputError: an unknown scheme, or neither a Linear nor an Embedding.
+        InputError: an unknown scheme or option, or a module that the scheme does not know.
     """
-    if isinstance(module, nn.Linear):
-        device = module.weight.device
-        return QuantizedLinear(
-            module.in_features, module.out_features, module.bias is not None, scheme, device
-        )
-    if type(module) is nn.Embedding:
-        device = module.weight.device
-        return QuantizedEmbedding(
-            module.num_embeddings, module.embedding_dim, module.padding_idx, scheme, device
-        )
-    raise InputError(f"a {type(module).__name__} cannot be quantized; expected a Linear or an Embedding.")
-
-
-def quantize_module(module: nn.Module, scheme: str) -> QuantizedLinear | QuantizedEmbedding:
-    """Return the quantized counterpart of `module` with codes and scales decided from its weight."""
-    new = empty_quantized(module, scheme)
-    assert isinstance(new, QuantizedLinear | QuantizedEmbedding)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    new.matrix.quantize_(weight)
-    if isinstance(new, QuantizedLinear) and new.bias is not None:
-        assert isinstance(module.bias, Tensor)
-        new.bias.data = module.bias.detach().clone()
-    return new.train(module.training)
-
-
-def _check(scheme: str) -> None:
     if scheme not in SCHEMES:
-        raise InputError(f"unknown quantization scheme '{scheme}'. Known: {', '.join(SCHEMES)}.")
+        known = f"Known: {', '.join(SCHEMES)}.{nearest(scheme, SCHEMES)}"
+        raise InputError(f"unknown quantization scheme '{scheme}'. {known}")
+    try:
+        if isinstance(module, nn.Linear):
+            bias, device = module.bias is not None, module.weight.device
+            linear: AnyLinear = LINEAR[scheme](
+                module.in_features, module.out_features, bias, device, **options
+            )
+            return linear
+        if type(module) is nn.Embedding and scheme in EMBEDDING:
+            rows, width, device = module.num_embeddings, module.embedding_dim, module.weight.device
+            table: AnyEmbedding = EMBEDDING[scheme](rows, width, module.padding_idx, device, **options)
+            return table
+    except TypeError as error:
+        raise InputError(f"scheme {scheme} cannot be made with {options}: {error}") from error
+    fit = "a Linear" if scheme not in EMBEDDING else "a Linear or an Embedding"
+    raise InputError(f"scheme {scheme}: a {type(module).__name__} cannot be quantized; expected {fit}.")
+
+
+def joined(linears: Sequence[nn.Module]) -> AnyLinear | None:
+    """Return several quantized layers of one input as one, or None where they are not of one kind."""
+    parts = [m for m in linears if isinstance(m, AnyLinear)]
+    first = parts[0] if parts else None
+    if first is None or len(parts) < len(linears):
+        return None  # low-rank factors, or a layer that quantization skipped
+    if any(type(m) is not type(first) or m.options() != first.options() for m in parts):
+        return None
+    biases = [m.bias for m in parts]
+    new = first.like(sum(m.out_features for m in parts), any(b is not None for b in biases))
+    for name, like in first.matrix.named_parameters():
+        whole = torch.cat([m.matrix.get_parameter(name) for m in parts])
+        setattr(new.matrix, name, nn.Parameter(whole, requires_grad=like.requires_grad))
+    if new.bias is not None:
+        zeros = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in parts]
+        new.bias = nn.Parameter(torch.cat(zeros), requires_grad=False)
+    return new

@@ -40,14 +40,18 @@ def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
         InputError: an unknown op, or a module that the model does not have.
     """
     for edit in edits:
-        op = _OPS.get(edit.get("op", ""))
+        word = str(edit.get("op"))[:60]
+        op = _OPS.get(word)
         if op is None:
-            word = str(edit.get("op"))
             raise InputError(f"{FILE}: unknown edit '{word}'. Known: {', '.join(_OPS)}.{nearest(word, _OPS)}")
         try:
             op(model, edit)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise InputError(f"{FILE}: the edit {edit} does not fit the model: {error}") from error
+        except InputError:
+            raise
+        except Exception as error:  # torch raises many kinds for sizes and names that cannot be
+            raise InputError(
+                f"{FILE}: the edit {str(edit)[:200]} does not fit the model: {str(error)[:200]}"
+            ) from error
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
@@ -65,9 +69,11 @@ def read_edits(folder: Path) -> list[Edit]:
         return []
     try:
         edits = json.loads(path.read_text(encoding="utf-8"))["edits"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
+            raise TypeError("'edits' must be a list of objects")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not a list of edits that this version of smelt reads: {error}") from error
-    return list(edits)
+    return edits
 
 
 def write_edits(folder: Path, edits: list[Edit]) -> None:
@@ -100,6 +106,9 @@ def _low_rank(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     if not isinstance(old, nn.Linear):
         raise TypeError("it is not a Linear")
+    # the pair is made on the CPU, where a rank that cannot be would take all memory
+    if not 0 < edit["rank"] <= max(old.in_features, old.out_features):
+        raise ValueError(f"no matrix of this size has rank {edit['rank']}")
     new = LowRankLinear(old.in_features, old.out_features, edit["rank"], old.bias is not None)
     replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 from pydantic import ValidationError
 
+from smelt.compress.quantize.schemes import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, ParityError
 from smelt.core.stage import Context
@@ -17,7 +18,6 @@ from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.parity import check_parity
 from smelt.runtime.checkpoint import load_model, save_model
 from smelt.runtime.onnx_runner import OnnxRunner
-from smelt.runtime.quantized import quantize_module
 from smelt.runtime.runner import Batch
 from smelt.runtime.structure import apply_edits, replace_module
 

@@ -4,6 +4,8 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
+from smelt.compress.quantize.int8_dynamic import fill_
+from smelt.compress.quantize.schemes import quantize_module
 from smelt.core.errors import InputError
 from smelt.runtime.quantized import (
     Int8Matrix,
@@ -11,7 +13,6 @@ from smelt.runtime.quantized import (
     QuantizedLinear,
     dynamic_quantize_linear,
     empty_quantized,
-    quantize_module,
 )
 from smelt.runtime.structure import apply_edits
 
@@ -78,7 +79,7 @@ def test_linear_equals_dynamic_quantize_matmul(bias):
 
 def test_weight_codes_are_symmetric_per_row_by_hand():
     matrix = Int8Matrix(3, 2)
-    matrix.quantize_(torch.tensor([[1.27, -0.50], [0.0, 0.0], [-254.0, 127.0]]))
+    fill_(matrix, torch.tensor([[1.27, -0.50], [0.0, 0.0], [-254.0, 127.0]]))
     assert matrix.codes.tolist() == [[127, -50], [0, 0], [-127, 64]]  # 63.5 rounds to the even 64
     assert torch.allclose(matrix.scales, torch.tensor([0.01, 1.0, 2.0]))
 
@@ -99,7 +100,7 @@ def test_codes_sums_follow_new_codes():
     x = torch.rand(2, 16)
     layer(x)
     other = nn.Linear(16, 4)
-    layer.matrix.quantize_(other.weight)
+    fill_(layer.matrix, other.weight)
     layer.bias.data = other.bias.detach()
     assert torch.allclose(layer(x), other(x), atol=0.05)
 

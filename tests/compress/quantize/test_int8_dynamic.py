@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from smelt.compress.quantize.int8_dynamic import Quantize, QuantizeSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.checkpoint import load_model, save_model

@@ -44,6 +44,8 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[st
     Returns:
         What makes it unusable, and what the user should be warned of.
     """
+    if broken := _broken_json(folder):
+        return broken, []
     rows = config.get("vocab_size")
     if not isinstance(rows, int) or isinstance(rows, bool):
         return [], []
@@ -58,7 +60,7 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[st
     if highest >= rows:
         problems.append(
             f"{folder}: the tokenizer does not belong to this model: it gives token ids up to {highest}, and"
-            f" the embedding has {rows} rows (vocab_size). Copy there the one that the model was trained with."
+            f" the embedding has {rows} rows (vocab_size). Copy there the one it was trained with."
         )
     if not problems and count < rows // 2:
         return [], [
@@ -66,6 +68,18 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[st
             " model?"
         ]
     return problems, []
+
+
+def _broken_json(folder: Path) -> list[str]:
+    """Return which of the settings beside the weights are no JSON objects."""
+    found = []
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            try:
+                _read(folder / name)
+            except (OSError, ValueError, RecursionError) as error:
+                found.append(f"{folder / name}: {str(error).removeprefix(f'{name}: ')}")
+    return found
 
 
 def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:

@@ -75,7 +75,7 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     """
     config = load_config(folder)
     names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else None
+    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise InputError(
             f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
@@ -94,6 +94,7 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     apply_edits(model, edits)
     _fill(model, turned(model, _with_prefix(model, read_tensors(folder))), folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
+        read_json(folder / "generation_config.json")  # says what is wrong with it in our words
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             # newer files say it only there, and training reads the config
@@ -334,10 +335,17 @@ def _quiet() -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or an empty one where there is no such file."""
+    """Return the JSON object in `path`, or an empty one where there is no such file.
+
+    Raises:
+        InputError: it is no JSON.
+    """
     if not path.is_file():
         return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: broken JSON: {error}") from error
     return value if isinstance(value, dict) else {}
 
 

@@ -106,5 +106,5 @@ def _from_text(text: str) -> str | None:
 
 def _quote(code: str, text: str) -> str:
     """Return TensorRT's own words, for searching; `false` and nothing say nothing."""
-    text = text.strip()
+    text = " ".join(text.split())
     return f" [{code}]" if text in ("", "false") else f" [{code}: {text[:200]}]"

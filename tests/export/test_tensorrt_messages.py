@@ -65,5 +65,11 @@ def test_build_errors_come_from_the_log(line: str, words: str) -> None:
     assert words in explain_log(["something before", line] if "nobody" not in line else [line], "model.onnx")
 
 
+def test_words_of_several_lines_are_quoted_on_one() -> None:
+    error = ParserError("INVALID_NODE", "Invalid Node - dense\nmust have same input types", "dense", "MatMul")
+    said = explain(error, "m.onnx")
+    assert said.endswith("[INVALID_NODE: Invalid Node - dense must have same input types]")
+
+
 def test_an_empty_log_is_told_as_such() -> None:
     assert explain_log([], "m").endswith("It said: nothing in its log")

@@ -8,8 +8,7 @@ versions, so this is a test rig and nothing else: flags may mean other things, a
 307 MB unpacked) and returns the variables under which `import tensorrt` finds it; `require()` skips the
 test where that cannot be done. SMELT_TENSORRT_RIG names another folder for it; `off` makes none.
 
-As a script: reads {"onnx", "shapes", ...} on standard input, prints {"bytes", "warnings", "progress"} or
-{"error"}; see `build`.
+As a script it reads requests as JSON on standard input and prints the answers; see `build`.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def assemble(folder: Path, compiler: str) -> None:
 
 
 def build(path: Path, shapes: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Build one engine in a process of its own; skip the test where there is no rig.
+    """Build one engine with smelt's own code, in a process of its own; skip the test where there is no rig.
 
     Args:
         path: the ONNX file.
@@ -156,10 +155,16 @@ def build(path: Path, shapes: dict[str, Any], **more: Any) -> dict[str, Any]:
     Returns:
         `bytes` (of the engine), `warnings`, `progress` (steps reported); or `error`, the message.
     """
-    request = {"onnx": str(path), "shapes": shapes} | {name: str(value) for name, value in more.items()}
+    return build_all({path: shapes}, **more)[0]
+
+
+def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
+    """Build several engines in one process; see `build`."""
+    more = {name: str(value) for name, value in more.items()}
+    requests = [{"onnx": str(path), "shapes": shapes, **more} for path, shapes in graphs.items()]
     done = subprocess.run(
         [sys.executable, __file__],
-        input=json.dumps(request),
+        input=json.dumps(requests),
         env=require(),
         text=True,
         capture_output=True,
@@ -167,17 +172,15 @@ def build(path: Path, shapes: dict[str, Any], **more: Any) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
-def main() -> None:
-    """Answer one request of `build`."""
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from smelt.core.errors import RunError
     from smelt.export.tensorrt_build import BuildOptions, build_engine
     from smelt.runtime.tensorrt_module import import_tensorrt
 
-    request = json.load(sys.stdin)
     cache = Path(request["timing_cache"]) if "timing_cache" in request else None
     options = BuildOptions(256, 1, True, "none", False, cache)
     steps: list[str] = []
@@ -190,13 +193,11 @@ def main() -> None:
             import_tensorrt(), Path(request["onnx"]), request["shapes"], options, progress
         )
     except RunError as error:
-        answer = {"error": str(error)}
-    else:
-        answer = {"bytes": len(plan), "warnings": warnings, "progress": len(steps)}
-        if "plan" in request:
-            Path(request["plan"]).write_bytes(plan)
-    print(json.dumps(answer))
+        return {"error": str(error)}
+    if "plan" in request:
+        Path(request["plan"]).write_bytes(plan)
+    return {"bytes": len(plan), "warnings": warnings, "progress": len(steps)}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps([_answer(request) for request in json.load(sys.stdin)]))

@@ -1,0 +1,165 @@
+"""A stand-in for `tensorrt` at run time: it records every call and computes with ONNX Runtime.
+
+A plan of it names an ONNX file and the profile's shapes. `execute_async_v3` reads the inputs from the
+addresses that were set and writes the outputs to theirs, as TensorRT does, so that a wrong address, a
+wrong shape or a freed buffer gives a wrong result. Names and signatures are those of the bindings of
+11.4; test_tensorrt_engine.py compares them with the real ones where the rig is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+_TYPES = {
+    "tensor(float)": ("FLOAT", np.float32),
+    "tensor(float16)": ("HALF", np.float16),
+    "tensor(int64)": ("INT64", np.int64),
+    "tensor(int32)": ("INT32", np.int32),
+    "tensor(bool)": ("BOOL", np.bool_),
+    "tensor(double)": ("DOUBLE", np.float64),
+}
+STREAM = 4711
+
+
+def write_plan(onnx: Path, shapes: dict[str, Any], plan: Path) -> None:
+    """Write the "engine" of an ONNX file."""
+    plan.write_text(json.dumps({"onnx": str(onnx.resolve()), "shapes": shapes}))
+
+
+class Module:
+    """What `import tensorrt` gives. calls: (method, its arguments), in order."""
+
+    __name__ = "tensorrt"
+    __version__ = "11.4.0"
+    TensorIOMode = SimpleNamespace(INPUT="input", OUTPUT="output")
+    TensorLocation = SimpleNamespace(DEVICE="device", HOST="host")
+
+    class ILogger:
+        """Severities only; the messages come from the fake itself."""
+
+        INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+        def log(self, severity: int, message: str) -> None: ...
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+
+    def Runtime(self, logger: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(deserialize_cuda_engine=lambda plan: self._deserialize(plan, logger))
+
+    def _deserialize(self, plan: bytes, logger: Any) -> Any:
+        self.calls.append(("deserialize_cuda_engine",))
+        try:
+            said = json.loads(plan)
+        except ValueError:
+            logger.log(self.ILogger.ERROR, "Serialization assertion magicTagRead == kMAGIC_TAG failed")
+            return None
+        return Engine(self, said["onnx"], said["shapes"], logger)
+
+
+class Engine:
+    """`ICudaEngine` over an ONNX Runtime session."""
+
+    def __init__(self, module: Module, onnx: str, shapes: dict[str, Any], logger: Any) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = onnxruntime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
+        self.module, self.shapes, self.logger = module, shapes, logger
+        self.tensors = {t.name: t for t in (*self.session.get_inputs(), *self.session.get_outputs())}
+        self.num_io_tensors = len(self.tensors)
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "input" if name in [t.name for t in self.session.get_inputs()] else "output"
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name=_TYPES[self.tensors[name].type][0])
+
+    def get_tensor_location(self, name: str) -> str:
+        return str(self.module.answers.get("location", "device"))
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(n if isinstance(n, int) else -1 for n in self.tensors[name].shape)
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
+        assert profile_index == 0
+        return [tuple(shape) for shape in self.shapes[name]]
+
+    def create_execution_context(self) -> Any:
+        answer = self.module.answers.get("create_execution_context", ...)
+        return Context(self) if answer is ... else answer
+
+
+class Context:
+    """`IExecutionContext`; an entry of `Module.answers` under a method's name is what that one returns."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.module = engine, engine.module
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.outputs: dict[str, Any] = {}
+
+    def _answer(self, method: str, *arguments: Any) -> Any:
+        self.module.calls.append((method, *arguments))
+        answer = self.module.answers.get(method, True)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        return bool(self._answer("set_optimization_profile_async", profile_index, stream_handle))
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        allowed = self._answer("set_input_shape", name, shape)
+        limits = self.engine.shapes.get(name)
+        if limits is not None:
+            least, _, most = limits
+            inside = [low <= n <= high for low, n, high in zip(least, shape, most, strict=True)]
+            allowed = allowed and all(inside)
+        self.shapes[name] = shape
+        return bool(allowed)
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self.addresses[name] = memory
+        assert memory != 0, f"{name} has no address"
+        return bool(self._answer("set_tensor_address", name))
+
+    def infer_shapes(self) -> list[str]:
+        answer = self._answer("infer_shapes")
+        self._compute()  # ONNX Runtime tells shapes only by computing
+        return [] if answer is True else list(answer)
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        answer = self._answer("get_tensor_shape", name)
+        return tuple(self.outputs[name].shape) if answer is True else tuple(answer)
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        if not self._answer("execute_async_v3", stream_handle):
+            self.engine.logger.log(self.module.ILogger.ERROR, "Cuda failure: an illegal memory access")
+            return False
+        self._compute()
+        for name, value in self.outputs.items():
+            ctypes.memmove(self.addresses[name], value.tobytes(), value.nbytes)
+        return True
+
+    def _compute(self) -> None:
+        feeds = {t.name: self._read(t.name) for t in self.engine.session.get_inputs()}
+        names = [t.name for t in self.engine.session.get_outputs()]
+        self.outputs = dict(zip(names, self.engine.session.run(names, feeds), strict=True))
+
+    def _read(self, name: str) -> Any:
+        kind = np.dtype(_TYPES[self.engine.tensors[name].type][1])
+        count = int(np.prod(self.shapes[name]))
+        raw = ctypes.string_at(self.addresses[name], count * kind.itemsize)
+        return np.frombuffer(raw, kind).reshape(self.shapes[name])

@@ -41,7 +41,9 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
         return rules, [f"prefix {rules.prefix!r} (the model's {FILE})"]
     if kind == "marian" and data.target_language:
         prefix = f">>{data.target_language}<< "
-        return TextRules(prefix=prefix), [f"prefix {prefix!r} (a Marian model's word for the target language)"]
+        return TextRules(prefix=prefix), [
+            f"prefix {prefix!r} (a Marian model's word for the target language)"
+        ]
     return _from_params(recipe, config)
 
 

@@ -40,7 +40,9 @@ def read_text_rules(folder: Path) -> TextRules:
     try:
         return TextRules.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path}: not the rules for texts that this version of smelt reads: {error}") from error
+        raise InputError(
+            f"{path}: not the rules for texts that this version of smelt reads: {error}"
+        ) from error
 
 
 def write_text_rules(folder: Path, rules: TextRules) -> None:

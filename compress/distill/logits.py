@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.training import TrainingSettings, load_float, train
+from smelt.compress.training import TrainingSettings, train
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, nearest
@@ -21,9 +21,9 @@ Layers = int | list[int]
 class StudentSettings(Settings):
     """Which layers the student copies: a number, or a list of their places counted from 0."""
 
-    encoder_layers: Layers | None = Field(default=None, description="translation, summarization: of the encoder")
-    decoder_layers: Layers | None = Field(default=None, description="translation, summarization: of the decoder")
-    layers: Layers | None = Field(default=None, description="classification: of the encoder")
+    encoder_layers: Layers | None = Field(default=None, description="where texts are rewritten: of the encoder")
+    decoder_layers: Layers | None = Field(default=None, description="where texts are rewritten: of the decoder")
+    layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
     choose: Literal["spread", "first", "last"] = Field(
         default="spread", description="which ones, where a number is given; spread includes first and last"
     )
@@ -70,7 +70,8 @@ class Distill:
     teacher says of every word how likely it is. The loss is
     logits * T^2 * KL(softmax(teacher / T) || softmax(student / T)) + labels * cross-entropy.
     A classifier with several classes a text compares sigmoids class by class, one that gives a number
-    takes mean squared errors instead of both parts.
+    takes mean squared errors instead of both parts. After `quantize` the student trains through its
+    codes, which are decided again at the end.
 
         - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
     """
@@ -89,10 +90,11 @@ class Distill:
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
+        from smelt.compress.quantize.through_codes import load_trainable, settle
         from smelt.runtime.checkpoint import save_model
 
         teacher = _load_teacher(settings.teacher, ctx)
-        model, edits = load_float(src, self.name)
+        model, edits = load_trainable(src, ctx)
         _check_outputs(model, teacher)
         if settings.student is not None:
             from smelt.compress.distill.student import keep_layers
@@ -104,6 +106,7 @@ class Distill:
                     ctx.facts[f"kept_{stack}"] = kept
         ctx.facts["teacher"] = settings.teacher
         train(model, src, settings, ctx, objective=distill_objective(teacher, settings), stage=self.name)
+        settle(model, ctx)
         save_model(model, edits, ctx.out, src.path)
 
 
@@ -155,12 +158,13 @@ def _load_teacher(name: str, ctx: Context) -> Any:
 
 def _check_outputs(model: Any, teacher: Any) -> None:
     from smelt.compress.classifier_losses import problem_of
+    from smelt.runtime.causal import is_causal
 
     ours, theirs = model.config, teacher.config
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
         raise InputError(f"distill: a {theirs.model_type} teacher cannot teach a {ours.model_type} student.")
     words, known = (getattr(c, "decoder_vocab_size", None) or c.vocab_size for c in (ours, theirs))
-    if ours.is_encoder_decoder and words != known:
+    if (ours.is_encoder_decoder or is_causal(ours.to_dict())) and words != known:
         raise InputError(
             f"distill: the teacher's vocabulary has {known} tokens, the student's"
             f" {words}. Logits can be compared only over the same vocabulary."

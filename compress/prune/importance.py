@@ -34,11 +34,11 @@ def magnitude_scores(
     """
     heads = {}
     for group in attentions:
-        value = rows_of(model, group.value).weight.detach().double()
+        value = group.value_rows(model).detach().double()
         out = columns_of(model, group.out).weight.detach().double()
-        size = (group.count(model), group.head_dim(model))
-        into = value.square().sum(dim=1).view(size).sum(dim=1).sqrt()
-        heads[group.name] = into * out.square().sum(dim=0).view(size).sum(dim=1).sqrt()
+        count = group.count(model)
+        into = value.square().sum(dim=1).view(count, -1).sum(dim=1).sqrt()
+        heads[group.name] = into * out.square().sum(dim=0).view(count, -1).sum(dim=1).sqrt()
     neurons = {}
     for block in blocks:
         second = columns_of(model, block.second).weight.detach().double()
@@ -103,7 +103,7 @@ def _masking(mask: Tensor, head_dim: int) -> Callable[[nn.Module, tuple[Tensor, 
 
 
 def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
-    """Return the sum over `inputs` of |sum(w1 * g1) + b1 * gb1|, + |sum(w2 * g2)|, per neuron, float64 [F]."""
+    """Return the sum of |sum(w1 * g1) + b1 * gb1| over `inputs`, + |sum(w2 * g2)|, per neuron, float64 [F]."""
     assert second.weight.grad is not None
     terms = (second.weight * second.weight.grad).sum(dim=0).abs()
     for first in inputs:

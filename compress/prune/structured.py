@@ -119,9 +119,13 @@ def _score(
         raise InputError(
             "prune: importance: taylor needs rows with labels. Name them with data: {train: FILE}."
         )
-    drawn = sorted(random.Random(ctx.seed).sample(range(len(split)), min(settings.rows, len(split))))
-    sample = Split(split.origin, tuple(split.examples[i] for i in drawn))
-    rows = encode_split(sample, model.config, load_tokenizer(src.path), ctx, what="prune: calibration")
+    draw = random.Random(ctx.seed)
+    if ctx.task != "language-modeling":  # whose rows are windows of one text
+        drawn = sorted(draw.sample(range(len(split)), min(settings.rows, len(split))))
+        split = Split(split.origin, tuple(split.examples[i] for i in drawn))
+    rows = encode_split(split, model.config, load_tokenizer(src.path), ctx, what="prune: calibration")
+    if len(rows) > settings.rows and ctx.task == "language-modeling":
+        rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.rows))]
     groups = group_by_length(rows, settings.batch_size, None, None)
     done = 0
 
@@ -140,24 +144,26 @@ def _cut_heads(
 ) -> None:
     import torch
 
+    from smelt.runtime.position_bias import own_position_biases, prune_position_bias
+
     count, width = group.count(model), group.head_dim(model)
     stay = scores.topk(heads_kept(count, settings)).indices.sort().values
     if len(stay) == count:
         return
     if group.relative:
-        from smelt.runtime.position_bias import own_position_biases, prune_position_bias
-
         own_position_biases(model, edits)
-        prune_position_bias(model, edits, group.name, stay)
     places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
-    for name in (group.query, group.key, group.value):
-        _cut(model, edits, name, places, dim=0)
+    for name, rows in group.row_places(model, stay).items():
+        _cut(model, edits, name, rows, dim=0)
     _cut(model, edits, group.out, places, dim=1)
     module = model.get_submodule(group.name)
-    values = {group.heads: len(stay), **({group.size: len(places)} if group.size else {})}
+    values = {group.heads: len(stay)} if group.heads else {}
+    values |= {group.size: len(places)} if group.size else {}
     for attribute, value in values.items():
         setattr(module, attribute, value)
         edits.append({"op": "set", "module": group.name, "attribute": attribute, "value": value})
+    if group.relative:
+        prune_position_bias(model, edits, group.name, stay)
 
 
 def _cut_neurons(

@@ -1,0 +1,165 @@
+"""The graphs of an encoder and a decoder: Marian, BART, mBART, T5.
+
+`encoder_model` also computes the keys and values of cross-attention (once for a text, not at each step);
+`decoder_with_past_model` takes one token. Families differ in where their layers lie and in what stands
+before the output head; attention itself is export/attention.py, T5's export/relative_attention.py.
+
+Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, D = width of the
+model, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.export.attention import Pack, Scope, graph_attention, split_heads
+from smelt.export.onnx_graphs import Graph
+from smelt.runtime.quantized import AnyLinear
+
+FAMILIES = ("marian", "bart", "mbart", "t5")
+
+
+def decoder_attentions(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return the self-attention and the cross-attention modules of the decoder's layers, in order."""
+    decoder = model.get_decoder()
+    if model.config.model_type == "t5":
+        return [b.layer[0].SelfAttention for b in decoder.block], [
+            b.layer[1].EncDecAttention for b in decoder.block
+        ]
+    return [layer.self_attn for layer in decoder.layers], [layer.encoder_attn for layer in decoder.layers]
+
+
+def head_sizes(attention: Any) -> tuple[int, int]:
+    """Return how many heads an attention module has, and their width d."""
+    if hasattr(attention, "key_value_proj_dim"):
+        return attention.n_heads, attention.key_value_proj_dim
+    return attention.num_heads, attention.head_dim
+
+
+class Encoder(nn.Module):
+    """input_ids, attention_mask [B, L] -> last_hidden_state [B, L, D], keys and values [B, H, L, d]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder, self.scope = model.get_encoder(), Scope()
+        _, attentions = decoder_attentions(model)
+        self.heads = [head_sizes(a)[0] for a in attentions]
+        key, value = ("k", "v") if model.config.model_type == "t5" else ("k_proj", "v_proj")
+        self.pack = Pack([a.get_submodule(n) for a in attentions for n in (key, value)])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        """Return the hidden states and each decoder layer's cross-attention keys and values."""
+        self.scope.mask = attention_mask
+        with graph_attention(self.encoder, self.scope):
+            hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+        heads = [h for h in self.heads for _ in "kv"]
+        caches = [split_heads(t, h).contiguous() for t, h in zip(self.pack(hidden), heads, strict=True)]
+        return hidden, *caches
+
+
+class DecoderStep(nn.Module):
+    """One token and the caches -> logits float32 [B, V], the self-attention caches one longer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder, self.head, self.scope = model.get_decoder(), model.get_output_embeddings(), Scope()
+        # a T5 whose embedding is its head makes the states smaller before it
+        scaled = getattr(model.config, "scale_decoder_outputs", False)
+        self.scale = model.config.d_model**-0.5 if scaled else None
+        bias = getattr(model, "final_logits_bias", None)
+        if bias is not None and bool(bias.any()):
+            self.head = _with_bias(self.head, bias.flatten())
+
+    def forward(
+        self, input_ids: Tensor, encoder_attention_mask: Tensor, past: list[Tensor], cross: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return logits, then key and value [B, H, P + 1, d] of each layer."""
+        self.scope.mask = encoder_attention_mask
+        self.scope.past = list(zip(past[::2], past[1::2], strict=True))
+        self.scope.cross = list(zip(cross[::2], cross[1::2], strict=True))
+        self.scope.present = {}
+        with graph_attention(self.decoder, self.scope):
+            hidden = self.decoder(
+                input_ids,
+                # only says that cross-attention takes place; its keys and values are in the caches
+                encoder_hidden_states=past[0],
+                past_key_values=_Past(past[0].shape[2]),
+                use_cache=True,
+            ).last_hidden_state
+        hidden = hidden if self.scale is None else hidden * self.scale
+        logits = self.head(hidden.flatten(0, 1))
+        caches = [t for i in range(len(self.scope.present)) for t in self.scope.present[i]]
+        return logits.float(), *caches
+
+
+class _Past:
+    """As much of a transformers cache as a decoder asks for: how long it is."""
+
+    is_updated: dict[int, bool] = {}  # noqa: RUF012
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+def _with_bias(head: nn.Module, bias: Tensor) -> nn.Module:
+    """Return a head that shares its matrix with `head` and adds `bias`."""
+    new: AnyLinear | nn.Linear
+    if isinstance(head, AnyLinear):
+        new = head.like(head.out_features, True)
+        new.matrix = head.matrix
+    elif isinstance(head, nn.Linear):
+        new = nn.Linear(head.in_features, head.out_features, True, device="meta")
+        new.weight = head.weight
+    else:
+        return nn.Sequential(head, _Shift(bias))
+    old = head.bias
+    new.bias = nn.Parameter(
+        bias.detach() if old is None else bias.detach() + old.detach(), requires_grad=False
+    )
+    return new
+
+
+class _Shift(nn.Module):
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.bias = nn.Buffer(bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def seq2seq_graphs(model: Any) -> list[Graph]:
+    """Return the two graphs of `model`, with small example inputs."""
+    attentions, crosses = decoder_attentions(model)
+    ids, mask, token = (torch.ones(2, n, dtype=torch.int64) for n in (7, 7, 1))
+    two = {0: "batch", 1: "encoder_length"}
+    pairs = [(i, kind) for i in range(len(attentions)) for kind in ("key", "value")]
+    cross = [f"{i}.encoder.{kind}" for i, kind in pairs]
+    own = [f"{i}.decoder.{kind}" for i, kind in pairs]
+    encoder = Graph(
+        "encoder_model", Encoder(model), (ids, mask), ["input_ids", "attention_mask"],
+        ["last_hidden_state", *(f"present.{n}" for n in cross)], (two, two),
+    )  # fmt: skip
+
+    def caches(modules: list[Any], length: int) -> list[Tensor]:
+        shapes = [(2, heads, length, width) for heads, width in map(head_sizes, modules)]
+        return [torch.zeros(shape) for shape in shapes for _ in "kv"]
+
+    decoder = Graph(
+        "decoder_with_past_model", DecoderStep(model),
+        (token, mask, caches(attentions, 5), caches(crosses, 7)),
+        ["input_ids", "encoder_attention_mask", *(f"past_key_values.{n}" for n in [*own, *cross])],
+        ["logits", *(f"present.{n}" for n in own)],
+        (
+            {0: "batch"}, two,
+            [{0: "batch", 2: "past_length"}] * len(own), [{0: "batch", 2: "encoder_length"}] * len(cross),
+        ),
+    )  # fmt: skip
+    return [encoder, decoder]

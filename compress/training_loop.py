@@ -25,6 +25,7 @@ from smelt.compress.classifier_losses import training_loss
 from smelt.compress.losses import IGNORE
 from smelt.compress.training import TrainingSettings
 from smelt.compress.training_data import Row, TensorBatch, collate, group_by_length, plan_batches
+from smelt.compress.training_memory import require_training_memory
 from smelt.compress.training_state import threads, training_state
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Progress
@@ -36,9 +37,13 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with
 
 
 def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
-    """Return float [B, T, V] for a translator, [B, C] for a classifier; `labels` are not fed."""
+    """Return float [B, T, V] for a translator or language model, [B, C] for a classifier.
+
+    `labels` are not fed.
+    """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    if "decoder_input_ids" in inputs:
+    labels = batch["labels"]  # int64 [B, L] where texts come out, and then a cache could be asked for
+    if labels.dim() == 2 and not labels.is_floating_point():
         logits: Tensor = model(**inputs, use_cache=False).logits
     else:
         logits = model(**inputs).logits
@@ -127,6 +132,15 @@ class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
         """Put the best weights (else the averaged, else leave the last) into the model."""
         self._put(self.best or self.average)
 
+    def last_good(self) -> str:
+        """Say which weights were the last that are known to be good."""
+        if not self.best:
+            return "No validation had been done before, so no checkpoint of it is known to be good."
+        return (
+            f"The last good checkpoint was that of step {self.best_step} (validation loss"
+            f" {self.best_loss:.3f}); max_steps: {self.best_step} would end there."
+        )
+
     def _validate(self, step: int) -> None:
         assert self.evaluate is not None
         last = self._copy() if self.average else {}
@@ -189,7 +203,7 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
         if not math.isfinite(value):
             raise RunError(
                 f"The training loss became {value} at step {self.state.global_step + 1}"
-                f" of {self.state.max_steps}."
+                f" of {self.state.max_steps}. {self.keeper.last_good()}"
                 " Lower learning_rate, raise warmup, or set precision: fp32."
             )
         self.keeper.recent.append(value)
@@ -246,8 +260,12 @@ def run_training(
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
             keeper.evals = settings.evals
+        require_training_memory(
+            model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
+        )
         loop.train()
         keeper.finish()
+        _require_finite(model, keeper)
     ctx.facts["training"] = {
         "steps": int(loop.state.global_step),
         "rows": len(rows),
@@ -257,6 +275,20 @@ def run_training(
         "validation_loss": keeper.best_loss if keeper.best else None,
         "kept_step": keeper.best_step if keeper.best else int(loop.state.global_step),
     }
+
+
+def _require_finite(model: nn.Module, keeper: Keeper) -> None:
+    """Make sure that the last update, after which no loss is computed, left numbers.
+
+    Raises:
+        RunError: a weight is infinite or not a number.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+            raise RunError(
+                f"The last update of the training made '{name}' infinite or not a number."
+                f" {keeper.last_good()} Lower learning_rate, raise warmup, or set precision: fp32."
+            )
 
 
 def _arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:

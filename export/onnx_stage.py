@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, RunError
+from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Onnx:
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
             reference, hidden = _reference(parent, src.path, ctx)
             graphs = graphs_of(model)
+            _require_memory(model, settings)
             facts: dict[str, Any] = {}
             for at, graph in enumerate(graphs):
                 ctx.progress(at, len(graphs) + 1, graph.name)
@@ -87,6 +89,22 @@ class Onnx:
         copy_tokenizer(src.path, ctx.out)
         ctx.facts["graphs"] = facts
         ctx.facts["parity"] = _compare(ctx.out, settings, reference, hidden, kind, ctx.threads)
+
+
+def _require_memory(model: Any, settings: OnnxSettings) -> None:
+    """Refuse an export whose copies of the weights, beside the model, do not fit.
+
+    Raises:
+        RunError: they do not fit.
+    """
+    weights = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    # the exported graph holds them once more; converting and simplifying hold two graphs at a time
+    copies = 2 if settings.simplify or settings.dtype == "fp16" else 1
+    require_memory(
+        copies * sum(weights.values()),
+        "onnx: exporting",
+        "Give simplify: false, make the model smaller first, or take a machine with more memory.",
+    )
 
 
 def _kind(model: Any, settings: OnnxSettings) -> str:

@@ -57,19 +57,14 @@ def answers(config: Mapping[str, Any], logits: NDArray[np.float32]) -> list[str]
     CSV data hold them), a tab, their probabilities joined by `|`; both are empty where no name is.
     Regression: the number.
     """
-    import numpy as np
+    from smelt.loaded import predictions
 
-    names, problem = class_names(config), problem_type(config)
-    values = logits.astype(np.float64)
-    if problem == REGRESSION:
-        return [f"{row[0]:.4f}" for row in values]
-    if problem == MULTI:
-        chances = 1 / (1 + np.exp(-values))
-        found = [[(names[i], p) for i, p in enumerate(row) if p > 0.5] for row in chances]
-        return [
-            SEPARATOR.join(name for name, _ in row) + "\t" + SEPARATOR.join(f"{p:.3f}" for _, p in row)
-            for row in found
-        ]
-    odds = np.exp(values - values.max(axis=1, keepdims=True))
-    best = odds.argmax(axis=1)
-    return [f"{names[i]}\t{row[i] / row.sum():.3f}" for i, row in zip(best, odds, strict=True)]
+    lines = []
+    for found in predictions(logits, config):
+        if isinstance(found.label, float):
+            lines.append(f"{found.label:.4f}")
+            continue
+        names = [found.label] if isinstance(found.label, str) else list(found.label)
+        chances = (f"{found.probabilities[name]:.3f}" for name in names)
+        lines.append(SEPARATOR.join(names) + "\t" + SEPARATOR.join(chances))
+    return lines

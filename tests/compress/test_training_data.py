@@ -3,12 +3,13 @@
 import random
 
 import pytest
-from transformers import BertConfig, MarianConfig
+import torch
+from transformers import BertConfig, DistilBertConfig, MarianConfig, RobertaConfig
 from transformers.models.marian.modeling_marian import shift_tokens_right
 
 from smelt.compress.training_data import (
     Row,
-    class_indices,
+    classifier_targets,
     collate,
     encode_targets,
     group_by_length,
@@ -65,13 +66,35 @@ def test_a_plan_has_the_asked_length_and_shuffles_each_epoch():
 
 def test_labels_are_names_numbers_or_numbers_as_text():
     config = BertConfig(num_labels=2, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
-    assert class_indices([Example("a", label=v) for v in ("good", 0, "1")], config) == [1, 0, 1]
+    assert classifier_targets([Example("a", label=v) for v in ("good", 0, "1")], config) == [1, 0, 1]
     with pytest.raises(
         InputError, match=r"row 2: the label 'goood' .* bad, good or 0 to 1. Did you mean 'good'"
     ):
-        class_indices([Example("a", label="bad"), Example("b", label="goood")], config)
+        classifier_targets([Example("a", label="bad"), Example("b", label="goood")], config)
     with pytest.raises(InputError, match="row 1: the label 2"):
-        class_indices([Example("a", label=2)], config)
+        classifier_targets([Example("a", label=2)], config)
+
+
+def test_several_labels_and_numbers_become_rows_of_floats():
+    several = BertConfig(num_labels=3, problem_type="multi_label_classification")
+    rows = [Example("a", label=("LABEL_2", 0)), Example("b", label="LABEL_1|2"), Example("c", label=())]
+    assert classifier_targets(rows, several) == [(1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.0, 0.0, 0.0)]
+    number = BertConfig(num_labels=1)
+    assert classifier_targets([Example("a", label="-2.5"), Example("b", label=3)], number) == [
+        (-2.5,),
+        (3.0,),
+    ]
+    batch = collate([Row([1, 2], None, (0.5,)), Row([3], None, (-100.0,))], number)
+    assert batch["labels"].dtype == torch.float32
+    assert batch["labels"].tolist() == [[0.5], [-100.0]]
+    assert collate([Row([1], None, 2)], several)["labels"].dtype == torch.int64
+
+
+def test_token_types_are_fed_only_to_models_that_have_them():
+    rows = [Row([1, 2], [0, 1], 0), Row([3], [0], 1)]
+    assert "token_type_ids" in collate(rows, BertConfig())
+    assert "token_type_ids" not in collate(rows, DistilBertConfig())
+    assert "token_type_ids" not in collate(rows, RobertaConfig())
 
 
 def test_a_cut_target_keeps_its_end_token():

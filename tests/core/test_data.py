@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.errors import InputError
 
 ROW = {"source": "a cat", "target": "eine Katze"}
+FINGERPRINT = "507148ab1fbcc6ebbd8276f3ad72fbde24e14a2bc35382f9589b01d1dc1a286c"
 
 
 def _read(path, task="translation", columns=None):
@@ -61,6 +62,28 @@ def test_equal_rows_have_equal_fingerprints_wherever_they_lie(tmp_path):
 def test_label_may_be_number_or_name(tmp_path):
     path = _write(tmp_path / "a.jsonl", '{"text": "good", "label": 1}\n{"text": "bad", "label": "neg"}')
     assert [e.label for e in _read(path, "text-classification").examples] == [1, "neg"]
+
+
+def test_labels_may_be_lists_or_decimal_numbers_too(tmp_path):
+    lines = ['{"text": "a", "label": ["x", 2]}', '{"text": "b", "label": []}', '{"text": "c", "label": 0.5}']
+    split = _read(_write(tmp_path / "a.jsonl", "\n".join(lines)), "text-classification")
+    assert [e.label for e in split.examples] == [("x", 2), (), 0.5]
+    assert len(split.fingerprint) == 64
+
+
+def test_fingerprints_of_numbers_and_names_stay_what_they_were():
+    """Recorded before labels could be anything else: results that are kept must be found again."""
+    rows = (Example("good", label=1), Example("bad", text_pair="x", label="neg"))
+    assert Split("a", rows).fingerprint == FINGERPRINT
+
+
+@pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
+def test_what_is_no_label_is_refused(tmp_path, label):
+    path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1: column 'label' must be a whole number or a name, a list"
+    ):
+        _read(path, "text-classification")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def mistakes(text: str, *overrides: str) -> list[str]:
 def test_defaults() -> None:
     recipe = read(GOOD)
     assert recipe.score.quality == METRICS["translation"]
-    assert recipe.score.generation.model_dump() == {"beams": 1, "max_new_tokens": 128}
+    generation = recipe.score.generation.model_dump()
+    assert {name for name, value in generation.items() if value is not None} == {"beams", "do_sample"}
+    assert (generation["beams"], generation["do_sample"]) == (1, False)
     assert recipe.score.batch_size == 32
     assert recipe.score.latency is not None
     assert (recipe.baseline, recipe.seed, recipe.strict, recipe.threads) == ("model", 0, False, None)
@@ -70,9 +72,10 @@ def test_latency_false_turns_it_off() -> None:
     assert read(GOOD + "score: {latency: false}").score.latency is None
 
 
-def test_quality_defaults_follow_the_task() -> None:
+def test_the_metrics_of_a_classifier_wait_for_its_model_and_data() -> None:
     recipe = read("model: m\ntask: text-classification\ndata: {test: t}\nstages: []\n")
-    assert recipe.score.quality == ("accuracy", "f1")
+    assert recipe.score.quality == ()
+    assert "mse" in METRICS["text-classification"]
 
 
 def test_several_mistakes_are_reported_together_in_the_order_of_their_lines() -> None:
@@ -118,7 +121,19 @@ threads: 0
         ("score: 3", "score: expected a mapping with quality, generation, latency, batch_size, read 3."),
         ("score: {quality: bleu}", "score.quality: expected a list (each a text), read 'bleu'."),
         ("score: {quality: [bleu, bleu]}", "score.quality[1]: 'bleu' is named twice."),
-        ("score: {generation: {beams: 4}}", "score.generation.beams: expected 1, read 4."),
+        (
+            "score: {generation: {beams: 0}}",
+            "score.generation.beams: expected a whole number between 1 and 64, read 0.",
+        ),
+        (
+            "score: {generation: {beams: 4, early_stopping: nevr}}",
+            "score.generation.early_stopping: expected true or false or 'never', read 'nevr'."
+            " Did you mean 'never'?",
+        ),
+        (
+            "score: {generation: {temperature: 0.7}}",
+            "score.generation: temperature means nothing without do_sample: true.",
+        ),
         (
             "score: {latency: {batch_sizes: [0]}}",
             "score.latency.batch_sizes: expected different whole numbers from 1 to 4096, read [0].",

@@ -1,0 +1,132 @@
+"""Labels: what a classifier does, and rows as targets."""
+
+import pytest
+
+from smelt.core.data import Example
+from smelt.core.errors import InputError
+from smelt.core.labels import (
+    MULTI,
+    REGRESSION,
+    SINGLE,
+    check_labels,
+    class_names,
+    decide_problem,
+    found_names,
+    problem_type,
+    read_class_sets,
+    read_classes,
+    read_numbers,
+)
+
+TWO = {"id2label": {"0": "bad", "1": "good"}}
+
+
+def rows(*labels):
+    return [Example("a", label=label) for label in labels]
+
+
+def test_names_are_in_the_order_of_the_outputs():
+    assert class_names({"id2label": {"10": "k", "2": "c", "0": "a"}}) == ["a", "c", "k"]
+    assert class_names({"id2label": {0: "a", 1: "b"}}) == ["a", "b"]
+    assert class_names({"num_labels": 3}) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert class_names({}) == ["LABEL_0", "LABEL_1"]
+
+
+@pytest.mark.parametrize(
+    ("config", "labels", "expected"),
+    [
+        (TWO, [0, "good"], SINGLE),
+        (TWO, ["bad", "bad|good"], MULTI),
+        (TWO, [("bad",), ()], MULTI),
+        ({"id2label": {"0": "a|b", "1": "c"}}, ["a|b", "c"], SINGLE),
+        ({"id2label": {"0": "LABEL_0"}}, ["1", "2"], REGRESSION),
+        ({**TWO, "problem_type": MULTI}, ["bad"], MULTI),
+        ({**TWO, "problem_type": SINGLE}, [("bad",)], SINGLE),
+        (TWO, [0.5], SINGLE),  # two outputs cannot be one number; the label is refused when it is read
+        (None, [0.5, 2], REGRESSION),
+        (None, ["3.2", "5"], REGRESSION),
+        (None, ["3", "5"], SINGLE),
+        (None, [3, 5], SINGLE),
+        (None, ["3.2", "good"], SINGLE),
+        (None, [("a",), ("b", "c")], MULTI),
+        (None, ["a|b", "c"], MULTI),
+        (None, [], SINGLE),
+    ],
+)
+def test_config_decides_and_else_the_labels(config, labels, expected):
+    assert decide_problem(config, labels) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"problem_type": "regresion"},
+            r"problem_type is 'regresion'; known: .* Did you mean 'regression'\?",
+        ),
+        ({**TWO, "problem_type": REGRESSION}, "regression and the model has 2 outputs"),
+        ({"id2label": {"0": "a"}, "problem_type": SINGLE}, "the model has one output"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(config, message):
+    with pytest.raises(InputError, match=message):
+        problem_type(config)
+
+
+def test_classes_are_names_numbers_or_numbers_as_text():
+    assert read_classes(rows("good", 0, "1"), ["bad", "good"]) == [1, 0, 1]
+    # a name wins over the number that it looks like
+    assert read_classes(rows("1", "0"), ["1", "0"]) == [0, 1]
+
+
+def test_sets_are_lists_or_texts_with_bars_and_may_be_empty():
+    names = ["calm", "angry", "glad"]
+    found = read_class_sets(rows(("glad", "calm"), "angry | glad", "", (), "2", 1), names)
+    assert found == [(0, 2), (1, 2), (), (), (2,), (1,)]
+
+
+def test_numbers_may_be_text():
+    assert read_numbers(rows(1, 0.5, "-2.5e0")) == [1.0, 0.5, -2.5]
+
+
+def test_every_wrong_row_is_counted_and_the_nearest_name_is_said():
+    labels = rows("good", "goood", *["x"] * 7)
+    with pytest.raises(InputError) as raised:
+        read_classes(labels, ["bad", "good"], "train.csv")
+    assert str(raised.value) == (
+        "train.csv: row 2: the label 'goood' is not one of the model's 2 labels: bad, good or 0 to 1."
+        " Did you mean 'good'? Likewise row 3, 4, 5, 6 and 3 more."
+    )
+
+
+@pytest.mark.parametrize(
+    ("label", "problem", "message"),
+    [
+        (2, SINGLE, "the label 2 is not one of the model's 2 labels"),
+        (-1, SINGLE, "the label -1 is not"),
+        (1.0, SINGLE, r"the label 1\.0 is not"),
+        (None, SINGLE, "the label None is not"),
+        ("²", SINGLE, "the label '²' is not"),
+        (("bad", "good"), SINGLE, "is a list, and the model gives one label to a text"),
+        (("bad", "god"), MULTI, "the label 'god' is not .* Did you mean 'good'"),
+        (None, MULTI, "the label None is not"),
+        ("good", REGRESSION, "the label 'good' is not a finite number"),
+        ("nan", REGRESSION, "the label 'nan' is not a finite number"),
+        (("1",), REGRESSION, r"the label \['1'\] is not a finite number"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(label, problem, message):
+    with pytest.raises(InputError, match=message):
+        check_labels(rows(label), ["bad", "good"], problem)
+
+
+def test_names_in_the_data_and_none_in_the_model_say_how_to_mend_it():
+    with pytest.raises(InputError, match="no names: write them in their order as id2label"):
+        read_classes(rows("good"), ["LABEL_0", "LABEL_1"])
+
+
+def test_a_new_classifier_gets_the_names_of_the_data():
+    assert found_names(["b", "a", "b"], SINGLE) == ["a", "b"]
+    assert found_names([2, 0], SINGLE) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert found_names([("b", "a"), "c|a"], MULTI) == ["a", "b", "c"]
+    assert found_names([0.5], REGRESSION) == ["LABEL_0"]

@@ -19,7 +19,7 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -74,6 +74,8 @@ class Int8Matrix(nn.Module):
 
 class QuantizedLinear(nn.Module):
     """y = x W^T + b with int8 weights and int8 activations found while running."""
+
+    weight = None  # T5 asks its layers for the type of their weight, and goes on where there is none
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, device: torch.device | None = None
@@ -168,6 +170,24 @@ LINEAR: dict[str, type[AnyLinear]] = {
 EMBEDDING: dict[str, type[AnyEmbedding]] = {"int8-dynamic": QuantizedEmbedding, "int4": Int4Embedding}
 
 
+def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Say whether `module` looks rows up and does no more, but for BART's factor `embed_scale`."""
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    return type(module) is nn.Embedding or scaled
+
+
+def keep_scale(new: nn.Module, old: nn.Module) -> None:
+    """Let `new`, which takes the place of the embedding `old`, multiply its rows by the same factor."""
+    scale = getattr(old, "embed_scale", 1.0)
+    if scale != 1.0:
+        new.embed_scale = scale
+        new.register_forward_hook(_times_scale)
+
+
+def _times_scale(module: nn.Module, inputs: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+    return rows * module.embed_scale
+
+
 def scheme_of(module: nn.Module) -> str | None:
     """Return the scheme of a quantized layer, None for any other module."""
     kinds = [*LINEAR.items(), *EMBEDDING.items()]
@@ -196,9 +216,10 @@ def empty_quantized(module: nn.Module, scheme: str, **options: int | bool) -> An
                 module.in_features, module.out_features, bias, device, **options
             )
             return linear
-        if type(module) is nn.Embedding and scheme in EMBEDDING:
+        if is_table(module) and scheme in EMBEDDING:
             rows, width, device = module.num_embeddings, module.embedding_dim, module.weight.device
             table: AnyEmbedding = EMBEDDING[scheme](rows, width, module.padding_idx, device, **options)
+            keep_scale(table, module)
             return table
     except TypeError as error:
         raise InputError(f"scheme {scheme} cannot be made with {options}: {error}") from error

@@ -7,7 +7,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "low_rank", "module": m, "rank": r}                           Linear -> LowRankLinear
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
-    {"op": "own_bias", "module": m, "heads": h}                          a T5Attention with its own position bias
+    {"op": "own_bias", "module": m, "heads": h}                          a T5Attention with its own bias
 
 Edits only make room; the values come from the tensors. They work on the meta device.
 """

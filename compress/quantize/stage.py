@@ -125,6 +125,7 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
     from torch import nn
 
     from smelt.compress.quantize.schemes import quantize_module
+    from smelt.runtime.quantized import is_table
     from smelt.runtime.structure import replace_module
 
     head = output_layer(model)
@@ -138,7 +139,7 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
         if isinstance(module, nn.Linear):
             if module is head and not settings.head:
                 continue
-        elif not (type(module) is nn.Embedding and settings.embeddings and id(module.weight) in words):
+        elif not (is_table(module) and settings.embeddings and id(module.weight) in words):
             continue
         table = module is head or not isinstance(module, nn.Linear)
         scheme = settings.table_scheme if table else settings.scheme
@@ -169,12 +170,12 @@ def output_layer(model: Any) -> Any:
 
 def word_embeddings(model: Any) -> list[Any]:
     """Return the embeddings that token ids are looked up in (not positions, not token types)."""
-    from torch import nn
+    from smelt.runtime.quantized import is_table
 
     found = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:
         found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
-    return [m for m in found if type(m) is nn.Embedding]
+    return [m for m in found if is_table(m)]
 
 
 def facts_of(model: Any) -> dict[str, Any]:

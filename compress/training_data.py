@@ -25,6 +25,7 @@ from smelt.core.labels import (
 )
 from smelt.core.stage import Context
 from smelt.runtime.predict import encode_texts, length_limit, takes_types
+from smelt.runtime.windows import cut_windows
 
 IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
 TensorBatch: TypeAlias = dict[str, Tensor]
@@ -34,12 +35,13 @@ TensorBatch: TypeAlias = dict[str, Tensor]
 class Row:
     """One tokenized row: source ids, type ids of a text pair, and what is to come out.
 
-    target: target ids; a class index; for several classes or a number one float for each output.
+    target: target ids; a class index; for several classes or a number one float for each output; None
+    for a window of running text, whose tokens are to come out one place earlier.
     """
 
     source: list[int]
     types: list[int] | None
-    target: list[int] | int | tuple[float, ...]
+    target: list[int] | int | tuple[float, ...] | None
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -58,12 +60,16 @@ def encode_split(
 ) -> list[Row]:
     """Tokenize all rows of `split` once. A translation or summary with several references gives several rows.
 
-    Texts longer than the model's limit (or `max_length` tokens) are cut and counted in a warning.
+    Texts longer than the model's limit (or `max_length` tokens) are cut and counted in a warning. For a
+    language model all rows are one text, cut in windows (of `max_length` tokens, where that is given).
 
     Raises:
         InputError: a label that the model's config does not know.
     """
     limit = min(max_length or 10**9, length_limit(tokenizer, config.to_dict()))
+    if ctx.task == "language-modeling":
+        text = cut_windows(split, tokenizer, limit, length=max_length, strided=False)
+        return [Row(ids.tolist(), None, None) for ids in text.ids]
     examples = split.examples
     pairs = [e.text_pair for e in examples]
     sources = encode_texts([e.text for e in examples], tokenizer, limit, pairs)
@@ -113,8 +119,11 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
     Returns input_ids, attention_mask (and token_type_ids where there are any) as int64 [B, L]. For a
     translator labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
     labels shifted right behind the decoder's start token; for a classifier labels are int64 [B], or
-    float32 [B, C] where a text has several classes or a number.
+    float32 [B, C] where a text has several classes or a number. For a language model labels are int64
+    [B, L], the token after each of input_ids, -100 for padding.
     """
+    if rows[0].target is None:
+        return _collate_windows(rows)
     pad = int(config.pad_token_id or 0)
     batch = {"input_ids": _pad([r.source for r in rows], pad)}
     batch["attention_mask"] = _pad([[1] * len(r.source) for r in rows], 0)
@@ -131,6 +140,14 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
         kind = torch.float32 if numbers else torch.int64
         batch["labels"] = torch.tensor([r.target for r in rows], dtype=kind)
     return batch
+
+
+def _collate_windows(rows: Sequence[Row]) -> TensorBatch:
+    return {
+        "input_ids": _pad([r.source[:-1] for r in rows], 0),
+        "attention_mask": _pad([[1] * (len(r.source) - 1) for r in rows], 0),
+        "labels": _pad([r.source[1:] for r in rows], IGNORE),
+    }
 
 
 def _pad(lists: Sequence[Sequence[int]], value: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 Seq2seq models leave as `encoder_model`, which also computes the keys and values of cross-attention
 (once for a sentence, not at each step), and `decoder_with_past_model`, which takes one token.
-Classifiers leave as `model`. File and tensor names are Optimum's.
+Classifiers and decoder-only language models leave as `model`. File and tensor names are Optimum's.
 
 Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary.
 """
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from smelt.core.errors import InputError, RunError
 from smelt.export.attention import Scope, graph_attention, is_attention, pack_projections
 from smelt.runtime import emit
+from smelt.runtime.causal import is_causal
 from smelt.runtime.predict import takes_types
 from smelt.runtime.quantized import QuantizedLinear
 
@@ -73,6 +74,7 @@ def graphs_of(model: Any) -> list[Graph]:
     Raises:
         InputError: a family of models that this stage does not know.
     """
+    from smelt.export.causal_graphs import causal_graph
     from smelt.export.seq2seq_graphs import FAMILIES, seq2seq_graphs
 
     family = model.config.model_type
@@ -81,12 +83,15 @@ def graphs_of(model: Any) -> list[Graph]:
             module.config._attn_implementation = _ATTENTION
     if family in FAMILIES and model.can_generate():
         return seq2seq_graphs(model)
+    if is_causal(model.config.to_dict()):
+        return [Graph("model", *causal_graph(model))]
     if family in _CLASSIFIERS and type(model).__name__.endswith("ForSequenceClassification"):
         return [_classifier(model)]
     raise InputError(
         f"a {type(model).__name__} cannot be exported to ONNX yet."
         " Known: MarianMTModel; Bart-, MBart- and T5ForConditionalGeneration;"
-        " Bert-, Roberta- and DistilBertForSequenceClassification."
+        " Bert-, Roberta- and DistilBertForSequenceClassification;"
+        " GPT2LMHeadModel, Llama- and Qwen2ForCausalLM."
     )
 
 

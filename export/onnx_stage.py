@@ -45,8 +45,8 @@ class Onnx:
     """Export to ONNX graphs that one runtime executes fast, and prove that they compute the same.
 
     A translator leaves as `encoder_model.onnx`, which also computes the keys and values of
-    cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier as
-    `model.onnx`. Batch and lengths are dynamic. Each output is compared with the parent's on real
+    cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier or a
+    language model as `model.onnx`. Batch and lengths are dynamic. Each output is compared with the parent's on real
     inputs; a difference above the tolerance is an error.
 
         - onnx: {target: ort-cpu}
@@ -69,9 +69,10 @@ class Onnx:
         """Export `src` into `ctx.out`."""
         from smelt.export.onnx_graphs import graphs_of
         from smelt.runtime.checkpoint import copy_tokenizer
-        from smelt.runtime.torch_runner import TorchRunner
+        from smelt.runtime.runner import open_runner
 
-        with TorchRunner(src, ctx.threads, "cpu") as parent:
+        with open_runner(src, ctx.threads, "cpu") as opened:
+            parent: Any = opened
             model = parent.model
             kind = _kind(model, settings)
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
@@ -137,15 +138,22 @@ def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]
     """Return what the parent computes, and its encoder's hidden states [B, L, D] (None for a classifier)."""
     import torch
 
-    from smelt.export.parity import parity_batch, reference_of
+    from smelt.export.parity import causal_batch, parity_batch, reference_of
+    from smelt.runtime.causal import is_causal
     from smelt.runtime.checkpoint import load_tokenizer
     from smelt.runtime.predict import length_limit
 
     tokenizer = load_tokenizer(folder)
     vocabulary = int(parent.config["vocab_size"])
-    batch, real = parity_batch(ctx.data, tokenizer, vocabulary, length_limit(tokenizer, parent.config))
+    limit = length_limit(tokenizer, parent.config)
+    if is_causal(parent.config):
+        batch, real = causal_batch(ctx.data, tokenizer, vocabulary, limit)
+    else:
+        batch, real = parity_batch(ctx.data, tokenizer, vocabulary, limit)
     if not real:
         ctx.warnings.append("parity was checked on made-up token ids: there is no train or validation data")
+    if is_causal(parent.config):
+        return reference_of(parent, batch, batch.input_ids[:, -1]), None
     if not parent.config.get("is_encoder_decoder"):
         return reference_of(parent, batch, None), None
     start = parent.model.generation_config.decoder_start_token_id
@@ -194,10 +202,13 @@ def _compare(
 ) -> dict[str, Any]:
     """Run the graphs in ONNX Runtime; return the measured differences by graph and output."""
     from smelt.export.parity import check_parity, logits_for
+    from smelt.runtime.onnx_causal import OnnxCausalRunner
     from smelt.runtime.onnx_runner import OnnxRunner
 
     parity: dict[str, Any] = {}
-    with OnnxRunner.over(out, settings.target, threads) as runner:
+    causal = hidden is None and reference.tokens is not None
+    opened: Any = OnnxCausalRunner if causal else OnnxRunner
+    with opened.over(out, settings.target, threads) as runner:
         if hidden is not None:
             got = runner.hidden_states(reference.batch)
             tokens = reference.batch.attention_mask == 1

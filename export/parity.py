@@ -66,6 +66,27 @@ def parity_batch(
     return Batch(ids, mask), False
 
 
+def causal_batch(
+    data: Mapping[str, Split], tokenizer: Any, vocabulary: int, limit: int
+) -> tuple[Batch, bool]:
+    """Return prompts of different lengths, padded on the left, and whether they come from the data."""
+    from smelt.runtime.prompts import pack_left, pad_of
+    from smelt.runtime.windows import joined
+
+    most = max(1, min(LENGTH, limit - STEPS))
+    split = next((data[n] for n in ("calibration", "validation", "train") if n in data), None)
+    ids: list[int] = []
+    if split is not None:
+        text = joined(Split(split.origin, split.examples[: 50 * ROWS], split.windows))
+        ids = tokenizer(text[: 20 * ROWS * most], verbose=False)["input_ids"]
+    real = len(ids) >= 2 * ROWS
+    if not real:
+        ids = np.linspace(0, vocabulary - 1, ROWS * most).astype(np.int64).tolist()
+    size = min(most, len(ids) // ROWS)
+    prompts = [ids[row * size : (row + 1) * size][: max(1, size * (row + 1) // ROWS)] for row in range(ROWS)]
+    return pack_left(prompts, pad_of(tokenizer)), real
+
+
 @dataclass(frozen=True)
 class Reference:
     """What the parent computes for a batch; `tokens` int64 [steps, B] is what its decoder was fed."""
@@ -75,8 +96,8 @@ class Reference:
     tokens: Tokens | None
 
 
-def reference_of(runner: Any, batch: Batch, start: int | None) -> Reference:
-    """Run the parent: class logits [B, C], or greedy steps from the token `start`: [steps, B, V]."""
+def reference_of(runner: Any, batch: Batch, start: int | Tokens | None) -> Reference:
+    """Run the parent: class logits [B, C], or greedy steps from `start` (one, or int64 [B]): [steps, B, V]."""
     if start is None:
         return Reference(batch, runner.forward(batch).copy(), None)
     state = runner.encode(batch)

@@ -73,12 +73,12 @@ def _difference(first: Path, second: Path) -> float:
 def example_inputs(session: Any, rows: int = 2, length: int = 6) -> dict[str, NDArray[Any]]:
     """Return inputs for `session`: whole numbers are 1, floats are drawn; dynamic sizes as given."""
     numbers = np.random.default_rng(0)
+    # of a language model: one token on top of a past
+    sizes = {"batch": rows, "sequence_length": 1, "past_sequence_length": length - 1}
     kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
     feeds: dict[str, NDArray[Any]] = {}
     for item in session.get_inputs():
-        shape = [
-            size if isinstance(size, int) else rows if size == "batch" else length for size in item.shape
-        ]
+        shape = [size if isinstance(size, int) else sizes.get(size, length) for size in item.shape]
         kind = kinds.get(item.type)
         feeds[item.name] = (
             np.ones(shape, np.int64) if kind is None else numbers.normal(size=shape).astype(kind)

@@ -42,7 +42,7 @@ class CausalRunner(Runner, Protocol):
         """
 
     def reorder(self, state: Any, rows: Tokens) -> Any:
-        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`."""
+        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up."""
 
 
 def positions(mask: Tokens) -> Tokens:

@@ -82,7 +82,8 @@ class TorchCausalRunner:
         """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up."""
         if state.cache.get_seq_length():
             state.cache.batch_select_indices(torch.from_numpy(rows).to(self.device))
-        return CausalState(state.mask[rows], state.cache)
+        state.mask = state.mask[rows]
+        return state
 
     def _hidden(self, state: CausalState, ids: Tokens, mask: Tokens) -> Tensor:
         state.mask = np.concatenate([state.mask, mask], axis=1)

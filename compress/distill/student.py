@@ -37,7 +37,7 @@ def keep_layers(
     """Drop layers of one stack of `model` in place, and say so in its config.
 
     Args:
-        model: a Marian, BART, T5, BERT, RoBERTa or DistilBERT model.
+        model: a Marian, BART, T5, BERT, RoBERTa, DistilBERT, GPT-2, Llama or Qwen2 model.
         edits: its structure so far.
         stack: `encoder_layers` or `decoder_layers` (Marian, BART, T5), `layers` (the others).
         choice: how many layers, or which.
@@ -65,6 +65,8 @@ def keep_layers(
             if getattr(module, "layer_idx", None) is not None:
                 module.layer_idx = new  # its place in the KV cache
     setattr(model.config, setting, len(kept))
+    if isinstance(getattr(model.config, "layer_types", None), list):
+        model.config.layer_types = [model.config.layer_types[i] for i in kept]
     return _renamed(edits, place, kept), kept
 
 
@@ -85,6 +87,9 @@ def _stack(model: Any, stack: str) -> tuple[str, str]:
         "bert": {"layers": ("bert.encoder.layer", "num_hidden_layers")},
         "roberta": {"layers": ("roberta.encoder.layer", "num_hidden_layers")},
         "distilbert": {"layers": ("distilbert.transformer.layer", "n_layers")},
+        "gpt2": {"layers": ("transformer.h", "n_layer")},
+        "llama": {"layers": ("model.layers", "num_hidden_layers")},
+        "qwen2": {"layers": ("model.layers", "num_hidden_layers")},
     }.get(model.config.model_type, {})
     if stack not in known:
         names = " and ".join(known) or "no layers that this stage knows"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.runtime.low_rank import LowRankLinear
@@ -16,8 +17,8 @@ from smelt.runtime.low_rank import LowRankLinear
 class AttentionGroup:
     """One attention: its heads own rows of query, key, value and columns of out.
 
-    All fields are dotted module names, except `heads`, the attribute of `name` that counts them, and
-    `size`, the attribute that holds heads times head dimension, where there is one. relative: a bias per
+    All fields are dotted module names, except `heads`, the attribute of `name` that counts them (None: the
+    rows of key do, as in Llama, where keys are shared by several queries and go with them), and `size`, the attribute that holds heads times head dimension, where there is one. relative: a bias per
     head and distance is added to its scores (T5), so that all attentions of a stack have the same heads
     until each gets a bias of its own.
     """
@@ -27,17 +28,35 @@ class AttentionGroup:
     key: str
     value: str
     out: str
-    heads: str
+    heads: str | None
     size: str | None
     relative: bool = False
 
     def count(self, model: nn.Module) -> int:
-        """Return the number of heads."""
-        return int(getattr(model.get_submodule(self.name), self.heads))
+        """Return the number of units that can go: heads, or keys with all the queries that share them."""
+        module: Any = model.get_submodule(self.name)
+        if self.heads is None:
+            return rows_of(model, self.key).out_features // int(module.head_dim)
+        return int(getattr(module, self.heads))
 
     def head_dim(self, model: nn.Module) -> int:
-        """Return the width of one head."""
-        return rows_of(model, self.query).out_features // self.count(model)
+        """Return the columns of `out` that one unit owns."""
+        return columns_of(model, self.out).in_features // self.count(model)
+
+    def value_rows(self, model: nn.Module) -> Tensor:
+        """Return the weight of the value product, float [units * width, inputs]."""
+        weight = rows_of(model, self.value).weight
+        return weight.chunk(3)[2] if self.query == self.value else weight
+
+    def row_places(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
+        """Return by product which rows the units `stay` (int64, rising) own; GPT-2 has one product of all."""
+        count, found = self.count(model), {}
+        for name in dict.fromkeys((self.query, self.key, self.value)):
+            parts = 3 if self.query == self.value else 1
+            width = rows_of(model, name).out_features // (count * parts)
+            places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
+            found[name] = torch.cat([places + part * count * width for part in range(parts)])
+        return found
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,14 @@ def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup
         return list(_bert_attentions(model)), list(_bert_blocks(model))
     if kind == "distilbert":
         return list(_distilbert_attentions(model)), list(_distilbert_blocks(model))
-    raise InputError(f"prune: the layers of a {kind} model are not known. Known: marian, bart, mbart, t5, bert, roberta, distilbert.")
+    if kind in ("gpt2", "llama", "qwen2"):
+        from smelt.compress.prune.causal_groups import causal_groups
+
+        return causal_groups(model)
+    raise InputError(
+        f"prune: the layers of a {kind} model are not known."
+        " Known: marian, bart, mbart, t5, bert, roberta, distilbert, gpt2, llama, qwen2."
+    )
 
 
 def rows_of(model: nn.Module, name: str) -> nn.Linear:

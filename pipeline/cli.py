@@ -130,6 +130,24 @@ def stages(name: str | None) -> None:
     click.echo(list_stages() if name is None else describe_stage(name))
 
 
+def _search(command: Any) -> Any:
+    """Add the options that say how texts are generated."""
+    most = click.option(
+        "--max-new-tokens",
+        type=click.IntRange(1, 4096),
+        metavar="N",
+        help="The longest output (default: the model's, else 128).",
+    )
+    beams = click.option(
+        "--beams",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1, 64),
+        help="Beams of a beam search; 1 is greedy search.",
+    )
+    return beams(most(command))
+
+
 @main.command("eval")
 @click.argument("artifact", type=_FOLDER)
 @click.option("--data", required=True, help="Rows to score on: a file or a hub id.")
@@ -140,7 +158,7 @@ def stages(name: str | None) -> None:
     "--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name."
 )
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
-@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1))
+@_search
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -160,14 +178,22 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @main.command()
 @click.argument("artifact", type=_FOLDER)
 @click.argument("text", nargs=-1)
-@click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1))
+@_search
+@click.option("--sample", "do_sample", is_flag=True, help="Draw each token instead of taking the best.")
+@click.option("--temperature", type=click.FloatRange(0, 100, min_open=True), help="Above 1: more varied.")
+@click.option("--top-k", type=click.IntRange(min=0), help="Draw among the K most likely; 0: among all.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw among the likely ones.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the draws (default: 0).")
 @click.option("--threads", type=click.IntRange(min=1))
-def predict(artifact: Path, text: tuple[str, ...], max_new_tokens: int, threads: int | None) -> None:
+def predict(artifact: Path, text: tuple[str, ...], threads: int | None, **generation: Any) -> None:
     """Run ARTIFACT on each TEXT, or on the lines of standard input."""
     from smelt.use import predict_texts
 
+    for name in ("temperature", "top_k", "top_p", "seed"):
+        if generation[name] is not None and not generation["do_sample"]:
+            raise click.UsageError(f"--{name.replace('_', '-')} means nothing without --sample.")
     texts = list(text) or [line.rstrip("\n") for line in sys.stdin]
-    for line in predict_texts(artifact, texts, max_new_tokens, threads):
+    for line in predict_texts(artifact, texts, generation, threads):
         if sys.stdout.isatty():
             _show(line)  # a model may have learned what moves a cursor
         else:

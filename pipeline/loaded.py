@@ -85,7 +85,7 @@ class Model:
 
         if self.task == CLASSIFIES:
             raise InputError(f"{self.artifact.path}: this model classifies; use predict.")
-        settings = _generation(generation)
+        settings = generation_of(generation)
         return generate_texts(self._runner, _texts(texts), settings, batch_size) if texts else []
 
     def predict(self, texts: Sequence[Text], batch_size: int = 32) -> list[Prediction]:
@@ -151,7 +151,12 @@ def _example(text: Text) -> Example:
     return Example(text) if isinstance(text, str) else Example(text[0], text_pair=text[1])
 
 
-def _generation(values: dict[str, Any]) -> Any:
+def generation_of(values: Mapping[str, Any]) -> Any:
+    """Return the `Generation` that `values` describe.
+
+    Raises:
+        InputError: a setting is unknown, out of range, or means nothing beside the others.
+    """
     from pydantic import ValidationError
 
     from smelt.core.errors import nearest
@@ -161,6 +166,8 @@ def _generation(values: dict[str, Any]) -> Any:
         return Generation(**values)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
+        if found["type"] == "value_error":
+            raise InputError(f"generation: {found['ctx']['error']}.") from error
         name = ".".join(map(str, found["loc"]))
         known = f"Known: {', '.join(Generation.model_fields)}.{nearest(name, Generation.model_fields)}"
         raise InputError(f"generation: {name}: {found['msg']}, read {found['input']!r}. {known}") from error

@@ -78,7 +78,7 @@ def _score(plan: Plan) -> list[str]:
     score = plan.recipe.score
     text = f"score       {', '.join(score.quality) or 'what fits the labels'}"
     if plan.recipe.task in TEXT_TO_TEXT:
-        text += f"; greedy, at most {score.generation.max_new_tokens} new tokens"
+        text += f"; {score.generation.summary()}"
     if score.latency:
         sizes = ", ".join(map(str, score.latency.batch_sizes))
         text += f"; latency at batch size {sizes} against {plan.recipe.baseline}"

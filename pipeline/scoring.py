@@ -92,12 +92,16 @@ class Scorer:
 
     def _texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.quality import score_texts
+        from smelt.runtime.decoding import settle
         from smelt.runtime.predict import generate_texts
 
         texts = [e.text for e in split.examples]
         predictions = generate_texts(runner, texts, self.generation, self.batch_size, progress)
         scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
-        return {**_dump(scores), "predictions": predictions}
+        value = {**_dump(scores), "predictions": predictions}
+        for scored in value["quality"].values():
+            scored["signature"] += f"|{settle(self.generation, runner).describe()}"
+        return value
 
     def _windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.evaluate.perplexity import score_windows

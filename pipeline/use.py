@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ def evaluate_artifact(
     metrics: Sequence[str] = (),
     columns: Sequence[str] = (),
     batch_size: int = 32,
-    max_new_tokens: int = 128,
+    beams: int = 1,
+    max_new_tokens: int | None = None,
     threads: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def evaluate_artifact(
     """
     import tempfile
 
-    from smelt.runtime.generation import Generation
+    from smelt.loaded import generation_of
 
     artifact = _open(folder)
     task: Any = artifact.manifest.task
@@ -48,7 +49,7 @@ def evaluate_artifact(
             Store(Path(scratch)),
             task,
             metrics or DEFAULT_METRICS[task],
-            Generation(max_new_tokens=max_new_tokens),
+            generation_of({"beams": beams, "max_new_tokens": max_new_tokens}),
             batch_size,
             threads,
         )
@@ -65,20 +66,23 @@ def quality_lines(scores: dict[str, Any]) -> list[str]:
 
 
 def predict_texts(
-    folder: Path, texts: Sequence[str], max_new_tokens: int = 128, threads: int | None = None
+    folder: Path, texts: Sequence[str], generation: Mapping[str, Any], threads: int | None = None
 ) -> list[str]:
-    """Return the artifact's output for each of `texts`: a translation, or a label with its probability."""
-    from smelt.runtime.generation import Generation
+    """Return the artifact's output for each of `texts`: a translation, or a label with its probability.
+
+    generation: as a recipe's `score.generation`; None for what is not said.
+    """
+    from smelt.loaded import generation_of
     from smelt.runtime.predict import class_logits, generate_texts
     from smelt.runtime.runner import open_runner
 
-    artifact = _open(folder)
+    artifact, wishes = _open(folder), generation_of(generation)
     if not texts:
         return []
     with open_runner(artifact, threads) as runner:
         if artifact.manifest.task == "text-classification":
             return answers(runner.config, class_logits(runner, [_pair(text) for text in texts]))
-        return generate_texts(runner, texts, Generation(max_new_tokens=max_new_tokens))
+        return generate_texts(runner, texts, wishes)
 
 
 def _pair(text: str) -> Example:

@@ -69,12 +69,12 @@ def beam_search(runner: Runner, batch: Batch, rules: Rules) -> list[list[int]]:
         chosen = _go_on(running, candidates, length)
         _gather_finished(finished, candidates, improvable, rules, length)
         improvable &= _could_improve(running, finished, rules, length + 1)
-        all_full = rules.decoding.early_stopping is True and finished.ended.all()
+        all_full = rules.decoding.early_stopping is True and bool(finished.ended.all())
         if all_full or candidates.stop.all() or not improvable.any():
             break
         sentences = np.arange(len(chosen))
         old = sentences.repeat(beams) if length == start else (sentences[:, None] * beams + chosen).ravel()
-        runner.reorder(state, old)
+        state = runner.reorder(state, old)
     return [rules.new_tokens(texts[0]) for texts in finished.texts]
 
 
@@ -148,8 +148,7 @@ def _could_improve(running: _Running, finished: _Finished, rules: Rules, length:
     hypothetical = (rules.longest if far else length) - rules.prompt_length
     possible = running.scores[:, :1] / np.float32(hypothetical**wishes.length_penalty)
     worst = np.where(finished.ended, finished.scores.min(axis=1, keepdims=True), _OUT)
-    better: Bools = (possible > worst).any(axis=1, keepdims=True)
-    return better
+    return np.any(possible > worst, axis=1, keepdims=True)
 
 
 def _best(scores: Logits, count: int) -> Tokens:

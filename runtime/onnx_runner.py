@@ -167,20 +167,21 @@ class OnnxRunner:
         out: Logits = logits.numpy()
         return out
 
-    def reorder(self, state: _State, rows: Tokens) -> None:
-        """Make row i of `state` what row `rows[i]` was; what beams of a sentence share is not copied."""
+    def reorder(self, state: _State, rows: Tokens) -> _State:
+        """Return the state whose row i is the row rows[i] of `state`; what beams share is not copied."""
         sentences = state.sentences[rows]
         moved = [state.caches]
         if not np.array_equal(sentences, state.sentences):
             moved.append(state.shared)
         elif np.array_equal(rows, np.arange(len(rows))):
-            return
+            return state
         state.sentences = sentences
         for values in moved:
             for name, value in values.items():
                 # on the CPU `numpy` and `_value` only look at the memory: the one copy is made by `take`
                 values[name] = self._value(value.numpy().take(rows, axis=0))
                 state.binding.bind_ortvalue_input(name, values[name])
+        return state
 
     def _value(self, array: NDArray[Any]) -> Any:
         return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device)

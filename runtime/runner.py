@@ -56,10 +56,10 @@ class Runner(Protocol):
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [B]), advance `state` in place, return float32 [B, V]."""
 
-    def reorder(self, state: Any, rows: Tokens) -> None:
-        """Make row i of `state` what row `rows[i]` was (int64 [R]); R may differ from the rows before.
+    def reorder(self, state: Any, rows: Tokens) -> Any:
+        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up.
 
-        Beam search keeps the beams that won and drops the others with it.
+        Beam search repeats and drops beams with it; so R may differ from the rows before.
         """
 
     def close(self) -> None:

@@ -160,10 +160,11 @@ class TensorrtRunner:
             return _to_numpy(torch.cat(logits))
 
     @torch.inference_mode()
-    def reorder(self, state: State, rows: Tokens) -> None:
-        """Make row i of `state` what row `rows[i]` was; the caches stay on the GPU."""
+    def reorder(self, state: State, rows: Tokens) -> State:
+        """Return the state whose row i is the row rows[i] of `state`; the caches stay on the GPU."""
         with torch.cuda.stream(self._stream):
             state.reorder(rows, self._slices(len(rows)))
+        return state
 
     def close(self) -> None:
         """Free engines and contexts."""

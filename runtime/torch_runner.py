@@ -82,8 +82,8 @@ class TorchRunner:
         return logits
 
     @torch.inference_mode()
-    def reorder(self, state: _State, rows: Tokens) -> None:
-        """Make row i of `state` what row `rows[i]` was; what beams of a sentence share stays in place."""
+    def reorder(self, state: _State, rows: Tokens) -> _State:
+        """Return the state whose row i is the row rows[i] of `state`; what beams share is not copied."""
         there = self._there(np.ascontiguousarray(rows))
         state.cache.self_attention_cache.reorder_cache(there)
         sentences = state.sentences[rows]
@@ -94,6 +94,7 @@ class TorchRunner:
             assert hidden is not None
             state.encoded = BaseModelOutput(hidden.index_select(0, there))
             state.mask = state.mask.index_select(0, there)
+        return state
 
     def _there(self, values: Tokens) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

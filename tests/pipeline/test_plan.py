@@ -196,13 +196,13 @@ def test_overrides_are_applied_and_kept_in_the_text(folder: Path) -> None:
             " put one of these before it: onnx.",
         ),
         (
-            "[prune, quantize, finetune]",
-            "4: stages[2].finetune: finetune cannot work after 'quantize', which left int8 weights;"
+            "[prune, quantize, factorize]",
+            "4: stages[2].factorize: factorize cannot work after 'quantize', which left int8-dynamic codes;"
             " move it before 'quantize', or give `from: prune`.",
         ),
         (
             "[quantize, quantize]",
-            "4: stages[1].quantize: quantize cannot work after 'quantize', which left int8 weights;"
+            "4: stages[1].quantize: quantize cannot work after 'quantize', which left int8-dynamic codes;"
             " move it before 'quantize', or give `from: model`.",
         ),
         (
@@ -440,8 +440,8 @@ small (factorize) -> torch
    tensorrt -> tensorrt  will be skipped: TensorRT is not installed (pip install
        tensorrt, with an NVIDIA GPU).
 
-score       bleu, chrf, rouge1, rouge2, rougeL; greedy, at most 128 new tokens;
-            latency at batch size 1, 8 against model
+score       bleu, chrf, rouge1, rouge2, rougeL; greedy, to the model's longest
+            output; latency at batch size 1, 8 against model
 gate        bleu: drop at most 1 at onnx-int8, onnx
 gate        bleu: at least 20 at onnx-int8, onnx
 gate        size_bytes: at most 1,000,000 at small

@@ -127,11 +127,12 @@ class CausalRunner:
                 use_cache=True,
             ).logits
 
-    def reorder(self, state: dict[str, Any], rows: Any) -> None:
+    def reorder(self, state: dict[str, Any], rows: Any) -> dict[str, Any]:
         import torch
 
         state["cache"].reorder_cache(torch.from_numpy(rows))
         state["mask"] = state["mask"][torch.from_numpy(rows)]
+        return state
 
 
 def theirs(model: Any, batch: Batch, **wishes: Any) -> list[list[int]]:

@@ -1,0 +1,93 @@
+"""How texts are generated, from the recipe and the command line to the score and its signature."""
+
+import json
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+import smelt
+from smelt.cli import main
+
+RECIPE = """
+model: m
+task: translation
+data: {test: data.jsonl}
+stages: []
+score:
+  quality: [bleu]
+  generation: {beams: 3, length_penalty: 0.5, max_new_tokens: 6}
+  latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}
+"""
+SIGNATURE = "|gen:beam 3|length_penalty:0.5|early_stopping:false|max_new_tokens:6|bad_words:1|forced_eos:[0]"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    tiny.marian(folder / "m")
+    tiny.pairs(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    smelt.run(folder / "recipe.yaml", out=folder / "run", quiet=True)
+    return folder
+
+
+def _smelt(*arguments, code=0):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def _model_step(folder):
+    return json.loads((folder / "report.json").read_text())["steps"][0]
+
+
+def test_the_recipes_beams_are_scored_timed_and_named(home):
+    step = _model_step(home / "run")
+    assert SIGNATURE in step["quality"]["bleu"]["signature"]
+    assert step["latency"][0]["output_tokens"] > 0
+    plan = _smelt("plan", home / "recipe.yaml")
+    assert "beam 3, at most 6 new tokens" in " ".join(plan.split())
+
+
+def test_another_generation_is_another_score_and_another_time(home):
+    other = "score.generation.length_penalty=-2.0"
+    _smelt("run", home / "recipe.yaml", "--out", home / "run2", "--quiet", "--set", other)
+    signature = _model_step(home / "run2")["quality"]["bleu"]["signature"]
+    assert "length_penalty:-2|" in signature
+    assert _model_step(home / "run2")["latency"] != _model_step(home / "run")["latency"]
+
+
+def test_eval_and_predict_take_beams(home):
+    artifact = home / "run" / "artifacts" / "model"
+    words = ("--max-new-tokens", 6, "--beams", 3)
+    scores = json.loads(
+        _smelt("eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words)
+    )
+    assert "gen:beam 3|length_penalty:1|early_stopping:false|max_new_tokens:6" in scores["bleu"]["signature"]
+    with smelt.load(artifact) as model:
+        expected = model.generate(tiny.SENTENCES[:2], beams=3, max_new_tokens=6)
+    assert _smelt("predict", artifact, *tiny.SENTENCES[:2], *words).splitlines() == expected
+
+
+def test_predict_samples_with_a_seed(home):
+    artifact = home / "run" / "artifacts" / "model"
+    words = ("--sample", "--temperature", 2.0, "--top-k", 20, "--top-p", 0.95)
+    first = _smelt("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1)
+    assert _smelt("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1) == first
+    assert _smelt("predict", artifact, *tiny.SENTENCES, *words, "--seed", 2) != first
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "0.5"], "--temperature means nothing without --sample."),
+        (["--top-k", "3"], "--top-k means nothing without --sample."),
+        (["--sample", "--beams", "2"], "do_sample draws one text; it does not go with beams: 2."),
+        (["--beams", "0"], "0 is not in the range 1<=x<=64"),
+        (["--sample", "--top-p", "0"], "0.0 is not in the range 0<x<=1"),
+    ],
+)
+def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, words, message):
+    output = _smelt("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
+    assert message in " ".join(output.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from smelt.compress.training import TrainingSettings, load_float, train
+from smelt.compress.training import TrainingSettings, train
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.stage import Context, Need
@@ -18,7 +18,8 @@ class Finetune:
     """Train on the labels of the training rows; the structure stays as it is.
 
     Helps to fit a model to its task, to recover from pruning or factorization where no teacher is at
-    hand, and as a control: the same training without any compression. The checkpoint with the lowest
+    hand, and as a control: the same training without any compression. After `quantize` it trains
+    through the codes, which are decided again at the end. The checkpoint with the lowest
     loss on the validation rows is kept.
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
@@ -35,8 +36,10 @@ class Finetune:
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
+        from smelt.compress.quantize.through_codes import load_trainable, settle
         from smelt.runtime.checkpoint import save_model
 
-        model, edits = load_float(src, self.name)
+        model, edits = load_trainable(src, ctx)
         train(model, src, settings, ctx, stage=self.name)
+        settle(model, ctx)
         save_model(model, edits, ctx.out, src.path)

@@ -15,8 +15,8 @@ from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, check
 from smelt.recipe_stages import ROOT, StageEntry, step_names
 
-# These work on float weights, which a quantized model no longer has.
-_NEED_FLOAT = frozenset({"finetune", "distill", "prune", "factorize", "quantize"})
+# These change float weights, which a quantized model no longer has; training goes through its codes.
+_NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
 
 
 @dataclass
@@ -145,19 +145,22 @@ class Checker:
         if quantized and word in _NEED_FLOAT:
             self.mistakes.add(
                 path,
-                f"{word} cannot work after '{quantized.name}', which left int8 weights;"
+                f"{word} cannot work after '{quantized.name}', which left {_scheme(quantized)} codes;"
                 f" move it before '{quantized.name}', or give `from: {quantized.parent or ROOT}`.",
             )
         self._check_target(draft, parent, quantized)
         self._advise(draft, above)
 
     def _check_target(self, draft: _Draft, parent: _Draft | None, quantized: _Draft | None) -> None:
-        """TensorRT reads only graphs that were made for it, and has no dynamic int8."""
+        """TensorRT reads only graphs that were made for it, and none but ort-cpu runs quantized layers."""
         target = getattr(draft.settings, "target", None)
-        if draft.entry.word == "onnx" and target == "tensorrt" and quantized:
+        if draft.entry.word == "onnx" and target in ("tensorrt", "ort-cuda") and quantized:
+            runtime = "TensorRT" if target == "tensorrt" else "ONNX Runtime on CUDA"
+            scheme = _scheme(quantized)
+            codes = "dynamic int8" if scheme == "int8-dynamic" else f"{scheme} codes (MatMulNBits)"
             self.mistakes.add(
                 (*draft.entry.path, "target"),
-                f"TensorRT cannot run the dynamic int8 of '{quantized.name}';"
+                f"{runtime} cannot run the {codes} of '{quantized.name}';"
                 f" give `from: {quantized.parent or ROOT}`.",
             )
         made_for = getattr(parent.settings, "target", None) if parent else None
@@ -175,6 +178,14 @@ class Checker:
         where = f"line {draft.entry.line}: {draft.name}"
         if draft.entry.word == "prune" and "factorize" in words:
             self.warnings.append(f"{where}: pruning after factorize finds few whole matrices; prune first.")
+        for d in above if draft.entry.word == "onnx" else ():
+            if d.entry.word in ("distill", "finetune"):
+                break
+            if d.entry.word == "quantize" and _scheme(d) == "binary":
+                self.warnings.append(
+                    f"{where}: the binary weights of '{d.name}' were not trained and say little;"
+                    f" put a distill after '{d.name}', which trains through the codes."
+                )
         if draft.entry.word == "distill" and draft.entry.settings.get("student"):
             late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
             if late:
@@ -263,6 +274,11 @@ class Checker:
 
     def _no_step(self, name: str) -> str:
         return f"no step '{name[:60]}'. Known: {', '.join(self.names)}.{nearest(name, self.names)}"
+
+
+def _scheme(draft: _Draft) -> str:
+    """Return the scheme of a quantize step; the default where its settings are wrong."""
+    return str(getattr(draft.settings, "scheme", "int8-dynamic"))
 
 
 def _finish(draft: _Draft) -> Step | None:

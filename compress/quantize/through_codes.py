@@ -1,0 +1,154 @@
+"""Training through the codes: float weights behind the layers of a quantized model.
+
+While a quantized model trains, each of its layers computes with what its codes would stand for, and the
+gradient goes to float weights behind them (straight-through, see the scheme's file). Afterwards codes
+and scales are decided once more. Biases, norms and layers that stayed float train as ever.
+
+The float weights start from those that were quantized, which the step before `quantize` still holds, so
+that a weight near a boundary may cross it soon; where that step cannot be had (the model was trained
+through its codes before), from what the codes stand for. They are not stored: the artifact stays small.
+
+What is fake-quantized: weights in every scheme; activations in int8-dynamic alone. The int8 blocks of
+activations of the other schemes move an output by a hundredth of what their weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.compress.quantize import int8_dynamic
+from smelt.compress.quantize.schemes import Matrix, fake, fill_
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model
+from smelt.runtime.quantized import AnyEmbedding, AnyLinear, QuantizedLinear, keep_scale
+from smelt.runtime.quantized_binary import BinaryMatrix, unpack_bits
+from smelt.runtime.quantized_int4 import Int4Matrix, unpack_nibbles
+from smelt.runtime.structure import Edit, replace_module
+
+
+class LatentLinear(nn.Linear):
+    """Float weights that compute as the quantized layer `home` would with codes decided from them."""
+
+    def __init__(self, home: AnyLinear, weight: nn.Parameter) -> None:
+        super().__init__(home.in_features, home.out_features, home.bias is not None, device="meta")
+        self.weight = weight
+        if home.bias is not None:
+            self.bias = nn.Parameter(home.bias.detach().clone())
+        self._home = [home]  # in a list: it is no part of what trains
+
+    @property
+    def home(self) -> AnyLinear:
+        """The quantized layer, which comes back after the training."""
+        return self._home[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., K] to [..., N]."""
+        if isinstance(self.home, QuantizedLinear):
+            x = int8_dynamic.fake_activations(x)
+        return F.linear(x, fake(self.weight, self.home.matrix), self.bias)
+
+
+class LatentEmbedding(nn.Embedding):
+    """Float rows that are looked up as the quantized embedding `home` would hold them."""
+
+    def __init__(self, home: AnyEmbedding, weight: nn.Parameter) -> None:
+        super().__init__(home.num_embeddings, home.embedding_dim, home.padding_idx, device="meta")
+        self.weight = weight
+        self._home = [home]
+
+    @property
+    def home(self) -> AnyEmbedding:
+        """The quantized embedding, which comes back after the training."""
+        return self._home[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map int64 [...] to [..., D]; only rows that are looked up are fake-quantized."""
+        rows = F.embedding(input.flatten(), self.weight, self.padding_idx)
+        return fake(rows, self.home.matrix).reshape(*input.shape, self.embedding_dim)
+
+
+def load_trainable(src: Artifact, ctx: Context) -> tuple[Any, list[Edit]]:
+    """Return the model of `src` (float32, CPU, eval mode), ready to train, and its edits.
+
+    A quantized model gets float weights behind its codes; `settle` takes them away again.
+    """
+    model, edits = load_model(src.path)
+    if any(edit.get("op") == "quantize" for edit in edits):
+        found = _float_parent(src, ctx.ancestors)
+        ctx.facts["latent_weights"] = found[0] if found else "codes"
+        put_latent(model, load_model(found[1].path)[0] if found else None)
+    return model, edits
+
+
+def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
+    """Return name and artifact of what was quantized into `src`, if that is how `src` was made."""
+    if src.manifest.stage != "quantize":
+        return None
+    return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
+
+
+def put_latent(model: nn.Module, floats: nn.Module | None) -> None:
+    """Put float weights behind every quantized layer of `model`, in place.
+
+    Args:
+        model: layers that share a matrix will share the float weights too.
+        floats: the model before it was quantized, whose modules have the same names; None to start from
+            what the codes stand for.
+    """
+    weights: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, AnyLinear | AnyEmbedding):
+            continue
+        if id(module.matrix) not in weights:
+            start = module.matrix.dequantize() if floats is None else _weight(floats, name)
+            weights[id(module.matrix)] = nn.Parameter(start.detach().clone())
+        weight = weights[id(module.matrix)]
+        if id(module) not in made:
+            linear = isinstance(module, AnyLinear)
+            made[id(module)] = (LatentLinear if linear else LatentEmbedding)(cast(Any, module), weight)
+            keep_scale(made[id(module)], module)
+        replace_module(model, name, made[id(module)].train(module.training))
+
+
+def _weight(floats: nn.Module, name: str) -> Tensor:
+    return cast(Tensor, floats.get_submodule(name).weight)
+
+
+def settle(model: nn.Module, ctx: Context) -> None:
+    """Decide codes and scales from the trained weights, and put the quantized layers back in place.
+
+    `ctx.facts["codes_changed"]` says which fraction of all codes is another than before.
+    """
+    filled: set[int] = set()
+    changed = total = 0
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, LatentLinear | LatentEmbedding):
+            continue
+        home = module.home
+        if id(home.matrix) not in filled:
+            before = _codes(home.matrix)
+            with torch.no_grad():
+                fill_(home.matrix, module.weight)
+            filled.add(id(home.matrix))
+            changed += int((_codes(home.matrix) != before).sum())
+            total += before.numel()
+        if isinstance(module, LatentLinear) and isinstance(home, AnyLinear) and home.bias is not None:
+            home.bias.data = module.bias.detach().clone()
+        replace_module(model, name, home.train(module.training))
+    if filled:
+        ctx.facts["codes_changed"] = round(changed / max(1, total), 4)
+
+
+def _codes(matrix: Matrix) -> Tensor:
+    """Return the codes one by one."""
+    codes = matrix.codes.detach()
+    if isinstance(matrix, BinaryMatrix):
+        return unpack_bits(codes)
+    return unpack_nibbles(codes) if isinstance(matrix, Int4Matrix) else codes.clone()

@@ -1,0 +1,74 @@
+"""What a plan knows of quantized models: who may follow, where they run, what is worth a warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.plan import Plan, load_plan
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    tiny.marian(folder / "model")
+    for name in ("train", "test"):
+        tiny.pairs(folder / f"{name}.jsonl")
+    return folder
+
+
+def plan(folder: Path, stages: str) -> Plan:
+    path = folder / "recipe.yaml"
+    head = "model: model\ntask: translation\ndata: {train: train.jsonl, test: test.jsonl}\n"
+    path.write_text(f"{head}stages: {stages}\n")
+    return load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (
+            "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
+            "4: stages[1].onnx.target: TensorRT cannot run the int4 codes (MatMulNBits) of 'quantize';"
+            " give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
+            "4: stages[2].onnx.target: ONNX Runtime on CUDA cannot run the binary codes (MatMulNBits) of"
+            " 'quantize'; give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: binary}, prune: {}]",
+            "prune cannot work after 'quantize', which left binary codes; move it before 'quantize',"
+            " or give `from: model`.",
+        ),
+        ("[quantize: {scheme: binary, symmetric: false}]", "symmetric means nothing to scheme binary"),
+        ("[quantize: {group_size: 64}]", "group_size means nothing to scheme int8-dynamic; remove it"),
+        ("[quantize: {scheme: binary, group_size: 16}]", "binary groups hold 32, 64 or 128 weights"),
+        ("[quantize: {scheme: int4, group_size: 48}]", "expected one of 16, 32, 64, 128"),
+        ("[quantize: {scheme: int3}]", "Did you mean 'int4'?"),
+    ],
+)
+def test_what_cannot_be_is_said_before_work_starts(folder, stages, message):
+    with pytest.raises(InputError) as caught:
+        plan(folder, stages)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["finetune", "distill"])
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
+def test_training_may_follow_every_scheme(folder, word, scheme):
+    made = plan(folder, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
+    assert [s.stage for s in made.steps] == ["quantize", word, "onnx"]
+    assert made.warnings == ()
+
+
+def test_binary_weights_that_nothing_trains_give_a_warning(folder):
+    made = plan(folder, "[quantize: {scheme: binary}, onnx: {}]")
+    assert made.warnings == (
+        "line 4: onnx: the binary weights of 'quantize' were not trained and say little;"
+        " put a distill after 'quantize', which trains through the codes.",
+    )

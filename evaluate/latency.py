@@ -25,6 +25,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Progress, Settings, silent
 from smelt.evaluate.latency_process import WorkerProcess
 from smelt.evaluate.latency_summary import Row, Timing, physical_cores, spread, summarize
+from smelt.evaluate.prompts import prompt_texts
 from smelt.runtime.generation import Generation
 
 # Raised whenever the same artifact on the same machine would be timed in another way.
@@ -40,7 +41,8 @@ class LatencySettings(Settings):
     rounds. texts: how many test texts are used, the same for all artifacts. min_round_ms: a round
     repeats the texts until this much time has gone by. seconds: what one artifact's rounds at one
     batch size may take; where the baseline needs more, fewer texts are used. time_limit_seconds: a
-    process that is silent for longer is given up.
+    process that is silent for longer is given up. prompt_tokens, new_tokens: of language models, which
+    continue stretches of the text by exactly so many tokens.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8)
@@ -50,6 +52,8 @@ class LatencySettings(Settings):
     min_round_ms: float = Field(default=200.0, gt=0, le=60_000)
     seconds: float = Field(default=20.0, gt=0)
     time_limit_seconds: float = Field(default=600.0, gt=0)
+    prompt_tokens: int = Field(default=32, ge=1, le=1 << 20)
+    new_tokens: int = Field(default=32, ge=1, le=1 << 20)
 
     @field_validator("batch_sizes")
     @classmethod
@@ -101,6 +105,8 @@ def measure(
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
+    if task == "language-modeling":
+        texts, pairs = prompt_texts(texts, settings.prompt_tokens), None
     threads = settings.threads or physical_cores()
     job = _Job(settings, task, generation or Generation(), texts, pairs, threads, device)
     others = [name for name in artifacts if name != baseline]
@@ -135,6 +141,7 @@ class _Job:
             task=self.task,
             generation=self.generation.model_dump(),
             device=self.device,
+            lengths=(self.settings.prompt_tokens, self.settings.new_tokens),
         )
         return worker, answer["runner"]
 
@@ -174,7 +181,10 @@ class _Job:
     def row(self, size: int, timing: Timing, before: Timing | None) -> Row:
         """Sum one batch size up."""
         unit = "sentences/s" if self.task == "translation" else "texts/s"
-        return summarize(timing, before) | {"batch_size": size, "threads": self.threads, "unit": unit}
+        found = summarize(timing, before)
+        if self.task == "language-modeling":
+            unit, found["throughput"] = "tokens/s", found["throughput"] * timing.output_tokens
+        return found | {"batch_size": size, "threads": self.threads, "unit": unit}
 
 
 class _Measurement:

@@ -4,7 +4,7 @@ Speaks JSON lines: a request per line on standard input, an answer per line on s
 works only between a request and its answer and is blocked on the pipe otherwise, so that it disturbs
 nobody's measurement; when the pipe closes (the parent ended, however) it ends too.
 
-    load: artifact, threads, task, generation, device -> runner
+    load: artifact, threads, task, generation, device, lengths -> runner
     prepare: batch_size, texts, pairs, limit_ms       -> call_ms, input_tokens, output_tokens
     round: min_ms                                     -> times_ms, texts, output_tokens
     memory                                            -> peak_bytes
@@ -39,6 +39,7 @@ class Worker:
         self._tokenizer: Any = None
         self._run: Callable[[Batch], int] | None = None
         self._batches: list[Batch] = []
+        self._lengths: tuple[int, int] | None = None  # of prompt and continuation: a language model
 
     def answer(self, request: dict[str, Any]) -> Answer:
         """Do what the request asks for; whatever goes wrong becomes an answer with `error`."""
@@ -66,7 +67,9 @@ class Worker:
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._runner, self._tokenizer = runner, load_tokenizer(artifact.path)
-        if request["task"] == "text-classification":
+        if request["task"] == "language-modeling":
+            self._lengths = request["lengths"][0], request["lengths"][1]
+        elif request["task"] == "text-classification":
             self._run = lambda batch: 0 * runner.forward(batch).size  # no tokens come out
         else:
             generation = Generation.model_validate(request["generation"])
@@ -78,12 +81,15 @@ class Worker:
         from smelt.runtime.predict import length_limit, make_batches
 
         assert self._runner is not None
-        assert self._run is not None
         limit = length_limit(self._tokenizer, self._runner.config)
-        batches = make_batches(
-            request["texts"], self._tokenizer, request["batch_size"], limit, request["pairs"]
-        )
-        self._batches = [batch for _, batch in batches]
+        if self._lengths is not None:
+            self._prepare_prompts(request, limit)
+        else:
+            batches = make_batches(
+                request["texts"], self._tokenizer, request["batch_size"], limit, request["pairs"]
+            )
+            self._batches = [batch for _, batch in batches]
+        assert self._run is not None
         produced, timed, texts = 0, [], 0
         begin = time.perf_counter()
         for batch in self._batches:
@@ -100,6 +106,18 @@ class Worker:
             "input_tokens": statistics.fmean(lengths),
             "output_tokens": produced / texts,
         }
+
+    def _prepare_prompts(self, request: dict[str, Any], limit: int) -> None:
+        """Make batches of prompts, which are all continued by the same number of tokens."""
+        from smelt.evaluate.prompts import prompt_batches
+        from smelt.runtime.causal import generate_fixed
+
+        assert self._lengths is not None
+        runner = self._runner
+        self._batches, new = prompt_batches(
+            request["texts"], self._tokenizer, request["batch_size"], self._lengths, limit
+        )
+        self._run = lambda batch: generate_fixed(runner, batch, new)
 
     def _round(self, request: dict[str, Any]) -> Answer:
         """Time whole passes over the batches until `min_ms` have gone by."""

@@ -52,7 +52,7 @@ def scope_of(mask: Tensor, positions: Tensor, past: list[Cache]) -> CausalScope:
     kind = past[0][0].dtype
     hidden = ((1 - mask) * int(_MASKED)).to(kind)[:, None, None, :]
     last = torch.ones_like(mask).sum(dim=1).to(torch.int32) - 1
-    places = Places(last, last.amax(dim=0) + 1, positions, hidden.expand(batch, 1, length, total))
+    places = Places(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
     keys = torch.arange(total, device=mask.device)
     queries = torch.arange(length, device=mask.device) + past[0][0].shape[2]
     future = (keys[None, :] > queries[:, None]).to(kind) * _MASKED

@@ -27,13 +27,12 @@ class Heads:
 class Places:
     """Where the tokens stand, the same for all layers of a graph.
 
-    last: int32 [B], T - 1. total: int32 scalar, T. positions: int64 [B, S]. bias: float32 [B, 1, S, T], 0
-    where a token is and a large negative number where padding on the left is.
+    last: int32 [B], T - 1. total: int32 scalar, T. bias: float32 [B, 1, S, T], 0 where a token is and a
+    large negative number where padding on the left is.
     """
 
     last: Tensor
     total: Tensor
-    positions: Tensor
     bias: Tensor
 
 
@@ -51,7 +50,9 @@ def group_query_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Emit com.microsoft::GroupQueryAttention: causal attention over the past and the tokens fed.
 
-    The operator takes S > 1 with P > 0 only for B = 1.
+    The operator takes S > 1 with P > 0 only for B = 1. It is given no position ids, for with P = 0 it
+    takes no notice of them (1.31, tried): each row then counts from its first place, padding included,
+    which comes to the same, since rotary attention depends on distances alone.
 
     Args:
         packed: queries float32 [B, S, H * d], keys and values [B, S, K * d]; or all in one, [B, S,
@@ -67,7 +68,7 @@ def group_query_attention(
     batch, length = packed[0].shape[:2]
     total = places.bias.shape[3]
     inputs = [*packed, *past, places.last, places.total]
-    inputs += [*rotary, places.positions] if rotary is not None else [None, None, None]
+    inputs += [*rotary, None] if rotary is not None else [None, None, None]
     present = (batch, heads.keys, total, heads.width)
     kind = packed[0].dtype
     out, keys, values = torch.onnx.ops.symbolic_multi_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -30,19 +31,8 @@ def write_html(report: Mapping[str, Any]) -> str:
     Raises:
         InputError: not a report of schema 1.
     """
-    import jinja2
-
     checked = validate_report(report)
-    source = files("smelt.evaluate").joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    # everything in a report may come from a stranger's recipe, so all of it is escaped
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
-    )
-    return environment.from_string(source).render(
+    return _template().render(
         report=checked,
         view=view,
         chart=chart,
@@ -55,6 +45,23 @@ def write_html(report: Mapping[str, Any]) -> str:
         verdict=_verdict,
         badge=lambda status: _BADGES.get(status, "plain"),
     )
+
+
+@cache
+def _template() -> Any:
+    """Return the compiled template; compiling takes longer than drawing, and a run draws after each step."""
+    import jinja2
+
+    source = files("smelt.evaluate").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    # everything in a report may come from a stranger's recipe, so all of it is escaped
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+    return environment.from_string(source)
 
 
 def _shown(value: object) -> object:

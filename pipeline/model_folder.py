@@ -92,7 +92,7 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
         )
     elif task == "language-modeling":
         problems += _no_language_model(config, folder)
-    problems += _tokenizer(folder, kind)
+    problems += check_tokenizer(folder, kind)
     if problems:
         return problems, []
     problems, advice = misfits(folder, config)
@@ -128,6 +128,14 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     path = folder / "config.json"
     if not path.is_file():
         return {}, [f"{folder}: no config.json in this folder, so it is not a model's folder."]
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the Hugging Face config in the file `path` (empty for none), and what is wrong with it."""
+    if not path.is_file():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+        return {}, [f"{path}: no such file; expected a model's config.{near}"]
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -179,7 +187,9 @@ def _header(path: Path) -> list[str]:
         tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
         expected = 8 + length + max(tensors)
         damage = damaged_tensor(header or {})
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except OSError as error:
+        return [f"{path}: cannot be read: {error.strerror}."]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return [f"{path}: not a safetensors file, or cut short ({size:,} bytes). Copy or download it again."]
     if size < expected:
         return [f"{path}: cut short: {size:,} of {expected:,} bytes. Copy or download it again."]
@@ -188,7 +198,8 @@ def _header(path: Path) -> list[str]:
     return []
 
 
-def _tokenizer(folder: Path, kind: str) -> list[str]:
+def check_tokenizer(folder: Path, kind: str) -> list[str]:
+    """Return what the tokenizer's files in `folder` lack for a model of the family `kind`."""
     fix = "Copy the tokenizer's files there (tokenizer.save_pretrained(FOLDER))."
     if kind == "marian":
         files = ("source.spm", "target.spm", "vocab.json")

@@ -33,7 +33,7 @@ stages:
   - prune: {what: [ffn], keep: 0.25, importance: magnitude}
     from: model
     name: other
-score: {latency: false}
+score: {quality: [accuracy], latency: false}
 """
 
 
@@ -259,6 +259,8 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
         tiny.bert(folder / "m")
         tiny.labelled(folder / "data.jsonl", 8)
         (folder / "recipe.yaml").write_text(RECIPE)
+        for path in (folder / "m").iterdir():
+            path.chmod(0o644)
         (folder / "open").mkdir()
         (folder / "open").chmod(0o777)
         (folder / "closed").mkdir(mode=0o555)

@@ -46,7 +46,7 @@ def roberta(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path
     tokenizer.train_from_iterator(SENTENCES, vocab_size=300, special_tokens=special, show_progress=False)
     tokenizer.save_model(str(folder))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "RobertaTokenizer", "model_max_length": 32})
+        json.dumps({"tokenizer_class": "RobertaTokenizer", "model_max_length": 64})
     )
     values = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -54,7 +54,7 @@ def roberta(folder: Path, seed: int = 0, labels: int = 2, **config: Any) -> Path
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "intermediate_size": 64,
-        "max_position_embeddings": 34,  # two of them lie below the first token's
+        "max_position_embeddings": 66,  # two of them lie below the first token's
         "type_vocab_size": 1,
         "num_labels": labels,
         "pad_token_id": 1,

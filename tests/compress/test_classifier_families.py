@@ -1,0 +1,165 @@
+"""Every stage that works in torch, on every family of classifiers and every problem type."""
+
+import classifiers
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.core.data import Columns, Example, read_split
+from smelt.core.errors import InputError
+from smelt.core.labels import MULTI, REGRESSION, SINGLE
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model
+from smelt.runtime.predict import class_logits
+from smelt.runtime.torch_runner import TorchRunner
+
+TASK = "text-classification"
+SHORT = {"max_steps": 3, "batch_size": 4, "evals": 1, "precision": "fp32"}
+PROBLEMS = [SINGLE, MULTI, REGRESSION]
+
+
+@pytest.fixture(scope="module", params=classifiers.MAKERS)
+def family(request):
+    return request.param
+
+
+def make(folder, family, problem=SINGLE):
+    outputs = {"labels": 1} if problem == REGRESSION else {"labels": 3}
+    if problem != REGRESSION:
+        outputs["id2label"] = dict(enumerate(classifiers.NAMES))
+    classifiers.MAKERS[family](folder / "m", problem_type=problem, **outputs)
+    classifiers.labelled(folder / "data.jsonl", problem, pairs=True)
+    return tiny.artifact(folder / "m", TASK)
+
+
+def context(folder, source, name="out"):
+    out = folder / name
+    out.mkdir()
+    split = read_split("data.jsonl", TASK, Columns(), folder)
+    data = {"train": split, "validation": split}
+    return Context(out, TASK, data, 0, {"model": source}, lambda artifact: {}, threads=1)
+
+
+def logits_of(folder):
+    with TorchRunner(tiny.artifact(folder, TASK)) as runner:
+        return torch.from_numpy(class_logits(runner, [Example(text) for text in tiny.SENTENCES]))
+
+
+def run(stage, settings, source, ctx):
+    stage()(source, settings, ctx)
+    model, edits = load_model(ctx.out)
+    assert torch.isfinite(logits_of(ctx.out)).all()
+    return model, edits
+
+
+@pytest.mark.parametrize(("family", "problem"), zip(classifiers.MAKERS, PROBLEMS, strict=True))
+def test_finetuning_lowers_the_loss_of_each_problem_type(tmp_path, family, problem):
+    source = make(tmp_path, family, problem)
+    losses = []
+    for steps in (1, 12):
+        ctx = context(tmp_path, source, f"out{steps}")
+        settings = FinetuneSettings(**SHORT | {"max_steps": steps, "learning_rate": 0.01, "dropout": 0.0})
+        model, _ = run(Finetune, settings, source, ctx)
+        losses.append(ctx.facts["training"]["validation_loss"])
+    assert losses[1] < losses[0]
+    assert model.config.problem_type == problem
+    plain = AutoModelForSequenceClassification.from_pretrained(ctx.out)
+    ids = torch.tensor([[2, 6, 7, 8, 3]])
+    assert torch.equal(plain(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_student_with_fewer_layers_learns_from_its_teacher(tmp_path, family, problem):
+    source = make(tmp_path, family, problem)
+    settings = DistillSettings(student={"layers": [1]}, losses={"logits": 1.0, "labels": 0.0}, **SHORT)
+    ctx = context(tmp_path, source)
+    model, _ = run(Distill, settings, source, ctx)
+    assert model.config.num_hidden_layers == 1
+    assert ctx.facts["kept_layers"] == [1]
+    layers = model.base_model.transformer.layer if family == "distilbert" else model.base_model.encoder.layer
+    assert len(layers) == 1
+    # the config says it, so transformers alone reads the student
+    plain = AutoModelForSequenceClassification.from_pretrained(ctx.out)
+    ids = torch.tensor([[2, 6, 7, 8, 3]])
+    assert torch.equal(plain(ids).logits, model(ids).logits)
+
+
+def test_a_student_that_equals_its_teacher_stays_where_it_is(tmp_path, family):
+    """Only the teacher counts, so the loss begins at 0; Adam's steps have a size of their own."""
+    source = make(tmp_path, family, MULTI)
+    ctx = context(tmp_path, source)
+    settings = DistillSettings(losses={"logits": 1.0, "labels": 0.0}, dropout=0.0, weight_decay=0.0, **SHORT)
+    run(Distill, settings, source, ctx)
+    assert ctx.facts["training"]["validation_loss"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("importance", ["taylor", "magnitude"])
+def test_pruned_units_are_gone_and_the_rest_computes_as_with_zeros(tmp_path, family, importance):
+    """Cutting a unit must equal leaving it in place with its outgoing weights at zero."""
+    source = make(tmp_path, family)
+    before, _ = load_model(source.path)
+    ctx = context(tmp_path, source)
+    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance=importance, rows=8, batch_size=4)
+    model, edits = run(Prune, settings, source, ctx)
+    assert set(ctx.facts["kept_heads"].values()) == {2}
+    assert set(ctx.facts["kept_neurons"].values()) == {32}
+    setting = "hidden_dim" if family == "distilbert" else "intermediate_size"
+    assert getattr(model.config, setting) == 32
+    assert {edit["op"] for edit in edits} == {"linear", "set"}  # heads; the width stands in the config
+    kept = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, whole in before.named_parameters():
+            part = kept[name]
+            if part.shape == whole.shape or whole.dim() < 2 or part.shape[1] == whole.shape[1]:
+                continue
+            # the columns that stayed are columns of the whole matrix; the others become zeros
+            same = (part.T[:, None, :] == whole.T[None, :, :]).all(dim=2).any(dim=0)
+            assert int(same.sum()) == part.shape[1]
+            whole[:, ~same] = 0
+    ids = torch.tensor([[2, 6, 7, 8, 3], [2, 9, 10, 11, 3]])
+    assert torch.allclose(before(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_a_factorized_model_loads_as_it_was_and_keeps_its_classifier_whole(tmp_path, family):
+    source = make(tmp_path, family)
+    ctx = context(tmp_path, source)
+    model, edits = run(Factorize, FactorizeSettings(rank=8), source, ctx)
+    assert len(edits) == 2 * (4 + 2)
+    base = model.base_model_prefix
+    assert all(edit["module"].startswith(f"{base}.") for edit in edits)
+    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+
+
+def test_a_quantized_model_loads_as_it_was(tmp_path, family):
+    from smelt.stage_table import load_stage
+
+    source = make(tmp_path, family)
+    ctx = context(tmp_path, source)
+    stage = load_stage("quantize")
+    model, edits = run(stage, stage.settings_type(scheme="int8-dynamic"), source, ctx)
+    assert {edit["op"] for edit in edits} == {"quantize"}
+    assert ctx.facts["float_linear_layers"] == []
+    assert ctx.facts["embeddings"] == 1
+    off = (logits_of(ctx.out) - logits_of(source.path)).abs().mean() / logits_of(source.path).std()
+    assert 0 < off < 0.2
+    assert model.config.id2label == dict(enumerate(classifiers.NAMES))
+
+
+def test_a_teacher_of_another_problem_type_is_refused(tmp_path):
+    one, other = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI)
+    ctx = context(tmp_path / "a", one)
+    ctx = Context(ctx.out, TASK, ctx.data, 0, {"model": other}, ctx.score)
+    message = "the teacher's problem type is multi_label_classification, the student's single"
+    with pytest.raises(InputError, match=message):
+        Distill()(one, DistillSettings(**SHORT), ctx)
+
+
+def test_layers_have_the_same_word_in_all_families(tmp_path, family):
+    source = make(tmp_path, family)
+    with pytest.raises(InputError, match=f"a {family} student has layers, not 'encoder_layers'"):
+        Distill()(source, DistillSettings(student={"encoder_layers": 1}, **SHORT), context(tmp_path, source))

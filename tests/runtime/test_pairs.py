@@ -1,0 +1,81 @@
+"""Text pairs, token types and length limits of the classifiers, against transformers' own pipeline."""
+
+import classifiers
+import numpy as np
+import pytest
+import tiny
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from smelt.core.data import Example
+from smelt.runtime.checkpoint import load_tokenizer
+from smelt.runtime.predict import class_logits, encode_texts, length_limit, position_limit
+from smelt.runtime.torch_runner import TorchRunner
+
+FIRST, SECOND = tiny.SENTENCES[:5], tiny.SENTENCES[5:]
+
+
+@pytest.fixture(scope="module", params=classifiers.MAKERS)
+def folder(request, tmp_path_factory):
+    return classifiers.MAKERS[request.param](tmp_path_factory.mktemp(request.param) / "m", labels=3)
+
+
+def logits_of(folder, examples, batch_size=3):
+    with TorchRunner(tiny.artifact(folder, "text-classification")) as runner:
+        return class_logits(runner, examples, batch_size)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_logits_equal_those_of_the_pipeline(folder, pairs):
+    """The pipeline works row by row, so padding and batches must not matter either."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
+    rows = [{"text": a, "text_pair": b} if pairs else {"text": a} for a, b in zip(FIRST, SECOND, strict=True)]
+    found = [
+        {entry["label"]: entry["score"] for entry in theirs(row, top_k=None, function_to_apply="none")}
+        for row in rows
+    ]
+    expected = [[row[f"LABEL_{i}"] for i in range(3)] for row in found]
+    examples = [Example(r["text"], text_pair=r.get("text_pair")) for r in rows]
+    assert np.allclose(logits_of(folder, examples), expected, atol=1e-5)
+    assert np.ptp(expected, axis=0).min() > 0.01  # the rows differ, so a mix-up would show
+
+
+def test_rows_with_and_without_a_second_text_may_stand_side_by_side(folder):
+    pair, alone = Example(FIRST[0], text_pair=SECOND[0]), Example(FIRST[1])
+    together = logits_of(folder, [pair, alone, pair])
+    assert np.allclose(together[[0]], logits_of(folder, [pair]), atol=1e-5)
+    assert np.allclose(together[[1]], logits_of(folder, [alone]), atol=1e-5)
+    tokenizer = load_tokenizer(folder)
+    ids = encode_texts([pair.text, alone.text], tokenizer, 64, [pair.text_pair, None]).ids
+    assert ids == [tokenizer(pair.text, pair.text_pair)["input_ids"], tokenizer(alone.text)["input_ids"]]
+
+
+def test_the_second_text_changes_the_answer(folder):
+    one, other = (Example(FIRST[0], text_pair=text) for text in SECOND[:2])
+    assert not np.allclose(logits_of(folder, [one]), logits_of(folder, [other]), atol=1e-3)
+
+
+def test_a_text_of_exactly_the_limit_runs_and_a_longer_one_is_cut(folder, tmp_path):
+    """RoBERTa's table has two rows more than it has places for tokens; the limit is where it ends."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.model_max_length = 10**9  # so that only the position table limits
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    config = model.config.to_dict()
+    limit = length_limit(tokenizer, config)
+    assert limit == position_limit(config) == (64 if config["model_type"] == "roberta" else 32)
+    encoded = encode_texts([" ".join(tiny.SENTENCES * 3)], tokenizer, limit)
+    assert encoded.truncated == 1
+    assert len(encoded.ids[0]) == limit
+    import torch
+
+    ids = torch.tensor(encoded.ids)
+    assert torch.isfinite(model(ids).logits).all()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.cat([ids, ids[:, 1:2]], dim=1))
+
+
+def test_cut_pairs_lose_from_the_longer_text_as_in_transformers(folder):
+    tokenizer = load_tokenizer(folder)
+    long, short = " ".join(tiny.SENTENCES), "a man"
+    wanted = tokenizer(long, short, truncation=True, max_length=20)["input_ids"]
+    assert encode_texts([long], tokenizer, 20, [short]).ids == [wanted]

@@ -17,6 +17,8 @@ from smelt.runtime.generation_rules import Rules
 from smelt.runtime.runner import Batch, Logits, Runner, Tokens
 
 _OUT = np.float32(-1e9)
+_GROUP = 64
+_AT_ONCE = 64 * 1024
 Bools = NDArray[np.bool_]
 
 
@@ -148,22 +150,47 @@ def _could_improve(running: _Running, finished: _Finished, rules: Rules, length:
     hypothetical = (rules.longest if far else length) - rules.prompt_length
     possible = running.scores[:, :1] / np.float32(hypothetical**wishes.length_penalty)
     worst = np.where(finished.ended, finished.scores.min(axis=1, keepdims=True), _OUT)
-    return np.any(possible > worst, axis=1, keepdims=True)
+    better: Bools = np.any(possible > worst, axis=1, keepdims=True)
+    return better
 
 
 def _best(scores: Logits, count: int) -> Tokens:
-    """Return the places of the `count` highest of each row, highest first; int64 [B, count]."""
-    count = min(count, scores.shape[1])
-    if count < scores.shape[1]:
-        places = np.argpartition(scores, -count, axis=1)[:, -count:]
-        places.sort(axis=1)  # of equals the first one wins
-    else:
-        places = np.broadcast_to(np.arange(count), scores.shape)
+    """Return the places of the `count` highest of each row, highest first; int64 [B, count].
+
+    Of equals the first one comes first. Of every group of 64 places only the highest value is looked at
+    first: the best values lie in the `count` groups whose maxima are highest. (32 rows of 4 times 8,000
+    values take 0.6 ms so and 2.0 ms with argpartition alone, 4 times 58,101 values 3.3 ms and 29 ms.)
+    """
+    rows, width = scores.shape
+    count = min(count, width)
+    groups = width // _GROUP
+    if groups <= count:
+        return _best_of_few(scores, count)
+    # group g holds the places g, g + groups, g + 2 * groups, ...: maxima over whole stretches are fast
+    maxima = scores[:, : groups * _GROUP].reshape(rows, _GROUP, groups).max(axis=1)
+    chosen = np.argpartition(maxima, -count, axis=1)[:, -count:]
+    places = (chosen[:, :, None] + np.arange(_GROUP) * groups).reshape(rows, -1)
+    rest = np.arange(groups * _GROUP, width)
+    places = np.concatenate([places, np.broadcast_to(rest, (rows, len(rest)))], axis=1)
+    places.sort(axis=1)
+    found = _best_of_few(np.take_along_axis(scores, places, axis=1), count)
+    return np.take_along_axis(places, found, axis=1)
+
+
+def _best_of_few(scores: Logits, count: int) -> Tokens:
+    places = np.argpartition(scores, -count, axis=1)[:, -count:]
+    places.sort(axis=1)
     order = np.argsort(-np.take_along_axis(scores, places, axis=1), axis=1, kind="stable")
     return np.take_along_axis(places, order, axis=1)
 
 
 def _log_softmax(logits: Logits) -> None:
-    """Turn float32 logits [B * N, V] into log-probabilities, in place."""
-    logits -= logits.max(axis=1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    """Turn float32 logits [B * N, V] into log-probabilities, in place, a few rows at a time.
+
+    Fresh memory of the size of all logits in every step would cost more than the sums.
+    """
+    step = max(1, _AT_ONCE // logits.shape[1])
+    for top in range(0, len(logits), step):
+        part = logits[top : top + step]
+        part -= part.max(axis=1, keepdims=True)
+        part -= np.log(np.exp(part).sum(axis=1, keepdims=True))

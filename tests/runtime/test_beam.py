@@ -84,3 +84,10 @@ def test_best_orders_by_score_and_of_equals_takes_the_first():
     scores = np.array([[1, 5, 5, 2, 5], [0, -1, -np.inf, 3, 2]], dtype=np.float32)
     assert _best(scores, 4).tolist() == [[1, 2, 4, 3], [3, 4, 0, 1]]
     assert _best(scores, 9).tolist() == [[1, 2, 4, 3, 0], [3, 4, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("width", [1290, 5000, 24])
+def test_best_equals_a_full_sort(width):
+    scores = np.random.default_rng(0).normal(size=(9, width)).astype(np.float32)
+    scores[2, 700:] = -np.inf
+    assert _best(scores, 8).tolist() == np.argsort(-scores, axis=1)[:, :8].tolist()

@@ -92,6 +92,32 @@ def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
     assert sums[0].flags.writeable
 
 
+def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
+    with OnnxRunner(artifact(counting), 1) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        state = runner.reorder(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
+        first = runner.decode_step(state, np.array([1, 2, 3, 4]))
+        shared = dict(state.shared)
+        state = runner.reorder(state, np.array([1, 1, 3, 2]))
+        assert all(state.shared[name] is value for name, value in shared.items())
+        second = runner.decode_step(state, np.array([5, 6, 7, 8]))
+        state = runner.reorder(state, np.array([3, 0]))  # beams and sentences are dropped
+        third = runner.decode_step(state, np.array([0, 0]))
+    assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
+    assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
+    assert third.tolist() == [[21, 9], [8, 6]]
+
+
+def test_reorder_that_changes_nothing_copies_nothing(counting):
+    with OnnxRunner(artifact(counting), 1) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        before = dict(state.caches)
+        state = runner.reorder(state, np.arange(2))
+        assert all(state.caches[name] is value for name, value in before.items())
+
+
 def test_a_text_generator_does_not_classify(counting):
     with OnnxRunner(artifact(counting), 1) as runner, pytest.raises(InputError, match="they do not classify"):
         runner.forward(BATCH)

@@ -10,8 +10,10 @@ from typing import Any
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import Columns, Example, read_split
 from smelt.core.errors import InputError, nearest
+from smelt.core.labels import problem_type
 from smelt.core.store import Store
 from smelt.label_scores import answers
+from smelt.problem import METRICS_OF, metric_mistakes
 from smelt.recipe import DEFAULT_METRICS, METRICS
 from smelt.scoring import Scorer
 
@@ -43,6 +45,7 @@ def evaluate_artifact(
             known = ", ".join(METRICS[task])
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
+    metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
     split = read_split(data, task, _columns(columns), Path.cwd()).head(limit)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
@@ -57,10 +60,27 @@ def evaluate_artifact(
     return quality
 
 
+def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return `metrics`, or where there are none those of what the classifier does.
+
+    Raises:
+        InputError: a metric does not fit it.
+    """
+    from smelt.model_folder import read_config
+
+    problem = problem_type(read_config(artifact.path)[0])
+    wrong = metric_mistakes(metrics, problem)
+    if wrong:
+        raise InputError("\n".join(f"--metric {metrics[at]}: {text}" for at, text in wrong))
+    return tuple(metrics) or METRICS_OF[problem]
+
+
 def quality_lines(scores: dict[str, Any]) -> list[str]:
     """Return one line per metric: value, 95 % interval, n, signature."""
+    width = max([9, *map(len, scores)])
     return [
-        f"{name:9} {s['value']:6.2f}  [{s['ci95'][0]:.2f}, {s['ci95'][1]:.2f}]  n={s['n']}  {s['signature']}"
+        f"{name:{width}} {s['value']:6.2f}  [{s['ci95'][0]:.2f}, {s['ci95'][1]:.2f}]"
+        f"  n={s['n']}  {s['signature']}"
         for name, s in scores.items()
     ]
 

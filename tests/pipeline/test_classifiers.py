@@ -1,0 +1,257 @@
+"""Classifiers through the command line: every problem type, pairs, label names, and what is refused."""
+
+import json
+
+import classifiers
+import pytest
+import tiny
+from click.testing import CliRunner
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from smelt.cli import main
+from smelt.core.labels import MULTI, REGRESSION, SINGLE
+from smelt.problem import METRICS_OF
+
+CHAIN = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1}
+  - prune: {keep: 0.5, rows: 8}
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1}
+  - factorize: {rank: 8}
+  - quantize: {}
+  - onnx: {}
+score: {latency: false}
+"""
+SHORT = """
+model: m
+task: text-classification
+data: {test: data.jsonl}
+stages:
+  - quantize: {}
+score: {latency: false}
+"""
+
+
+def smelt(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def home(folder, family, problem, recipe=CHAIN, pairs=True, **config):
+    names = {} if problem == REGRESSION else {"id2label": dict(enumerate(classifiers.NAMES))}
+    outputs = {"labels": 1 if problem == REGRESSION else 3}
+    classifiers.MAKERS[family](folder / "m", **(outputs | names | config))
+    classifiers.labelled(folder / "data.jsonl", problem, pairs=pairs)
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def run(folder, *arguments):
+    return smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet", *arguments)
+
+
+def steps_of(folder):
+    report = json.loads((folder / "run" / "report.json").read_text())
+    return {step["name"]: step for step in report["steps"]}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("roberta", SINGLE), ("distilbert", MULTI), ("bert", REGRESSION)],
+    ids="-".join,
+)
+def chain(request, tmp_path_factory):
+    """A finished run of all stages on pairs of texts."""
+    family, problem = request.param
+    folder = home(tmp_path_factory.mktemp(family), family, problem)
+    result = run(folder)
+    assert result.exit_code == 0, result.output
+    return folder, problem
+
+
+def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
+    folder, problem = chain
+    steps = steps_of(folder)
+    assert [s["status"] for s in steps.values()] == ["done"] * 7
+    for step in steps.values():
+        assert tuple(step["quality"]) == METRICS_OF[problem]
+        assert all(score["n"] == 8 for score in step["quality"].values())
+    assert steps["onnx"]["against_baseline"].keys() == set(METRICS_OF[problem])
+    assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
+        ["mse"] if problem == REGRESSION else []
+    )
+    config = json.loads((folder / "run" / "artifacts" / "onnx" / "config.json").read_text())
+    # where the model did not say what it is, the data did, and the artifacts say it from then on
+    assert config.get("problem_type") in ((problem,) if problem != SINGLE else (SINGLE, None))
+
+
+def test_eval_gives_the_scores_of_the_report(chain):
+    folder, _ = chain
+    found = smelt("eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json")
+    assert json.loads(found.output) == steps_of(folder)["onnx"]["quality"]
+
+
+def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
+    folder, problem = chain
+    first, second = "a man walks", "she sings a song"
+    untouched = folder / "run" / "artifacts" / "model"
+    result = smelt("predict", untouched, f"{first}\t{second}", first)
+    assert result.exit_code == 0, result.output
+    pair, alone = result.output.splitlines()
+    assert pair != alone
+    model = AutoModelForSequenceClassification.from_pretrained(untouched)
+    theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(untouched))
+    for line, row in ((pair, {"text": first, "text_pair": second}), (alone, {"text": first})):
+        chances = {entry["label"]: entry["score"] for entry in theirs(row, top_k=None)}
+        if problem == REGRESSION:
+            assert float(line) == pytest.approx(chances["LABEL_0"], abs=1e-4)
+            continue
+        labels, numbers = line.split("\t")
+        said = dict(zip(labels.split("|"), numbers.split("|"), strict=True)) if labels else {}
+        best = max(chances, key=chances.get)
+        wanted = [best] if problem == SINGLE else [n for n in classifiers.NAMES if chances[n] > 0.5]
+        assert said == {name: f"{chances[name]:.3f}" for name in wanted}
+
+
+def test_a_gate_on_an_error_limits_its_rise(tmp_path):
+    """mse falls from the model to the step that was trained: no drop; a lower limit of its fall fails."""
+    tail = """
+stages:
+  - finetune: {max_steps: 20, batch_size: 4, learning_rate: 0.01, evals: 0}
+score: {latency: false, quality: [mse]}
+"""
+    recipe = CHAIN.split("stages:", maxsplit=1)[0] + tail
+    folder = home(tmp_path, "distilbert", REGRESSION, recipe + "gates: {mse: {max_drop: 0.0, max: 100}}\n")
+    assert run(folder).exit_code == 0
+    steps = steps_of(folder)
+    before, after = (steps[name]["quality"]["mse"]["value"] for name in ("model", "finetune"))
+    assert after < before
+    [drop, _] = steps["finetune"]["gates"]
+    assert drop["value"] == pytest.approx(after - before)
+    (folder / "recipe.yaml").write_text(
+        recipe.replace("quality: [mse]", "quality: [mse, pearson]")
+        + f"baseline: finetune\ngates: {{mse: {{max_drop: {(before - after) / 2}, at: model}}}}\n"
+    )
+    assert run(folder).exit_code == 3
+
+
+def test_a_bare_encoder_gets_the_outputs_that_the_labels_ask_for(tmp_path):
+    """The names of all splits, in CSV with bars between them."""
+    from transformers import BertModel
+
+    folder = home(tmp_path, "bert", MULTI, SHORT)
+    BertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
+    (folder / "data.csv").write_text("text,label\na man,glad|calm\ntwo dogs,\nthe cat,angry\n")
+    (folder / "recipe.yaml").write_text(SHORT.replace("jsonl", "csv"))
+    result = run(folder)
+    assert result.exit_code == 0, result.output
+    config = json.loads((folder / "run" / "artifacts" / "quantize" / "config.json").read_text())
+    assert config["problem_type"] == MULTI
+    assert config["id2label"] == {"0": "angry", "1": "calm", "2": "glad"}
+    assert "for 3 labels was added" in " ".join(steps_of(folder)["model"]["warnings"])
+
+
+def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
+    from transformers import DistilBertModel
+
+    folder = home(tmp_path, "distilbert", REGRESSION, SHORT)
+    DistilBertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
+    result = run(folder)
+    assert result.exit_code == 0, result.output
+    assert tuple(steps_of(folder)["quantize"]["quality"]) == METRICS_OF[REGRESSION]
+
+
+@pytest.mark.parametrize(
+    ("labels", "config", "score", "message"),
+    [
+        (
+            ['"calm"', '"agry"', '"x"'],
+            {},
+            "",
+            "recipe.yaml:4: data.test: data.jsonl: row 2: the label 'agry' is not one of the model's 3"
+            " labels: calm, angry, glad or 0 to 2. Did you mean 'angry'? Likewise row 3.",
+        ),
+        (
+            ['["calm"]', '["glad", "sad"]'],
+            {},
+            "",
+            "row 2: the label 'sad' is not one of the model's 3 labels",
+        ),
+        (["0", "3"], {}, "", "row 2: the label 3 is not one of the model's 3 labels"),
+        (["0.5"], {}, "", "row 1: the label 0.5 is not one of the model's 3 labels"),
+        (
+            ['["calm"]'],
+            {"problem_type": SINGLE},
+            "",
+            "row 1: the label ['calm'] is a list, and the model gives one label to a text",
+        ),
+        (
+            ['"good"'],
+            {"id2label": {i: f"LABEL_{i}" for i in range(3)}},
+            "",
+            "no names: write them in their order as id2label into its config.json",
+        ),
+        (
+            ["0", "1"],
+            {},
+            "quality: [f1_micro]",
+            "score.quality[0]: 'f1_micro' is for multi_label_classification, and the model and the data are"
+            " single_label_classification. Known for that: accuracy, f1.",
+        ),
+        (['["calm"]'], {}, "quality: [accuracy]", "'accuracy' is for single_label_classification"),
+        (
+            ["0", "1"],
+            {},
+            "gate: mse",
+            "gates.mse: 'mse' is for regression, and the model and the data are single_label_classification.",
+        ),
+        (["0"], {"problem_type": "regression"}, "", "problem_type is regression and the model has 3 outputs"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
+    tmp_path, labels, config, score, message, command
+):
+    recipe = SHORT
+    if score.startswith("quality"):
+        recipe = recipe.replace("latency: false", f"latency: false, {score}")
+    elif score:
+        recipe += f"gates: {{{score.removeprefix('gate: ')}: {{max_drop: 1}}}}\n"
+    folder = home(tmp_path, "bert", SINGLE, recipe, **config)
+    lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    arguments = ["--out", folder / "run", "--quiet"] if command == "run" else []
+    result = smelt(command, folder / "recipe.yaml", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert not (folder / "run").exists()
+
+
+def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_path, monkeypatch):
+    """Large files are read only by the run; its labels and metrics are checked before the first step."""
+    monkeypatch.setattr("smelt.plan_inputs._READ_AT_ONCE_BYTES", 10)
+    folder = home(tmp_path, "bert", MULTI, SHORT.replace("latency: false", "latency: false, quality: [f1]"))
+    assert smelt("plan", folder / "recipe.yaml").exit_code == 0
+    result = run(folder)
+    assert result.exit_code == 2
+    assert "score.quality: 'f1' is for single_label_classification" in " ".join(result.output.split())
+    (folder / "recipe.yaml").write_text(SHORT)
+    assert run(folder).exit_code == 0
+    assert tuple(steps_of(folder)["model"]["quality"]) == METRICS_OF[MULTI]
+
+
+def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
+    folder, problem = chain
+    artifact = folder / "run" / "artifacts" / "model"
+    wrong = "mse" if problem != REGRESSION else "accuracy"
+    result = smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong)
+    assert result.exit_code == 2
+    assert "Known for that" in result.output
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
+    result = smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
+    assert result.exit_code == 2
+    assert "row 1: the label 'nobody'" in result.output

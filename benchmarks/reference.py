@@ -1,8 +1,9 @@
 """What transformers and sacrebleu say of an untouched translator, without any of smelt.
 
-    python benchmarks/reference.py MODEL TEST.jsonl.gz
+    python benchmarks/reference.py MODEL TEST.jsonl.gz [BEAMS]
 
-The number that the first row of a report must equal. Greedy, at most 128 new tokens, float32.
+The number that the first row of a report must equal. Greedy, or with BEAMS beam search;
+at most 128 new tokens, float32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 BATCH = 32
 
 
-def main(model_folder: str, test_file: str) -> None:
+def main(model_folder: str, test_file: str, beams: str = "1") -> None:
     """Translate the column `source` of the file and score it against `target`."""
     rows = [json.loads(line) for line in gzip.decompress(Path(test_file).read_bytes()).decode().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -31,12 +32,12 @@ def main(model_folder: str, test_file: str) -> None:
         batch = [row["source"] for row in rows[at : at + BATCH]]
         inputs = tokenizer(batch, return_tensors="pt", padding=True)
         with torch.inference_mode():
-            out = model.generate(**inputs, num_beams=1, do_sample=False, max_new_tokens=128)
+            out = model.generate(**inputs, num_beams=int(beams), do_sample=False, max_new_tokens=128)
         texts += tokenizer.batch_decode(out, skip_special_tokens=True)
     seconds = time.perf_counter() - start
     references = [[row["target"] for row in rows]]
     bleu, chrf = sacrebleu.corpus_bleu(texts, references), sacrebleu.corpus_chrf(texts, references)
-    print(f"n {len(rows)}  BLEU {bleu.score:.2f}  chrF {chrf.score:.2f}  {seconds:.0f} s")
+    print(f"n {len(rows)}  beams {beams}  BLEU {bleu.score:.4f}  chrF {chrf.score:.2f}  {seconds:.0f} s")
 
 
 if __name__ == "__main__":

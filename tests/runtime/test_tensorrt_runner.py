@@ -43,11 +43,11 @@ def artifact(folder, kind, task):
     return Artifact(folder, manifest)
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp16"])
-def translator(request, tmp_path_factory):
-    """A tiny Marian exported for TensorRT, with a stand-in's plan beside each graph."""
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    """A tiny Marian exported for TensorRT in fp16, with a stand-in's plan beside each graph."""
     model = tiny.marian(tmp_path_factory.mktemp("marian"))
-    return exported(model, tmp_path_factory.mktemp(request.param), "translation", dtype=request.param)
+    return exported(model, tmp_path_factory.mktemp("fp16"), "translation", dtype="fp16")
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
     with TensorrtRunner(artifact(tmp_path, "tensorrt", "translation")) as runner:
         got = generate(runner, batch_of(runner, 5), generation)
     same = sum(a == b for a, b in zip(got, expected, strict=True))
-    assert same >= (5 if translator.name.startswith("fp32") else 3)
+    assert same >= 3  # in fp16 two tokens of a random model may be equally likely
 
 
 @pytest.mark.gpu

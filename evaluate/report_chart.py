@@ -76,7 +76,8 @@ def scatter(report: Report) -> Chart | None:
     _place_labels(points)
     shapes = list(dict.fromkeys(point.shape for point in points))
     front = _staircase([point for point in points if point.front])
-    return Chart(view.label(metric), sizes[0], logarithmic, points, x_ticks, y_ticks, front, shapes)
+    name = view.label(metric) + ("" if scores[0].higher_is_better else " (less is better)")
+    return Chart(name, sizes[0], logarithmic, points, x_ticks, y_ticks, front, shapes)
 
 
 def _latency_span(step: Step, batch_size: int) -> tuple[float, float, float]:
@@ -94,7 +95,8 @@ def _point(
 ) -> Point:
     score = step.quality[metric]
     title = (
-        f"{step.name}: {view.label(metric)} {view.number(score.value)} {view.interval(score.ci95)},"
+        f"{step.name}: {view.label(metric)} {view.number(score.value, view.digits(metric))}"
+        f" {view.interval(score.ci95, view.digits(metric))},"
         f" p50 {view.significant_digits(span[0])} ms"
     )
     return Point(
@@ -132,7 +134,9 @@ def _horizontal(values: Sequence[float], logarithmic: bool) -> tuple[Scale, list
 def _vertical(values: Sequence[float]) -> tuple[Scale, list[tuple[float, str]]]:
     low, high, ticks = _round_range(min(values), max(values))
     scale = _linear(low, high, HEIGHT - BOTTOM, TOP)
-    return scale, [(scale(t), view.number(t, 0 if all(x == round(x) for x in ticks) else 1)) for t in ticks]
+    # as many digits as set the ticks apart
+    shown = next((n for n in range(7) if all(abs(t - round(t, n)) < 1e-9 for t in ticks)), 6)
+    return scale, [(scale(t), view.number(t, shown)) for t in ticks]
 
 
 def _linear(low: float, high: float, start: float, end: float) -> Scale:

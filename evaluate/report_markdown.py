@@ -85,12 +85,17 @@ def _steps(report: Report) -> str:
 
 def _score(step: Step, metric: str) -> str:
     score = step.quality.get(metric)
-    return f"{view.number(score.value)} {_text(view.interval(score.ci95))}" if score else view.MISSING
+    if score is None:
+        return view.MISSING
+    shown = view.digits(metric)
+    return f"{view.number(score.value, shown)} {_text(view.interval(score.ci95, shown))}"
 
 
 def _difference(step: Step, metric: str) -> str:
     found = step.against_baseline.get(metric)
-    return view.signed(found.difference) + ("\\*" if view.matters(found) else "") if found else view.MISSING
+    if found is None:
+        return view.MISSING
+    return view.signed(found.difference, view.digits(metric)) + ("\\*" if view.matters(found) else "")
 
 
 def _times(step: Step, size: int) -> tuple[str, str]:

@@ -52,8 +52,8 @@ def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
     latency = step.at(sizes[0]) if sizes else None
     mark = "" if difference is None else "*" if view.matters(difference) else " "
     return [
-        view.number(score.value if score else None),
-        view.signed(difference.difference if difference else None) + mark,
+        view.number(score.value if score else None, view.digits(metric)),
+        view.signed(difference.difference if difference else None, view.digits(metric)) + mark,
         view.significant_digits(latency.p50_ms if latency else None),
         f"{view.number(latency.speedup)}×" if latency and latency.speedup is not None else view.MISSING,
         view.megabytes(step.size_bytes),

@@ -25,9 +25,14 @@ _LABELS = {
     "pearson": "Pearson",
     "spearman": "Spearman",
     "mse": "MSE",
+    "perplexity": "Perplexity",
+    "bits_per_byte": "Bits per byte",
     "size_bytes": "size",
     "speedup": "speed-up",
 }
+
+# digits after the point, where two would hide what matters
+_DIGITS = {"bits_per_byte": 4}
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,11 @@ def batch_sizes(report: Report) -> list[int]:
 def label(metric: str) -> str:
     """Return the metric's name as papers write it."""
     return _LABELS.get(metric, metric)
+
+
+def digits(metric: str | None) -> int:
+    """Return how many digits after the point a value of `metric` is shown with."""
+    return _DIGITS.get(metric or "", 2)
 
 
 def title(report: Report) -> str:
@@ -205,7 +215,7 @@ def quantity(metric: str, value: float | None) -> str:
     """Return the value or limit of a gate on `metric`."""
     if metric == "size_bytes" and value is not None:
         return f"{significant_digits(value / 1e6)} MB"
-    return number(value)
+    return number(value, digits(metric))
 
 
 def millions(count: int | None) -> str:

@@ -34,6 +34,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "batch": ("batch", "batch_size"),
     "input": ("length", "encoder_length", "sequence_length", "encoder_sequence_length"),
     "past": ("past_length", "past_sequence_length", "past_decoder_sequence_length"),
+    "total": ("total_sequence_length",),
 }
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
@@ -58,6 +59,24 @@ def past_range(output_lengths: Sequence[int], max_new_tokens: int, limit: int) -
     longest = max(0, min(max_new_tokens, limit) - 1)
     # over a whole sentence the cache is half as long as the sentence, on average
     return Range(0, min(longest, max(1, int(np.percentile(output_lengths, 50)) // 2)), longest)
+
+
+def causal_ranges(prompt: int, max_new_tokens: int, limit: int) -> dict[str, Range]:
+    """Return the ranges of a decoder-only graph: tokens fed (`input`), tokens before (`past`), their sum.
+
+    One profile serves prompts and single tokens. It is fastest at one token on top of half of the longest
+    text, because almost all calls are of that kind; TensorRT wants the three opts to add up.
+
+    Args:
+        prompt: the most tokens that are fed at once.
+        max_new_tokens: the most tokens that a prompt is continued by.
+        limit: positions that the model has.
+    """
+    fed = max(1, min(prompt, limit))
+    before = max(1, min(limit, fed + max_new_tokens) - 1)
+    usual = max(1, before // 2)
+    total = Range(1, min(limit, usual + 1), min(limit, fed + before))
+    return {"input": Range(1, 1, fed), "past": Range(0, total.opt - 1, before), "total": total}
 
 
 def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:

@@ -16,7 +16,14 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt_build import BuildOptions, Compatibility, build_engine, timing_cache_path
 from smelt.export.tensorrt_preflight import Problem, check_profile, load_graph, preflight
-from smelt.export.tensorrt_profile import Range, Shapes, input_range, past_range, shapes_of
+from smelt.export.tensorrt_profile import (
+    Range,
+    Shapes,
+    causal_ranges,
+    input_range,
+    past_range,
+    shapes_of,
+)
 from smelt.runtime.tensorrt_module import import_tensorrt
 
 # Tokenizing more examples than this changes no percentile that matters.
@@ -129,6 +136,9 @@ def dimension_ranges(
     limit = position_limit(config)
     most = limit or 10**6
     ranges = {"batch": Range(1, 1, settings.max_batch_size)}
+    if ctx.task == "language-modeling":
+        prompt = _prompt_length(folder, config, settings, ctx)
+        return ranges | causal_ranges(prompt, settings.max_new_tokens, most), limit
     examples = [e for place in _PLACES if place in ctx.data for e in ctx.data[place].examples]
     examples = examples[:: max(1, len(examples) // _MOST_EXAMPLES)]
     if settings.lengths is None and not examples:
@@ -150,6 +160,18 @@ def dimension_ranges(
     if ctx.task in TEXT_TO_TEXT:
         ranges["past"] = past_range(outputs or lengths or [2], settings.max_new_tokens, most)
     return ranges, limit
+
+
+def _prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSettings, ctx: Context) -> int:
+    """Return how many tokens are fed at once: `lengths: {max}`, else the windows that texts are cut in."""
+    if settings.lengths is not None:
+        return settings.lengths.max
+    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.predict import length_limit
+    from smelt.runtime.windows import window_length
+
+    windows = next((ctx.data[name].windows for name in _PLACES if name in ctx.data), None)
+    return window_length(windows, length_limit(load_tokenizer(folder), config))
 
 
 def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tuple[list[int], list[int]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny
 
 from smelt.core.errors import InputError
 from smelt.plan import Plan, load_plan
-from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_tokenizers_must_be_there(marian: Path, bert: Path) -> None:
 def test_family_must_fit_the_task(marian: Path) -> None:
     found = problem(marian, "text-classification")
     assert "model_type 'marian' is not yet supported for text-classification" in found
-    assert found.endswith("Supported: bert.")
+    assert found.endswith("Supported: bert, distilbert, roberta.")
 
 
 def test_encoder_without_classifier_is_warned_about(bert: Path) -> None:
@@ -169,3 +169,27 @@ def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: p
         InputError, match="a/gone: no such folder, and the hub does not give a model of that name: offline"
     ):
         fetch_model("a/gone", bert.parent, "text-classification")
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "expected"),
+    [
+        ("distilbert", ["vocab.txt"], []),
+        ("distilbert", [], ["no tokenizer; expected tokenizer.json or vocab.txt."]),
+        ("roberta", ["tokenizer.json"], []),
+        ("roberta", ["vocab.json", "merges.txt"], []),
+        ("roberta", ["vocab.json"], ["no tokenizer; expected tokenizer.json or vocab.json and merges.txt."]),
+    ],
+)
+def test_each_family_of_classifiers_needs_its_own_tokenizer_files(
+    bert: Path, kind: str, files: list[str], expected: list[str]
+) -> None:
+    (bert / "config.json").write_text(
+        json.dumps({"model_type": kind, "architectures": ["XForSequenceClassification"]})
+    )
+    (bert / "tokenizer.json").unlink()
+    for name in files:
+        (bert / name).write_text("{}")
+    found, _ = check_model_folder(bert, "text-classification")
+    assert [text for text in found if not any(part in text for part in expected)] == []
+    assert len(found) == len(expected)

@@ -28,6 +28,7 @@ from smelt.scoring import Scorer
 from smelt.steps import Labels, Workshop
 from smelt.store_runs import at_work
 from smelt.text_rules import text_rules
+from smelt.untrained import NOT_SCORED, config_file, start
 
 if TYPE_CHECKING:
     from smelt.plan import Plan, Step
@@ -182,23 +183,28 @@ class _Run:
 
     def _root(self) -> None:
         self.display.begin(ROOT)
-        folder = self.plan.model_folder
-        labels = self._labels(folder) if self.plan.recipe.task == "text-classification" else None
-        rules, _ = text_rules(self.plan.recipe, folder)
-        artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
+        recipe, model = self.plan.recipe, self.plan.recipe.model
+        folder = self.plan.model_folder if isinstance(model, str) else recipe.base / model.config
+        file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
+        labels = self._labels(file) if recipe.task == "text-classification" else None
+        rules, _ = text_rules(recipe, folder)
+        if isinstance(model, str):
+            artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
+        else:
+            artifact, cached = start(self.shop, recipe, labels, rules, self._is_fresh(ROOT))
         self._finished(ROOT, artifact, cached, 0.0)
 
-    def _labels(self, folder: Path) -> Labels:
+    def _labels(self, file: Path) -> Labels:
         """Find out what kind of classification this is, check all labels, and choose the metrics.
 
         Raises:
             InputError: labels or metrics do not fit the model.
         """
-        from smelt.model_folder import read_config
+        from smelt.model_folder import read_config_file
         from smelt.plan_labels import settle_metrics
         from smelt.problem import new_names, problem_of
 
-        config, _ = read_config(folder)
+        config, _ = read_config_file(file)
         problem = self.plan.problem or problem_of(config, self.data)
         metrics = settle_metrics(self.plan.recipe, config, self.data, problem)
         self.scorer = replace(self.scorer, metrics=metrics)
@@ -238,7 +244,8 @@ class _Run:
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
         os.symlink(os.path.relpath(artifact.path, link.parent), link)
-        if reason := unscored_reason(artifact.format):
+        untrained = NOT_SCORED if artifact.manifest.facts.get("untrained") else None
+        if reason := untrained or unscored_reason(artifact.format):
             self.artifacts[name] = artifact
             self.report.unscored(name, artifact, reason, cached)
             took = "from the store" if cached else duration(seconds)
@@ -286,7 +293,7 @@ class _Run:
         except Exception as error:
             failure = self._explain(error, "latency")
             self.report.untimed(str(failure))
-            self.display.line(f"latency: error: {failure}")
+            self.display.line(f"error: {failure}")
 
     def _write_report(self, last: bool = False) -> None:
         """Write the report; one that cannot be written stops the run only when it is the last.

@@ -174,9 +174,11 @@ def _header(path: Path) -> list[str]:
     Format: 8 bytes little-endian length, JSON of that length, then the tensors
     (https://github.com/huggingface/safetensors, "Format").
     """
+    again = "Copy or download it again."
     if not path.is_file():
         return [f"{path}: this file of the weights is missing."]
     size = path.stat().st_size
+    problem = ""
     try:
         with path.open("rb") as stream:
             start = stream.read(8)
@@ -186,16 +188,15 @@ def _header(path: Path) -> list[str]:
             return [f"{path}: a Git LFS pointer, not the weights. Fetch them with `git lfs pull`."]
         tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
         expected = 8 + length + max(tensors)
-        damage = damaged_tensor(header or {})
+        if size < expected:
+            problem = f"cut short: {size:,} of {expected:,} bytes. {again}"
+        elif damage := damaged_tensor(header or {}):
+            problem = f"a damaged header: {damage}. {again}"
     except OSError as error:
-        return [f"{path}: cannot be read: {error.strerror}."]
+        problem = f"cannot be read: {error.strerror}."
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return [f"{path}: not a safetensors file, or cut short ({size:,} bytes). Copy or download it again."]
-    if size < expected:
-        return [f"{path}: cut short: {size:,} of {expected:,} bytes. Copy or download it again."]
-    if damage:
-        return [f"{path}: a damaged header: {damage}. Copy or download it again."]
-    return []
+        problem = f"not a safetensors file, or cut short ({size:,} bytes). {again}"
+    return [f"{path}: {problem}"] if problem else []
 
 
 def check_tokenizer(folder: Path, kind: str) -> list[str]:

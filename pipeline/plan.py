@@ -160,6 +160,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     from smelt.plan_checks import Checker
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
+    from smelt.untrained import check_untrained
 
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
     document = read_yaml(path)
@@ -170,6 +171,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     gates = checker.gates(kept)
     checker.baseline(kept)
     folder = check_model(read, mistakes, bad, checker.warnings)
+    check_untrained(read, every, mistakes, bad)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)

@@ -25,12 +25,7 @@ def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: lis
     model = recipe.model
     if "model" in bad:
         return None
-    if not isinstance(model, str):
-        mistakes.add(
-            ("model",),
-            "starting from a config without weights is not yet supported by this version;"
-            " give the folder of a trained model, or a hub id.",
-        )
+    if not isinstance(model, str):  # see smelt.untrained
         return None
     if not model.strip() or "\0" in model:
         mistakes.add(("model",), "expected a model's folder or a hub id, read an empty name.")

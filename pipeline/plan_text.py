@@ -9,6 +9,7 @@ from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.plan import Plan, Step
+from smelt.recipe import Untrained
 from smelt.recipe_stages import ROOT
 from smelt.text_rules import text_rules
 
@@ -19,7 +20,7 @@ def plan_text(plan: Plan) -> str:
     """Return the plan as text of at most 80 columns: model, data, tree of steps, score, gates, warnings."""
     recipe = plan.recipe
     lines = [*_wrapped(f"{recipe.path}: {recipe.task}, {_count(len(plan.steps), 'step')}", 2), ""]
-    lines += _wrapped(f"model       {recipe.model}", 12)
+    lines += _wrapped(f"model       {_model(recipe.model)}", 12)
     for name, origin in recipe.data.splits().items():
         rows = f" ({_count(len(plan.splits[name]), 'row')})" if name in plan.splits else ""
         lines += _wrapped(f"{name:<12}{origin}{rows}", 12)
@@ -87,6 +88,14 @@ def _score(plan: Plan) -> list[str]:
 
 def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace('"', "")
+
+
+def _model(model: str | Untrained) -> str:
+    if isinstance(model, str):
+        return model
+    made = model.tokenizer
+    words = made if isinstance(made, str) else f"{made.train}, at most {made.vocab_size:,} tokens, from train"
+    return f"{model.config}, untrained; tokenizer: {words}"
 
 
 def _count(number: int, word: str) -> str:

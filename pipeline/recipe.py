@@ -16,7 +16,7 @@ from smelt.evaluate.latency import LatencySettings
 from smelt.problem import LABEL_METRICS
 from smelt.recipe_errors import Mistakes, check, shown
 from smelt.recipe_overrides import apply_overrides
-from smelt.recipe_stages import StageEntry, read_stages
+from smelt.recipe_stages import StageEntry, read_stages, step_names
 from smelt.recipe_yaml import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.device import Device
 from smelt.runtime.generation import Generation
@@ -34,12 +34,25 @@ DEFAULT_METRICS = METRICS | {"summarization": ("rouge1", "rouge2", "rougeL"), "t
 # Of these less is better, so that `max_drop` limits a rise, and the other limit is `max`.
 LOWER_IS_BETTER = frozenset({"perplexity", "bits_per_byte", "mse"})
 
+# Stages that train all weights: a model without any needs one before it can be a baseline.
+TRAINING_STAGES = ("finetune", "distill")
+
+
+class NewTokenizer(Settings):
+    """A tokenizer that is to be trained on the texts of the training rows."""
+
+    train: Literal["bpe", "unigram", "wordpiece"]
+    vocab_size: int = Field(default=8000, ge=1, le=1_000_000)
+
 
 class Untrained(Settings):
-    """A model that is to be started from its config, without weights."""
+    """A model that is to be started from its config, without weights.
+
+    config: a folder with config.json, or a .json file. tokenizer: a folder, a hub id, or how to train one.
+    """
 
     config: str
-    tokenizer: str
+    tokenizer: str | NewTokenizer
 
 
 class Data(Settings):
@@ -202,6 +215,10 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
     entries, stages_bad = read_stages(value.get("stages"), mistakes)
     if stages_bad:
         bad.add("stages")
+    if isinstance(keys.model, Untrained) and "baseline" not in head:
+        names = zip(entries, step_names(entries), strict=True)
+        trained = next((name for entry, name in names if entry.word in TRAINING_STAGES), keys.baseline)
+        keys = keys.model_copy(update={"baseline": trained})
     parts = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
     recipe = Recipe(**parts, stages=tuple(entries), path=path, document=value)
     return recipe, mistakes, bad

@@ -101,7 +101,7 @@ class Workshop:
             )
             return self.store.commit(out, manifest, replace=fresh)
 
-        return self._obtain("model", key, fresh, make)
+        return self.obtain("model", key, fresh, make)
 
     def run_step(self, step: Step, ancestors: Mapping[str, Artifact], fresh: bool) -> tuple[Artifact, bool]:
         """Return the artifact of `step` and whether it was in the store already.
@@ -115,9 +115,9 @@ class Workshop:
             manifest = self._make(step, ancestors, key, space)
             return self.store.commit(space / "out", manifest, replace=fresh)
 
-        return self._obtain(step.name, key, fresh, make)
+        return self.obtain(step.name, key, fresh, make)
 
-    def _obtain(
+    def obtain(
         self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
     ) -> tuple[Artifact, bool]:
         """Take the artifact `key` from the store, or `make` it there, one process at a time."""

@@ -1,0 +1,210 @@
+"""Training a tokenizer for a model that starts from nothing.
+
+The pieces are learned by the tokenizers library (Marian's by SentencePiece, which its tokenizer is made
+of); the special tokens, and where they stand around a text, are those of the family's own checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from smelt.core.errors import InputError
+
+Kind = Literal["bpe", "unigram", "wordpiece"]
+# The 256 bytes that byte-level BPE begins with.
+_BYTES = 256
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Special tokens of a family, in the order of their ids, and the templates of one and two texts."""
+
+    specials: tuple[str, ...]
+    roles: dict[str, str]
+    single: str
+    pair: str
+    types: bool = False
+
+
+_BERT = _Form(
+    ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
+    "[CLS] $A [SEP]",
+    "[CLS] $A [SEP] $B:1 [SEP]:1",
+)
+_ROBERTA = _Form(
+    ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
+    {
+        "bos": "<s>",
+        "pad": "<pad>",
+        "eos": "</s>",
+        "unk": "<unk>",
+        "cls": "<s>",
+        "sep": "</s>",
+        "mask": "<mask>",
+    },
+    "<s> $A </s>",
+    "<s> $A </s> </s> $B </s>",
+)
+_END = "<|endoftext|>"
+_GPT2 = _Form((_END,), {"bos": _END, "eos": _END, "unk": _END, "pad": _END}, "$A", "$A $B")
+_FORMS: dict[str, _Form] = {
+    "bert": _Form(_BERT.specials, _BERT.roles, _BERT.single, _BERT.pair, types=True),
+    "distilbert": _BERT,
+    "roberta": _ROBERTA,
+    "bart": _ROBERTA,
+    "t5": _Form(
+        ("<pad>", "</s>", "<unk>"),
+        {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"},
+        "$A </s>",
+        "$A </s> $B </s>",
+    ),
+    "gpt2": _GPT2,
+    "qwen2": _GPT2,
+    "llama": _Form(
+        ("<unk>", "<s>", "</s>"),
+        {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "</s>"},
+        "<s> $A",
+        "<s> $A $B",
+    ),
+}
+FAMILIES = ("marian", *_FORMS)
+
+
+def refusal(family: str, kind: Kind, vocab_size: int) -> str:
+    """Say why no tokenizer of this kind and size can be trained for `family`; empty where one can."""
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        return f"no tokenizer can be trained for '{family}'; name the folder of one. Known: {known}."
+    if family == "marian":
+        fits, least = kind in ("unigram", "bpe"), 4
+        if not fits:
+            return "Marian's tokenizer is made of SentencePiece models: train unigram or bpe."
+    else:
+        if family == "qwen2" and kind != "bpe":  # transformers reads every Qwen2 tokenizer as one of bytes
+            return "Qwen2's tokenizer is byte-level: train bpe."
+        least = len(_FORMS[family].specials) + (_BYTES if kind == "bpe" else 1)
+    if vocab_size < least:
+        why = ": the 256 bytes and the special tokens" if kind == "bpe" and family != "marian" else ""
+        return f"vocab_size {vocab_size} is too small for {kind}; it needs at least {least}{why}."
+    return ""
+
+
+def train_tokenizer(
+    texts: Iterable[str], out: Path, *, family: str, kind: Kind, vocab_size: int, max_length: int | None
+) -> None:
+    """Learn a tokenizer from `texts` and write its files into `out`.
+
+    Args:
+        texts: what it is learned from; read once.
+        out: gets tokenizer.json and tokenizer_config.json, or Marian's source.spm, target.spm (the same,
+            learned from both languages), vocab.json and tokenizer_config.json.
+        family: the config's model_type.
+        kind: bpe is byte-level (Radford et al. 2019; SentencePiece's own for Marian), unigram is Kudo
+            2018, arXiv:1804.10959, wordpiece is BERT's, with its splitting at words and punctuation.
+        vocab_size: tokens at most, special ones included; fewer where the texts do not give so many.
+        max_length: tokens that the model has room for; None where it has no limit.
+
+    Raises:
+        InputError: the combination is impossible (see `refusal`), or the texts are empty.
+    """
+    if reason := refusal(family, kind, vocab_size):
+        raise InputError(f"model.tokenizer: {reason}")
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError("model.tokenizer: the training rows hold no text to learn a tokenizer from.")
+    if family == "marian":
+        _train_marian(lines, out, kind, vocab_size, max_length)
+        return
+    from transformers import PreTrainedTokenizerFast
+
+    form = _FORMS[family]
+    tokenizer = _train(lines, form, kind, vocab_size)
+    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if form.types else [])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length or int(1e30),
+        model_input_names=names,
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": token for role, token in form.roles.items()},
+    ).save_pretrained(out)
+
+
+def _train(lines: list[str], form: _Form, kind: Kind, vocab_size: int) -> Any:
+    """Return a trained `tokenizers.Tokenizer` that puts the family's special tokens around texts."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "special_tokens": list(form.specials),
+        "show_progress": False,
+    }
+    unknown = form.roles["unk"]
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer: Any = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(unk_token=unknown, **common)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**common)
+    tokenizer.train_from_iterator(lines, trainer)
+    marks = [(token, tokenizer.token_to_id(token)) for token in form.specials]
+    tokenizer.post_processor = _around(form, marks, kind, processors)
+    return tokenizer
+
+
+def _around(form: _Form, marks: list[tuple[str, int]], kind: Kind, processors: Any) -> Any:
+    template = processors.TemplateProcessing(single=form.single, pair=form.pair, special_tokens=marks)
+    return (
+        processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+        if kind == "bpe"
+        else template
+    )
+
+
+def _train_marian(lines: list[str], out: Path, kind: Kind, vocab_size: int, max_length: int | None) -> None:
+    """Write one SentencePiece model for both sides, and the vocabulary in Marian's order (pad last)."""
+    import sentencepiece
+
+    prefix = out / "joint"
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_prefix=str(prefix),
+            model_type=kind,
+            vocab_size=vocab_size - 1,
+            hard_vocab_limit=False,
+            pad_id=-1,
+            bos_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise InputError(f"model.tokenizer: SentencePiece cannot learn this: {error}") from error
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    learned = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
+    words = ["</s>", "<unk>", *(w for w in learned if w not in ("</s>", "<unk>")), "<pad>"]
+    for name in ("source.spm", "target.spm"):
+        (out / name).write_bytes(Path(f"{prefix}.model").read_bytes())
+    for ending in ("model", "vocab"):
+        Path(f"{prefix}.{ending}").unlink()
+    (out / "vocab.json").write_text(
+        json.dumps({word: i for i, word in enumerate(words)}, ensure_ascii=False), encoding="utf-8"
+    )
+    settings = {"tokenizer_class": "MarianTokenizer", "model_max_length": max_length or 512}
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"source_lang": "source", "target_lang": "target"}), encoding="utf-8"
+    )

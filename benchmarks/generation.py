@@ -24,7 +24,7 @@ from smelt.core.data import Columns, read_split
 from smelt.runtime.checkpoint import load_tokenizer
 from smelt.runtime.generation import Generation, generate
 from smelt.runtime.predict import length_limit, make_batches
-from smelt.runtime.runner import Batch, open_runner
+from smelt.runtime.runner import Batch, Runner, open_runner
 
 Rows = list[list[int]]
 
@@ -45,6 +45,11 @@ def transformers_generate(model: Any, beams: int) -> Callable[[Batch], Rows]:
         return rows
 
     return run
+
+
+def smelt_generate(runner: Runner, wishes: Generation) -> Callable[[Batch], Rows]:
+    """Return what translates a batch with smelt's loop."""
+    return lambda batch: generate(runner, batch, wishes)
 
 
 def main() -> None:
@@ -69,7 +74,7 @@ def main() -> None:
         wishes = Generation(beams=beams, max_new_tokens=128)
         systems = {"transformers": transformers_generate(first.model, beams)}
         for name, runner in runners.items():
-            systems[f"{name} ({runner.name})"] = lambda batch, r=runner, w=wishes: generate(r, batch, w)
+            systems[f"{name} ({runner.name})"] = smelt_generate(runner, wishes)
         compare(systems, batches, tokenizer, split, f"beams {beams}", options.rounds)
 
 

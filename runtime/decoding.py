@@ -131,11 +131,10 @@ def settle(generation: Generation, runner: Runner) -> Decoding:
     said = {name: value for name, value in generation.model_dump().items() if value is not None}
     own = runner.generation_config or runner.config
     _refuse_unsupported(own, generation.do_sample)
-    taken = {
-        name: own[name]
-        for name in Decoding.model_fields
-        if name not in ("beams", "do_sample", "seed") and own.get(name) is not None
-    }
+    idle = {"beams", "do_sample", "seed"}  # and what means nothing to this search
+    idle |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
+    idle |= set() if generation.beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
+    taken = {n: own[n] for n in Decoding.model_fields if n not in idle and own.get(n) is not None}
     for one, other in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
         if said.get(one) is not None or said.get(other) is not None:
             taken = {name: value for name, value in taken.items() if name not in (one, other)}

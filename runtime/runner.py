@@ -42,10 +42,13 @@ class Runner(Protocol):
 
     name: str
     version: str
-    device: str
     folder: Any
     config: dict[str, Any]
     generation_config: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        """Where it runs: cpu or cuda."""
 
     def forward(self, batch: Batch) -> Logits:
         """Return class logits, float32 [B, C]. Only for classifiers."""

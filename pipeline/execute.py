@@ -22,6 +22,7 @@ from smelt.core.store import Store
 from smelt.display import Display, duration
 from smelt.failures import explain, trace
 from smelt.latency_scores import LatencyScores
+from smelt.lengths import require_lengths
 from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
 from smelt.scoring import Scorer
@@ -192,6 +193,8 @@ class _Run:
             artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
         else:
             artifact, cached = start(self.shop, recipe, labels, rules, self._is_fresh(ROOT))
+        if recipe.strict:
+            require_lengths(artifact.path, recipe.task, self.data)
         self._finished(ROOT, artifact, cached, 0.0)
 
     def _labels(self, file: Path) -> Labels:

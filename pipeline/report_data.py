@@ -121,7 +121,7 @@ class ReportBuilder:
     def untimed(self, message: str) -> None:
         """Record that the times could not be taken at all, on the step that all are compared with."""
         self._set_status("error")
-        self._steps[self.data["baseline"]]["error"] = f"latency: {message}"
+        self._steps[self.data["baseline"]]["error"] = message
 
     def current(self) -> dict[str, Any]:
         """Return the report as it stands; of a run that is not at its end, as one that was interrupted.

@@ -21,6 +21,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import write_json
 from smelt.core.labels import SINGLE, ProblemType
 from smelt.runtime.conv1d import turned, use_linears
+from smelt.runtime.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 from smelt.runtime.text_rules import apply_text_rules, read_text_rules
 
@@ -55,7 +56,7 @@ def load_tokenizer(folder: Path) -> Any:
         InputError: its files are missing or do not fit together.
     """
     try:
-        with _quiet():
+        with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -267,6 +268,8 @@ def import_model(
     architecture = (config.architectures or [""])[0]
     if labels is not None and not architecture.endswith("ForSequenceClassification"):
         return _with_new_head(src, out, labels, seed, problem)
+    if lacks_head(config):
+        return add_tied_head(src, out)
     for path in sorted(src.iterdir()):
         wanted = path.suffix in _TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
         if path.is_file() and wanted:
@@ -296,7 +299,7 @@ def _with_new_head(
 ) -> list[str]:
     names = dict(enumerate(labels))
     torch.manual_seed(seed)
-    with _quiet():
+    with quiet():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
             src,
             local_files_only=True,
@@ -316,7 +319,7 @@ def _with_new_head(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' progress bars and load reports off the terminal."""
     caught = warnings.catch_warnings()
     caught.__enter__()

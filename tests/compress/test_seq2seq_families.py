@@ -12,10 +12,13 @@ from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.groups import find_groups
 from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.training_data import collate, encode_split
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.runtime.checkpoint import load_model, load_tokenizer, save_model
+from smelt.runtime.quantized import AnyEmbedding
+from smelt.runtime.structure import read_edits
 from smelt.runtime.text_rules import TextRules, write_text_rules
 
 MADE = {
@@ -24,6 +27,7 @@ MADE = {
     "bart": families.bart,
     "mbart": lambda folder: families.bart(folder, kind="mbart", scale_embedding=True),
 }
+GROUPS = {"int4": {"group_size": 16}}
 ROWS = Split(
     "rows", tuple(Example(s, (t,)) for s, t in zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False))
 )
@@ -200,3 +204,21 @@ def test_factorized_model_is_loaded_as_it_was(folder, tmp_path):
             u, s, vt = torch.linalg.svd(weight.double(), full_matrices=False)
             weight.copy_((u[:, :4] * s[:4]) @ vt[:4])
     torch.testing.assert_close(logits(model, ctx.out), logits(whole, folder), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
+def test_quantized_model_stays_near_and_is_loaded_as_it_was(folder, tmp_path, scheme):
+    ctx = run(Quantize(), folder, QuantizeSettings(scheme=scheme, **GROUPS.get(scheme, {})), tmp_path / "out")
+    model, _ = load_model(ctx.out)
+    floats = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
+    assert floats == []
+    tables = [m for m in model.modules() if isinstance(m, AnyEmbedding)]
+    assert len(tables) == 3
+    assert len({id(t.matrix) for t in tables}) == 1
+    expected, got = logits(theirs(folder), folder), logits(model, ctx.out)
+    limit = {"int8-dynamic": 0.1, "int4": 0.5}[scheme]
+    assert 0 < float((got - expected).abs().mean() / expected.std()) < limit
+    again = tmp_path / "again"
+    again.mkdir()
+    save_model(model, read_edits(ctx.out), again, ctx.out)
+    torch.testing.assert_close(logits(load_model(again)[0], again), got)

@@ -52,10 +52,12 @@ def t5(folder: Path, gated: bool = False, seed: int = 0, **config: Any) -> Path:
     model = T5ForConditionalGeneration(T5Config(**(values | config)))
     if gated:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    _draw(model, 0.3)
-    if not gated:
-        with torch.no_grad():  # the head makes states smaller by the root of d_model
-            model.shared.weight.normal_(0, 2.0)
+    _draw(model, 0.2)
+    with torch.no_grad():
+        model.shared.weight.normal_(0, 1.0)
+        for name, parameter in model.named_parameters():
+            if not gated and name.endswith(("o.weight", "wo.weight")):
+                parameter.mul_(3)  # or a model whose embedding is its head repeats the decoder's start
     for side in (model.encoder, model.decoder):
         with torch.no_grad():
             side.block[0].layer[0].SelfAttention.relative_attention_bias.weight.normal_(0, 2.0)

@@ -1,0 +1,103 @@
+"""The whole way of a summarizer through the command line: T5 v1.1 with a prefix from its config."""
+
+import json
+
+import families
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+
+RECIPE = """
+model: m
+task: summarization
+data:
+  train: data.jsonl
+  validation: data.jsonl
+  test: data.jsonl
+  columns: {source: dialogue, target: summary}
+stages:
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - distill: {student: {decoder_layers: 1}, max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - prune: {keep: 0.5}
+  - factorize: {rank: 6}
+  - quantize: {}
+  - onnx: {}
+score:
+  generation: {max_new_tokens: 6}
+  latency: {batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}
+gates: {rouge1: {max_drop: 100}}
+"""
+
+
+def smelt(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("t5")
+    families.t5(home / "m", gated=True)
+    config = json.loads((home / "m" / "config.json").read_text())
+    config["task_specific_params"] = {"summarization": {"prefix": families.PREFIX, "max_length": 20}}
+    (home / "m" / "config.json").write_text(json.dumps(config))
+    rows = [{"dialogue": s, "summary": t} for s, t in zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)]
+    (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (home / "recipe.yaml").write_text(RECIPE)
+    result = smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    return home
+
+
+def test_every_step_is_scored_by_rouge_and_timed(home):
+    steps = json.loads((home / "run" / "report.json").read_text())["steps"]
+    assert [s["status"] for s in steps] == ["done"] * 7
+    assert all(list(s["quality"]) == ["rouge1", "rouge2", "rougeL"] for s in steps)
+    assert all(s["quality"]["rouge1"]["n"] == 6 and len(s["latency"]) == 1 for s in steps)
+    assert steps[-1]["runner"] == "onnxruntime"
+    assert steps[-1]["gates"][0]["passed"] is True
+    sizes = [s["parameters"] for s in steps]
+    assert sizes[0] == sizes[1] > sizes[2] > sizes[3] > sizes[4]
+    assert steps[-1]["size_bytes"] < steps[0]["size_bytes"]
+    assert steps[0]["facts"]["prefix"] == families.PREFIX
+
+
+def test_the_plan_says_which_prefix_is_taken(home):
+    result = smelt("plan", home / "recipe.yaml")
+    assert f"texts       prefix '{families.PREFIX}' (the model's, for summarization)" in result.output
+    other = smelt("plan", home / "recipe.yaml", "--set", 'data.prefix=""')
+    assert "prefix '' (the recipe's)" in other.output
+
+
+def test_predict_puts_the_prefix_before_the_words(home):
+    """The same words with the prefix written out, on a copy that has none, give the same."""
+    from smelt.core.artifact import read_artifact
+    from smelt.runtime.generation import Generation
+    from smelt.runtime.predict import generate_texts
+    from smelt.runtime.runner import open_runner
+    from smelt.runtime.text_rules import TextRules, write_text_rules
+
+    folder = home / "run" / "artifacts" / "onnx"
+    said = smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
+    text = (folder / "text.json").read_text()
+    assert json.loads(text) == {"prefix": families.PREFIX}
+    with open_runner(read_artifact(folder), 1) as runner:
+        try:
+            write_text_rules(folder, TextRules())
+            by_hand = generate_texts(runner, [families.PREFIX + tiny.SENTENCES[0]], Generation())
+        finally:
+            (folder / "text.json").write_text(text)
+    assert said == by_hand[0].strip()
+    assert said
+
+
+def test_a_missing_column_names_the_one_that_often_holds_it(home):
+    plain = RECIPE.replace("  columns: {source: dialogue, target: summary}\n", "")
+    (home / "plain.yaml").write_text(plain)
+    result = smelt("plan", home / "plain.yaml")
+    assert result.exit_code == 2
+    assert "'dialogue' often holds it" in result.output
+    assert "columns: {source: dialogue}" in result.output

@@ -21,7 +21,7 @@ from smelt.core.errors import InputError
 from smelt.runtime.causal import positions
 from smelt.runtime.checkpoint import read_json
 from smelt.runtime.device import onnx_device
-from smelt.runtime.onnx_runner import open_session
+from smelt.runtime.onnx_runner import open_session, take_rows
 from smelt.runtime.runner import Batch, Logits, Tokens
 
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -126,7 +126,7 @@ class OnnxCausalRunner:
         """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up."""
         if not np.array_equal(rows, np.arange(state.mask.shape[0])):
             state.mask = state.mask[rows]
-            state.caches = [self._value(cache.numpy().take(rows, axis=0)) for cache in state.caches]
+            state.caches = [self._value(take_rows(cache.numpy(), rows)) for cache in state.caches]
         return state
 
     def _value(self, array: Any) -> Any:

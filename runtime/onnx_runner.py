@@ -178,8 +178,8 @@ class OnnxRunner:
         state.sentences = sentences
         for values in moved:
             for name, value in values.items():
-                # on the CPU `numpy` and `_value` only look at the memory: the one copy is made by `take`
-                values[name] = self._value(value.numpy().take(rows, axis=0))
+                # on the CPU `numpy` and `_value` only look at the memory: `take_rows` makes the one copy
+                values[name] = self._value(take_rows(value.numpy(), rows))
                 state.binding.bind_ortvalue_input(name, values[name])
         return state
 
@@ -240,6 +240,12 @@ def lacks_vnni(cpuinfo: Path) -> bool:
     except OSError:
         return False
     return "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}
+
+
+def take_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
+    """Return `array[rows]`; over two dimensions `take` copies five times as fast as over four."""
+    taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
+    return taken.reshape(len(rows), *array.shape[1:])
 
 
 def _past(name: str) -> str:

@@ -1,0 +1,157 @@
+import numpy as np
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize import int8_dynamic
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.through_codes import (
+    LatentEmbedding,
+    LatentLinear,
+    load_trainable,
+    put_latent,
+    settle,
+)
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model, load_tokenizer
+from smelt.runtime.quantized import dynamic_quantize_linear, scheme_of
+
+SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "evals": 0, "dropout": 0.0}
+
+
+def artifact(folder, key, stage, parent, task):
+    manifest = Manifest(
+        key=key * 64, format="torch", task=task, stage=stage, settings={}, seed=0,
+        parent=parent and parent * 64, versions={},
+    )  # fmt: skip
+    return Artifact(folder, manifest)
+
+
+def quantized(folder, family, task, **settings):
+    """Make a tiny model and quantize it; return both artifacts."""
+    first = artifact(getattr(tiny, family)(folder / "model"), "a", "model", None, task)
+    (folder / "quantized").mkdir()
+    Quantize()(first, QuantizeSettings(**settings), context(folder / "quantized", task, {}))
+    return first, artifact(folder / "quantized", "b", "quantize", "a", task)
+
+
+def context(out, task, ancestors, data=None):
+    out.mkdir(exist_ok=True)
+    return Context(
+        out=out, task=task, data=data or {}, seed=0, ancestors=ancestors, score=lambda a: {}, threads=1
+    )
+
+
+def distance(folder, teacher):
+    """How far a translator's next words are from the teacher's on the tiny sentences (mean KL, nats)."""
+    model, tokenizer = load_model(folder)[0], load_tokenizer(folder)
+    batch = tokenizer(tiny.SENTENCES, text_target=tiny.SENTENCES[4:] + tiny.SENTENCES[:4], padding=True)
+    fed = {name: torch.tensor(value) for name, value in batch.items()}
+    with torch.no_grad():
+        ours, theirs = (m(**fed).logits[fed["labels"] >= 2].log_softmax(-1) for m in (model, teacher))
+    return float(nn.functional.kl_div(ours, theirs, reduction="batchmean", log_target=True))
+
+
+@pytest.fixture(scope="module")
+def translations(tmp_path_factory):
+    path = tiny.pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows=64)
+    return {"train": read_split(str(path), "translation", Columns(), path.parent)}
+
+
+@pytest.mark.parametrize(("scheme", "rate"), [("binary", 5e-3), ("int4", 1e-3)])
+def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translations, scheme, rate):
+    vocabulary = "int8-dynamic" if scheme == "binary" else "int4"
+    first, second = quantized(
+        tmp_path, "marian", "translation", scheme=scheme, group_size=32, vocabulary=vocabulary
+    )
+    ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second}, translations)
+    alone = {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": 1.0}
+    Distill()(second, DistillSettings(max_steps=50, **(SETTINGS | alone | {"learning_rate": rate})), ctx)
+    teacher, _ = load_model(first.path)
+    assert distance(tmp_path / "out", teacher) < 0.8 * distance(second.path, teacher)
+    assert ctx.facts["latent_weights"] == "model"
+    assert 0 < ctx.facts["codes_changed"] < 0.7
+    same = [(folder / "structure.json").read_bytes() for folder in (second.path, tmp_path / "out")]
+    assert same[0] == same[1]
+    before, after = (load_model(f)[0].state_dict() for f in (second.path, tmp_path / "out"))
+    assert {n: (t.shape, t.dtype) for n, t in before.items()} == {
+        n: (t.shape, t.dtype) for n, t in after.items()
+    }
+    assert after["lm_head.matrix.codes"].data_ptr() == after["model.shared.matrix.codes"].data_ptr()
+    pad = load_model(second.path)[0].config.pad_token_id
+    row = load_model(tmp_path / "out")[0].model.shared(torch.tensor([pad]))
+    assert row.eq(0).all()  # Marian's decoder starts from a zero embedding, also after training
+
+
+def test_an_int8_classifier_learns_its_labels(tmp_path):
+    task = "text-classification"
+    first, second = quantized(tmp_path, "bert", task, scheme="int8-dynamic")
+    rows = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 4)))
+    ctx = context(tmp_path / "out", task, {"model": first, "quantize": second}, {"train": rows})
+    Finetune()(second, FinetuneSettings(max_steps=30, **(SETTINGS | {"learning_rate": 1e-3})), ctx)
+    assert ctx.facts["training"]["train_loss"] < 0.6
+    model, edits = load_model(tmp_path / "out")
+    assert {scheme_of(m) for m in model.modules()} == {None, "int8-dynamic"}
+    assert len(edits) == len(load_model(second.path)[1])
+
+
+def test_nothing_changes_when_nothing_was_trained(tmp_path):
+    """From the float weights the very codes are decided again."""
+    first, second = quantized(tmp_path, "marian", "translation", scheme="binary", group_size=32)
+    ctx = context(tmp_path / "out", "translation", {"model": first, "quantize": second})
+    model, _ = load_trainable(second, ctx)
+    latents = [m for m in model.modules() if isinstance(m, LatentLinear | LatentEmbedding)]
+    assert len(latents) == 2 * 6 + 2 * 10 + 1 + 3
+    assert model.lm_head.weight is model.model.shared.weight
+    assert {n for n, p in model.named_parameters() if not p.requires_grad and "position" not in n} == set()
+    expected, _ = load_model(first.path)
+    assert model.model.encoder.layers[0].fc1.weight.equal(expected.model.encoder.layers[0].fc1.weight)
+    settle(model, ctx)
+    assert ctx.facts["codes_changed"] == 0
+    before = load_model(second.path)[0].state_dict()
+    after = model.state_dict()
+    assert all(after[name].equal(before[name]) for name in before)
+
+
+def test_latent_layers_compute_what_the_codes_will(tmp_path):
+    _, second = quantized(
+        tmp_path, "marian", "translation", scheme="binary", group_size=32, accuracy_level=0, vocabulary="int4"
+    )
+    model, _ = load_model(second.path)
+    ids = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids, decoder_input_ids=ids).logits
+        put_latent(model, load_model(tmp_path / "model")[0])
+        got = model(input_ids=ids, decoder_input_ids=ids).logits
+    assert got.allclose(expected, atol=1e-4)
+
+
+def test_without_its_parent_training_starts_from_the_codes(tmp_path):
+    _, second = quantized(tmp_path, "bert", "text-classification", scheme="binary", group_size=32)
+    ctx = context(tmp_path / "out", "text-classification", {})
+    model, _ = load_trainable(second, ctx)
+    assert ctx.facts["latent_weights"] == "codes"
+    stored, _ = load_model(second.path)
+    assert model.bert.pooler.dense.weight.equal(stored.bert.pooler.dense.matrix.dequantize())
+
+
+def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight():
+    x = torch.linspace(-3.7, 2.2, 97, requires_grad=True)
+    codes, scale, zero = dynamic_quantize_linear(x.detach())
+    got = int8_dynamic.fake_activations(x)
+    assert np.allclose(got.detach().numpy(), (codes.numpy().astype(np.float32) - zero) * scale, atol=1e-6)
+    got.mul(torch.arange(97.0)).sum().backward()
+    assert x.grad.equal(torch.arange(97.0))
+
+
+def test_fake_int8_weights_are_those_of_the_codes():
+    weight = torch.tensor([[1.27, -0.5], [0.0, 0.0]], requires_grad=True)
+    got = int8_dynamic.fake(weight)
+    assert got.detach().allclose(torch.tensor([[1.27, -0.5], [0.0, 0.0]]))
+    got.sum().backward()
+    assert weight.grad.eq(1).all()

@@ -1,0 +1,63 @@
+"""Perplexity and bits per byte: the formulas, their intervals, paired differences."""
+
+import math
+
+import numpy as np
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.evaluate.perplexity import score_windows
+from smelt.evaluate.prompts import prompt_texts
+from smelt.evaluate.significance import compare
+
+LOSSES, TOKENS, SIZES = [10.0, 30.0, 8.0, 12.0], [5, 10, 4, 5], [20, 50, 15, 21]
+
+
+def _scores(losses=LOSSES, examples=("x",)):
+    return score_windows(
+        ["bits_per_byte", "perplexity"], losses, TOKENS, SIZES, "window:8|stride:8", list(examples)
+    )
+
+
+def test_values_are_ratios_of_sums_when_windows_differ_in_length():
+    found = _scores()
+    assert list(found) == ["bits_per_byte", "perplexity"]
+    assert found["perplexity"].value == pytest.approx(math.exp(60 / 24))
+    assert found["bits_per_byte"].value == pytest.approx(60 / math.log(2) / 106)
+    assert (found["perplexity"].n, found["perplexity"].higher_is_better) == (24, False)
+    assert found["perplexity"].signature.startswith("window:8|stride:8|ci:bootstrap over windows")
+
+
+def test_interval_is_that_of_resampled_windows():
+    low, high = _scores()["perplexity"].ci95
+    drawn = np.random.default_rng(1).integers(0, 4, (20000, 4))
+    values = np.exp(np.array(LOSSES)[drawn].sum(1) / np.array(TOKENS)[drawn].sum(1))
+    assert (low, high) == pytest.approx(tuple(np.quantile(values, (0.025, 0.975))), rel=0.02)
+
+
+def test_difference_is_a_rise_when_the_model_got_worse():
+    worse = _scores([loss * 1.1 for loss in LOSSES])["perplexity"].statistics
+    found = compare(worse, _scores()["perplexity"].statistics)
+    assert found["difference"] == pytest.approx(math.exp(66 / 24) - math.exp(60 / 24))
+    assert found["p_value"] < 0.01
+    with pytest.raises(InputError, match="examples differ"):
+        compare(worse, _scores(examples=("y",))["perplexity"].statistics)
+
+
+def test_perplexity_stays_finite_when_a_model_is_broken():
+    assert math.isfinite(_scores([1e6] * 4)["perplexity"].value)
+
+
+def test_scores_are_refused_when_metric_or_windows_are_missing():
+    with pytest.raises(InputError, match="Did you mean 'perplexity'"):
+        score_windows(["perplexty"], LOSSES, TOKENS, SIZES, "", [])
+    with pytest.raises(InputError, match="there are 0, 0"):
+        score_windows(["perplexity"], [], [], [], "", [])
+
+
+def test_prompts_are_stretches_of_the_text_when_rows_are_short():
+    found = prompt_texts(["one two", "", " three four five"], 2)
+    assert " ".join(found) == "one two three four"  # what is left over is too short
+    assert prompt_texts(["one"], 100) == ["one"]
+    with pytest.raises(InputError, match="no words"):
+        prompt_texts(["", " "], 2)

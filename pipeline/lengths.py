@@ -32,7 +32,7 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
             first = ", ".join(str(row + 1) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
             problems.append(
                 f"{split.origin} ({name}): {len(rows)} rows hold texts of more than {limit} tokens, the"
-                f" model's limit (strict: true): row {first}. Shorten them, or leave strict out and they are cut."
+                f" model's limit (strict: true): row {first}. Shorten them; without strict they are cut."
             )
     if problems:
         raise InputError("\n".join(problems))

@@ -36,7 +36,7 @@ def length_limit(tokenizer: Any, config: dict[str, Any]) -> int:
 
 def position_limit(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens the position table has room for; None where the model has none."""
-    positions = config.get("max_position_embeddings")
+    positions = config.get("max_position_embeddings") or config.get("n_positions")  # GPT-2's word
     return None if not positions else int(positions) - position_offset(config)
 
 

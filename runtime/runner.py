@@ -99,6 +99,10 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
         from smelt.runtime.onnx_runner import OnnxRunner
 
         return OnnxRunner(artifact, threads, device)
+    if artifact.format == "tensorrt" and causal:
+        from smelt.runtime.tensorrt_causal import TensorrtCausalRunner
+
+        return TensorrtCausalRunner(artifact, threads)
     if artifact.format == "tensorrt":
         from smelt.runtime.tensorrt_runner import TensorrtRunner
 

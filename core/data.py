@@ -70,7 +70,7 @@ class Windows(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row. Translation and summarization use `text` and `references`, classification `text` and `label`."""
+    """One row. Translation, summarization: `text` and `references`; classification: `text` and `label`."""
 
     text: str
     references: tuple[str, ...] = ()
@@ -111,9 +111,9 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
     """
     path = (base / origin).expanduser()
     if path.is_file():
-        if task == "language-modeling" and _kind(path) == ".txt":
+        if task == "language-modeling" and file_kind(path) == ".txt":
             return _read_lines(path, origin, name)
-        rows = _read_file(path)
+        rows = read_file(path)
     elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
         raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}")
     else:
@@ -133,7 +133,7 @@ def _read_lines(path: Path, origin: str, name: str) -> Split:
     return Split(origin, tuple(Example(line) for line in lines), Windows(separator="\n"))
 
 
-def _kind(path: Path) -> str:
+def file_kind(path: Path) -> str:
     """Return the suffix that says what a file holds: that before .gz, if there is one."""
     suffixes = [s.lower() for s in path.suffixes]
     if suffixes[-1:] == [".gz"] and len(suffixes) > 1:
@@ -153,8 +153,13 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    kind = _kind(path)
+def read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every row of a file with where it stands; CSV and JSON lines are read whole, then row by row.
+
+    Raises:
+        InputError: the file cannot be read, or is of an unknown kind.
+    """
+    kind = file_kind(path)
     if kind == ".parquet":
         return _read_parquet(path)
     if kind not in (".jsonl", ".json", ".ndjson", ".csv", ".tsv"):
@@ -245,9 +250,11 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
         return Example(_text(row, columns.source, where, "source"), tuple(references))
     if task == "language-modeling":
         return Example(_text(row, columns.text, where, "text"))
-    pair = (
-        _text(row, columns.text_pair, where, "text_pair") if row.get(columns.text_pair) is not None else None
-    )
+    # a name that the recipe gives must be there; files without null mark its absence by an empty text
+    if "text_pair" in columns.model_fields_set and columns.text_pair not in row:
+        raise _missing(row, columns.text_pair, where, "text_pair")
+    there = row.get(columns.text_pair) is not None
+    pair = (_text(row, columns.text_pair, where, "text_pair") or None) if there else None
     if columns.label not in row:
         raise _missing(row, columns.label, where, "label")
     label = _label(row[columns.label], where, columns.label)

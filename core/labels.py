@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from smelt.core.data import Example, Label
 from smelt.core.errors import InputError, nearest
@@ -26,10 +26,20 @@ TargetT = TypeVar("TargetT")
 
 
 def class_names(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of a model's outputs, in their order, from its Hugging Face config as a dict."""
+    """Return the names of a model's outputs, in their order, from its Hugging Face config as a dict.
+
+    Raises:
+        InputError: `id2label` does not map 0, 1, ... to names.
+    """
     names = config.get("id2label") or {}
-    count = len(names) or int(config.get("num_labels") or 2)
-    return [str(names[k]) for k in sorted(names, key=int)] or [f"LABEL_{i}" for i in range(count)]
+    try:
+        count = len(names) or int(config.get("num_labels") or 2)
+        by_output = {int(output): str(name) for output, name in names.items()}
+        return [by_output[i] if names else f"LABEL_{i}" for i in range(count)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"config.json: id2label must map the outputs 0, 1, ... to names, read {repr(names)[:80]}."
+        ) from error
 
 
 def problem_type(config: Mapping[str, Any]) -> ProblemType:
@@ -109,7 +119,8 @@ def read_classes(examples: Sequence[Example], names: Sequence[str], origin: str 
     Raises:
         InputError: labels that the model does not know; their rows (counted from 1) are named.
     """
-    return _read(examples, names, origin, SINGLE, lambda label: _class(label, names))
+    outputs = _outputs(names)
+    return _read(examples, names, origin, SINGLE, lambda label: _class(label, outputs))
 
 
 def read_class_sets(
@@ -120,9 +131,10 @@ def read_class_sets(
     Raises:
         InputError: as `read_classes`.
     """
+    outputs = _outputs(names)
 
     def of(label: Label | None) -> tuple[int, ...] | None:
-        found = [_class(item, names) for item in _items(label)]
+        found = [_class(item, outputs) for item in _items(label)]
         known = {index for index in found if index is not None}
         return None if None in found or label is None else tuple(sorted(known))
 
@@ -163,13 +175,24 @@ def _items(label: Label | None) -> list[Label]:
     return [] if label is None else [label]
 
 
-def _class(label: Label | None, names: Sequence[str]) -> int | None:
+class _Outputs(NamedTuple):
+    """Where each name stands among the outputs (the first of equal ones), and how many outputs there are."""
+
+    places: dict[str, int]
+    count: int
+
+
+def _outputs(names: Sequence[str]) -> _Outputs:
+    return _Outputs({name: place for place, name in reversed(list(enumerate(names)))}, len(names))
+
+
+def _class(label: Label | None, outputs: _Outputs) -> int | None:
     if isinstance(label, str):
-        if label in names:
-            return names.index(label)
+        if label in outputs.places:
+            return outputs.places[label]
         # CSV files hold numbers as text
         label = int(label) if label.isascii() and label.isdecimal() else None
-    return label if isinstance(label, int) and 0 <= label < len(names) else None
+    return label if isinstance(label, int) and 0 <= label < outputs.count else None
 
 
 def _number(label: Label | None) -> float | None:
@@ -211,7 +234,8 @@ def _complaint(
             f"{start} {rows[0] + 1}: the label {shown} is a list, and the model gives one label to a text"
             f" (problem_type {SINGLE}).{also}"
         )
-    odd = [item for item in _items(label) if _class(item, names) is None] if problem == MULTI else [label]
+    outputs = _outputs(names)
+    odd = [item for item in _items(label) if _class(item, outputs) is None] if problem == MULTI else [label]
     known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     text = (
         f"{start} {rows[0] + 1}: the label {repr(odd[0] if odd else label)[:80]} is not one of the model's"

@@ -17,7 +17,7 @@ from smelt.machine import device_of
 from smelt.runtime.generation import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,13 @@ def test_labels_may_be_lists_or_decimal_numbers_too(tmp_path):
     assert len(split.fingerprint) == 64
 
 
+def test_a_second_text_may_be_missing_unless_its_column_was_named(tmp_path):
+    path = _write(tmp_path / "a.csv", "text,text_b,label\na,b,0\na,,1\n")
+    assert [e.text_pair for e in _read(path, "text-classification").examples] == ["b", None]
+    with pytest.raises(InputError, match=r"a\.csv:2: no column 'text_c'.* Did you mean 'text_b'"):
+        _read(path, "text-classification", Columns(text_pair="text_c"))
+
+
 def test_fingerprints_of_numbers_and_names_stay_what_they_were():
     """Recorded before labels could be anything else: results that are kept must be found again."""
     rows = (Example("good", label=1), Example("bad", text_pair="x", label="neg"))

@@ -26,7 +26,8 @@ def rows(*labels):
 
 
 def test_names_are_in_the_order_of_the_outputs():
-    assert class_names({"id2label": {"10": "k", "2": "c", "0": "a"}}) == ["a", "c", "k"]
+    eleven = {str(i): chr(ord("a") + i) for i in (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)}
+    assert class_names({"id2label": eleven}) == list("abcdefghijk")
     assert class_names({"id2label": {0: "a", 1: "b"}}) == ["a", "b"]
     assert class_names({"num_labels": 3}) == ["LABEL_0", "LABEL_1", "LABEL_2"]
     assert class_names({}) == ["LABEL_0", "LABEL_1"]
@@ -65,6 +66,9 @@ def test_config_decides_and_else_the_labels(config, labels, expected):
             r"problem_type is 'regresion'; known: .* Did you mean 'regression'\?",
         ),
         ({**TWO, "problem_type": REGRESSION}, "regression and the model has 2 outputs"),
+        ({"id2label": {"0": "a", "2": "b"}}, "id2label must map the outputs 0, 1, ... to names"),
+        ({"id2label": {"a": 0, "b": 1}}, "id2label must map the outputs"),
+        ({"id2label": ["a", "b"]}, "id2label must map the outputs"),
         ({"id2label": {"0": "a"}, "problem_type": SINGLE}, "the model has one output"),
     ],
 )

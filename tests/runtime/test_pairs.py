@@ -79,3 +79,36 @@ def test_cut_pairs_lose_from_the_longer_text_as_in_transformers(folder):
     long, short = " ".join(tiny.SENTENCES), "a man"
     wanted = tokenizer(long, short, truncation=True, max_length=20)["input_ids"]
     assert encode_texts([long], tokenizer, 20, [short]).ids == [wanted]
+
+
+def test_token_types_of_a_tokenizer_are_left_out_where_the_model_has_none(tmp_path):
+    """Many DistilBERT checkpoints come with BERT's tokenizer, which gives them."""
+    folder = classifiers.distilbert(tmp_path / "m", labels=3)
+    examples = [Example(a, text_pair=b) for a, b in zip(FIRST, SECOND, strict=True)]
+    expected = logits_of(folder, examples)
+    file = folder / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("DistilBertTokenizer", "BertTokenizer"))
+    assert "token_type_ids" in load_tokenizer(folder)("a man")
+    assert np.array_equal(logits_of(folder, examples), expected)
+
+
+def test_a_table_of_sines_loads_as_it_is(tmp_path):
+    folder = classifiers.distilbert(tmp_path / "m", sinusoidal_pos_embds=True)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = model(**tokenizer(FIRST[0], return_tensors="pt")).logits.detach().numpy()
+    assert np.allclose(logits_of(folder, [Example(FIRST[0])]), expected, atol=1e-5)
+
+
+def test_the_pooler_that_some_roberta_classifiers_bring_is_left_aside(tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = classifiers.roberta(tmp_path / "m")
+    expected = logits_of(folder, [Example(FIRST[0])])
+    tensors = load_file(folder / "model.safetensors") | {
+        "roberta.pooler.dense.weight": torch.ones(32, 32),
+        "roberta.pooler.dense.bias": torch.ones(32),
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert np.array_equal(logits_of(folder, [Example(FIRST[0])]), expected)

@@ -43,7 +43,8 @@ def attend_relative(
     heads, place = module.n_heads, module.layer_idx
     if key_value_states is not None:
         assert scope.cross is not None
-        out = attention(module.q(hidden_states), *scope.cross[place], scope.mask, heads, 1.0)
+        keys, values = scope.cross[place]
+        out = attention(module.q(hidden_states), keys, values, scope.mask, heads, 1.0)
         return module.o(out), None, None
     query, key, value = module.pack(hidden_states)
     past = None if scope.past is None else scope.past[place]

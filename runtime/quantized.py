@@ -19,6 +19,7 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -178,14 +179,14 @@ def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
 def keep_scale(new: nn.Module, old: nn.Module) -> None:
     """Let `new`, which takes the place of the embedding `old`, multiply its rows by the same factor."""
-    scale = getattr(old, "embed_scale", 1.0)
+    scale: float = getattr(old, "embed_scale", 1.0)
     if scale != 1.0:
-        new.embed_scale = scale
-        new.register_forward_hook(_times_scale)
+        setattr(new, "embed_scale", scale)  # noqa: B010  (nn.Module's attributes are typed as modules)
+        new.register_forward_hook(partial(_times, scale))
 
 
-def _times_scale(module: nn.Module, inputs: tuple[Tensor, ...], rows: Tensor) -> Tensor:
-    return rows * module.embed_scale
+def _times(scale: float, module: nn.Module, inputs: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+    return rows * scale
 
 
 def scheme_of(module: nn.Module) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from smelt.compress.distill.fit import check_student
 from smelt.compress.training import TrainingSettings, train
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
@@ -21,8 +23,8 @@ Layers = int | list[int]
 class StudentSettings(Settings):
     """Which layers the student copies: a number, or a list of their places counted from 0."""
 
-    encoder_layers: Layers | None = Field(default=None, description="where texts are rewritten: of the encoder")
-    decoder_layers: Layers | None = Field(default=None, description="where texts are rewritten: of the decoder")
+    encoder_layers: Layers | None = Field(default=None, description="encoder of an encoder-decoder")
+    decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder")
     layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
     choose: Literal["spread", "first", "last"] = Field(
         default="spread", description="which ones, where a number is given; spread includes first and last"
@@ -87,6 +89,16 @@ class Distill:
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def check_model(
+        cls, settings: DistillSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        if settings.student is None:
+            return [], dict(config)
+        found, after = check_student(settings.student, config)
+        return [(f"student.{setting}", message) for setting, message in found], after
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""

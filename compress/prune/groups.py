@@ -157,8 +157,9 @@ def _t5_attentions(model: Any) -> Iterator[AttentionGroup]:
         for i in range(len(model.get_submodule(f"{side}.block"))):
             for name in names:
                 at = f"{side}.block.{i}.{name}"
-                parts = (f"{at}.{part}" for part in "qkvo")
-                yield AttentionGroup(at, *parts, "n_heads", None, relative=True)
+                yield AttentionGroup(
+                    at, f"{at}.q", f"{at}.k", f"{at}.v", f"{at}.o", "n_heads", None, relative=True
+                )
 
 
 def _t5_blocks(model: Any) -> Iterator[FeedForwardGroup]:

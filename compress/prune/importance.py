@@ -103,7 +103,7 @@ def _masking(mask: Tensor, head_dim: int) -> Callable[[nn.Module, tuple[Tensor, 
 
 
 def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
-    """Return the sum of |sum(w1 * g1) + b1 * gb1| over `inputs`, + |sum(w2 * g2)|, per neuron, float64 [F]."""
+    """Return |sum(w1 * g1) + b1 * gb1|, summed over `inputs`, + |sum(w2 * g2)| per neuron, float64 [F]."""
     assert second.weight.grad is not None
     terms = (second.weight * second.weight.grad).sum(dim=0).abs()
     for first in inputs:

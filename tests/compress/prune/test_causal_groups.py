@@ -1,0 +1,88 @@
+"""Pruning of decoder-only models: cutting equals masking; whole groups of queries go with their key."""
+
+import causal
+import pytest
+import tiny
+import torch
+
+from smelt.compress.prune.groups import columns_of, find_groups
+from smelt.compress.prune.importance import magnitude_scores
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model
+
+IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=causal.FAMILIES)
+def folder(request, tmp_path_factory):
+    folder = causal.model(tmp_path_factory.mktemp(request.param), request.param)
+    causal.lines(folder / "t.txt", 2)
+    return folder
+
+
+def _prune(folder, out, **settings):
+    out.mkdir()
+    data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
+    ctx = Context(out=out, task="language-modeling", data=data, seed=0, ancestors={}, score=lambda a: {})
+    Prune()(tiny.artifact(folder, "language-modeling"), PruneSettings(**settings), ctx)
+    return ctx
+
+
+def _logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "taylor"])
+def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
+    ctx = _prune(folder, tmp_path / "out", keep=0.5, importance=importance, rows=6)
+    small, edits = load_model(ctx.out)
+    whole, _ = load_model(folder)
+    attentions, blocks = find_groups(whole)
+    cut = find_groups(small)
+    keys = 2 if whole.config.model_type != "gpt2" else 4
+    assert list(ctx.facts["kept_heads"].values()) == [keys // 2] * 2
+    with torch.no_grad():
+        for group, after in zip([*attentions, *blocks], [*cut[0], *cut[1]], strict=True):
+            name = getattr(group, "out", None) or group.second
+            before, now = columns_of(whole, name).weight, columns_of(small, name).weight
+            # what stays are columns of the whole matrix: mask all others
+            stay = [(before == column[:, None]).all(dim=0).nonzero().item() for column in now.t()]
+            mask = torch.zeros(before.shape[1])
+            mask[stay] = 1
+            before.mul_(mask)
+            assert len(stay) * 2 == before.shape[1], (group, after)
+    torch.testing.assert_close(_logits(small), _logits(whole), atol=1e-4, rtol=1e-4)
+    assert any(edit["op"] == "linear" for edit in edits)
+
+
+def test_feed_forward_width_is_said_in_the_config_when_all_layers_agree(folder, tmp_path):
+    import transformers
+
+    ctx = _prune(folder, tmp_path / "out", what=["ffn"], keep=0.5, importance="magnitude")
+    assert not (ctx.out / "structure.json").exists()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(ctx.out).eval()
+    torch.testing.assert_close(_logits(plain), _logits(load_model(ctx.out)[0]))
+
+
+def test_magnitude_is_the_product_of_norms_when_a_key_serves_several_queries(folder):
+    model, _ = load_model(folder)
+    attentions, blocks = find_groups(model)
+    scores = magnitude_scores(model, attentions, blocks)
+    if model.config.model_type == "gpt2":
+        value = model.transformer.h[0].attn.c_attn.weight[64:]
+        out = model.transformer.h[0].attn.c_proj.weight
+    else:
+        value, out = (model.model.layers[0].self_attn.get_submodule(n).weight for n in ("v_proj", "o_proj"))
+    units = attentions[0].count(model)
+    wanted = [a.norm() * b.norm() for a, b in zip(value.chunk(units, 0), out.chunk(units, 1), strict=True)]
+    torch.testing.assert_close(scores.heads[attentions[0].name].float(), torch.stack(wanted).detach())
+
+
+def test_pruning_says_the_family_when_it_is_not_known():
+    config = type("C", (), {"model_type": "mamba"})
+    with pytest.raises(InputError, match=r"a mamba model are not known.*llama"):
+        find_groups(type("M", (), {"config": config}))

@@ -1,0 +1,122 @@
+"""Every torch stage on every decoder-only family: its loss, and save, load, same outputs."""
+
+import causal
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.training_data import collate, encode_split
+from smelt.compress.training_loop import label_objective
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime import checkpoint
+from smelt.runtime.checkpoint import load_model, load_tokenizer
+
+IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=causal.FAMILIES)
+def folder(request, tmp_path_factory):
+    folder = causal.model(tmp_path_factory.mktemp(request.param), request.param)
+    causal.lines(folder / "t.txt", 2)
+    return folder
+
+
+@pytest.fixture
+def ctx(folder, tmp_path):
+    split = read_split("t.txt", "language-modeling", Columns(), folder)
+    (tmp_path / "out").mkdir()
+    return Context(
+        out=tmp_path / "out", task="language-modeling", data={"train": split, "validation": split}, seed=0,
+        ancestors={"model": tiny.artifact(folder, "language-modeling")}, score=lambda a: {}, threads=1,
+        device="cpu",
+    )  # fmt: skip
+
+
+def _logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def _round_trip(stage, settings, ctx, monkeypatch):
+    """Run a stage; compare what it held in memory with what a load gives."""
+    kept = []
+    save = checkpoint.save_model
+    monkeypatch.setattr(checkpoint, "save_model", lambda m, *rest: (kept.append(_logits(m)), save(m, *rest)))
+    stage(ctx.ancestors["model"], settings, ctx)
+    model, edits = load_model(ctx.out)
+    torch.testing.assert_close(_logits(model), kept[0], atol=1e-6, rtol=1e-6)
+    return model, edits
+
+
+def test_loss_is_that_of_transformers_when_windows_are_a_batch(folder, ctx):
+    model, _ = load_model(folder)
+    rows = encode_split(ctx.data["train"], model.config, load_tokenizer(folder), ctx, max_length=20)
+    assert {len(row.source) for row in rows[:-1]} == {21}
+    batch = collate(rows[:3], model.config)
+    ids = torch.tensor([row.source for row in rows[:3]])
+    wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(ids, labels=ids).loss
+    torch.testing.assert_close(label_objective()(model.eval(), batch), wanted)
+    ragged = collate([rows[0], rows[-1]], model.config)
+    short = len(rows[-1].source) - 1
+    assert ragged["attention_mask"].sum(dim=1).tolist() == [20, short]
+    assert (ragged["labels"][1, short:] == -100).all()
+
+
+def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx, monkeypatch):
+    settings = FinetuneSettings(max_steps=6, batch_size=8, learning_rate=3e-3, evals=1, precision="fp32")
+    model, edits = _round_trip(Finetune(), settings, ctx, monkeypatch)
+    assert edits == []
+    AutoModelForCausalLM.from_pretrained(ctx.out)  # what training alone changes needs nothing of smelt
+    rows = encode_split(ctx.data["train"], model.config, load_tokenizer(folder), ctx)
+    batch = collate(rows[:4], model.config)
+    before, _ = load_model(folder)
+    with torch.no_grad():
+        assert label_objective()(model, batch) < label_objective()(before, batch) - 0.1
+
+
+def test_student_keeps_the_layers_that_are_named(folder, ctx, monkeypatch):
+    settings = DistillSettings(
+        student={"layers": [1]}, max_steps=1, batch_size=4, evals=0, learning_rate=1e-9, precision="fp32"
+    )
+    model, _ = _round_trip(Distill(), settings, ctx, monkeypatch)
+    whole, _ = load_model(folder)
+    name = "transformer.h" if model.config.model_type == "gpt2" else "model.layers"
+    layers, old = model.get_submodule(name), whole.get_submodule(name)
+    assert len(layers) == 1
+    first = next(p for n, p in layers[0].named_parameters() if p.dim() > 1)
+    second = next(p for n, p in old[1].named_parameters() if p.dim() > 1)
+    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        model(IDS, use_cache=True)  # its cache counts one layer
+    AutoModelForCausalLM.from_pretrained(ctx.out)
+
+
+def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path):
+    other = causal.model(tmp_path / "other", folder.name[:-1], vocab_size=310)
+    ctx.ancestors["big"] = tiny.artifact(other, "language-modeling")
+    with pytest.raises(InputError, match="vocabulary has 310 tokens"):
+        Distill()(ctx.ancestors["model"], DistillSettings(teacher="big"), ctx)
+
+
+def test_low_rank_model_is_the_same_when_loaded_again(folder, ctx, monkeypatch):
+    _, edits = _round_trip(Factorize(), FactorizeSettings(ratio=0.5), ctx, monkeypatch)
+    layers = 2 * (4 if "gpt2" in folder.name else 7)
+    assert sum(edit["op"] == "low_rank" for edit in edits) == layers
+
+
+def test_int8_model_is_the_same_when_loaded_again(folder, ctx, monkeypatch):
+    model, edits = _round_trip(Quantize(), QuantizeSettings(scheme="int8-dynamic"), ctx, monkeypatch)
+    layers = 2 * (4 if "gpt2" in folder.name else 7)
+    assert sum(edit["op"] == "quantize" for edit in edits) == layers + 2  # and embedding, head
+    tied = "llama" not in folder.name
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    assert (head.matrix is words.matrix) == tied
+    whole = _logits(load_model(folder)[0])
+    assert (_logits(model) - whole).abs().mean() < 0.1 * whole.std()

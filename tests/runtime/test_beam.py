@@ -5,8 +5,14 @@ import numpy as np
 import pytest
 import tiny
 
+from smelt.core.data import Example, Split
+from smelt.core.stage import Context
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.beam import _best
+from smelt.runtime.checkpoint import load_tokenizer
 from smelt.runtime.generation import Generation, generate
+from smelt.runtime.onnx_runner import OnnxRunner
+from smelt.runtime.predict import make_batches
 from smelt.runtime.runner import Batch
 from smelt.runtime.torch_runner import TorchRunner
 
@@ -78,6 +84,40 @@ def test_a_sentence_gives_the_same_alone_and_in_a_padded_batch(runners):
             used = whole.attention_mask[row].astype(bool)
             alone = Batch(whole.input_ids[row : row + 1, used], whole.attention_mask[row : row + 1, used])
             assert generate(runners[kind], alone, wishes) == [together[row]]
+
+
+def test_a_prompt_of_one_token_is_like_a_start_token(runners):
+    batch = Batch(np.array([[4], [9]]), np.ones((2, 1), dtype=np.int64))
+    wishes = {"beams": 3, "forced_bos_token_id": 6, "max_new_tokens": 6}
+    ours, theirs = both(runners["llama"], batch, wishes, {})
+    assert ours == theirs
+    assert {row[0] for row in ours} == {6}
+
+
+def test_beams_in_onnx_runtime_equal_generate(tmp_path):
+    folder = tiny.marian(tmp_path / "marian", encoder_layers=1, decoder_layers=1)
+    source = tiny.artifact(folder)
+    rows = Split("x", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES))
+    (tmp_path / "onnx").mkdir()
+    context = Context(
+        out=tmp_path / "onnx",
+        task="translation",
+        data={"validation": rows},
+        seed=0,
+        ancestors={},
+        score=lambda artifact: {},
+        threads=1,
+    )
+    Onnx()(source, OnnxSettings(), context)
+    tokenizer = load_tokenizer(folder)
+    found = []
+    with TorchRunner(source) as torch_runner, OnnxRunner.over(tmp_path / "onnx", "ort-cpu", 1) as runner:
+        for _, batch in make_batches(tiny.SENTENCES, tokenizer, 4, 40):
+            ours = generate(runner, batch, Generation(beams=4, max_new_tokens=12, length_penalty=0.5))
+            wishes = {"num_beams": 4, "length_penalty": 0.5, "max_new_tokens": 12}
+            assert ours == generating.theirs(torch_runner.model, batch, do_sample=False, **wishes)
+            found += ours
+    assert len({tuple(row) for row in found}) > 5
 
 
 def test_best_orders_by_score_and_of_equals_takes_the_first():

@@ -29,7 +29,8 @@ def two_bit_table() -> NDArray[np.uint8]:
     bits = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & 1
     codes = np.where(bits == 1, 3, 1).astype(np.uint8).reshape(256, 2, 4)
     shifted: NDArray[np.uint8] = codes << np.array([0, 2, 4, 6], dtype=np.uint8)
-    return np.bitwise_or.reduce(shifted, axis=2)
+    table: NDArray[np.uint8] = np.bitwise_or.reduce(shifted, axis=2)
+    return table
 
 
 def spell_out_file(path: Path) -> None:

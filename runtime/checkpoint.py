@@ -239,7 +239,7 @@ def count_parameters(folder: Path) -> int:
     """
     per_byte = {"int4": 2, "binary": 8}
     edits = [edit for edit in read_edits(folder) if edit.get("op") == "quantize"]
-    packed = {f"{e.get('module')}.matrix.codes": per_byte.get(e.get("scheme"), 1) for e in edits}
+    packed = {f"{e.get('module')}.matrix.codes": per_byte.get(str(e.get("scheme")), 1) for e in edits}
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:

@@ -18,7 +18,7 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeGuard
 
@@ -163,12 +163,15 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, float, int]:
 
 AnyLinear: TypeAlias = QuantizedLinear | Int4Linear | BinaryLinear
 AnyEmbedding: TypeAlias = QuantizedEmbedding | Int4Embedding
-LINEAR: dict[str, type[AnyLinear]] = {
+LINEAR: dict[str, Callable[..., AnyLinear]] = {
     "int8-dynamic": QuantizedLinear,
     "int4": Int4Linear,
     "binary": BinaryLinear,
 }
-EMBEDDING: dict[str, type[AnyEmbedding]] = {"int8-dynamic": QuantizedEmbedding, "int4": Int4Embedding}
+EMBEDDING: dict[str, Callable[..., AnyEmbedding]] = {
+    "int8-dynamic": QuantizedEmbedding,
+    "int4": Int4Embedding,
+}
 
 
 def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:

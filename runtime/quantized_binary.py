@@ -24,7 +24,7 @@ GROUP_SIZES = (32, 64, 128)
 def pack_bits(bits: Tensor) -> Tensor:
     """Put eight bits into one byte along the last axis: bool [..., 8 n] -> uint8 [..., n]."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    eights = bits.to(torch.uint8).unflatten(-1, (-1, 8))
+    eights: Tensor = bits.to(torch.uint8).unflatten(-1, (-1, 8))
     return (eights << places).sum(dim=-1, dtype=torch.uint8)
 
 

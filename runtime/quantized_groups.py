@@ -27,7 +27,8 @@ ACCURACY_LEVELS = (0, 4)
 def groups_of(weight: Tensor, group_size: int) -> Tensor:
     """Cut [N, K] into groups along the inputs, [N, G, g]; the last one is filled up with zeros."""
     rest = -weight.shape[1] % group_size
-    return F.pad(weight, (0, rest)).unflatten(1, (-1, group_size))
+    groups: Tensor = F.pad(weight, (0, rest)).unflatten(1, (-1, group_size))
+    return groups
 
 
 def group_count(columns: int, group_size: int) -> int:
@@ -41,7 +42,8 @@ def blocks_as_int8(x: Tensor, group_size: int) -> Tensor:
     blocks = F.pad(x, (0, -width % group_size)).unflatten(-1, (-1, group_size))
     scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
     inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
-    return (torch.round(blocks * inverse) * scales).flatten(-2)[..., :width]
+    left: Tensor = torch.round(blocks * inverse) * scales
+    return left.flatten(-2)[..., :width]
 
 
 def check_group(group_size: object, allowed: tuple[int, ...], accuracy_level: object) -> None:

@@ -165,6 +165,17 @@ def test_numbers_make_a_bare_encoder_a_regressor(tmp_path):
     assert tuple(steps_of(folder)["quantize"]["quality"]) == METRICS_OF[REGRESSION]
 
 
+def test_a_new_classifier_needs_two_labels(tmp_path):
+    from transformers import BertModel
+
+    folder = home(tmp_path, "bert", SINGLE, SHORT)
+    BertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
+    (folder / "data.jsonl").write_text('{"text": "a man", "label": "calm"}\n')
+    result = smelt("plan", folder / "recipe.yaml")
+    assert result.exit_code == 2
+    assert "all rows have the same label; a classifier needs two." in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("labels", "config", "score", "message"),
     [

@@ -86,12 +86,13 @@ class Artifact:
         """
         for name, record in self.manifest.files.items():
             path = self.path / name
-            if not path.is_file():
-                raise InputError(f"{path}: this file of the artifact is missing. {mend}")
             try:
-                same = path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
-            except OSError as error:
-                raise InputError(f"{path}: cannot be read: {error.strerror}.") from error
+                there = path.is_file()
+                same = there and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+            except (OSError, ValueError) as error:  # not to be read, or a name that no file can have
+                raise InputError(f"{path}: cannot be read: {error}. {mend}") from error
+            if not there:
+                raise InputError(f"{path}: this file of the artifact is missing. {mend}")
             if not same:
                 raise InputError(f"{path}: its bytes are not those that were written. {mend}")
 

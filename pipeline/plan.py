@@ -158,6 +158,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
             with file and line.
     """
     from smelt.plan_checks import Checker
+    from smelt.plan_fit import check_fit
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
     from smelt.untrained import check_untrained
@@ -172,6 +173,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     checker.baseline(kept)
     folder = check_model(read, mistakes, bad, checker.warnings)
     check_untrained(read, every, mistakes, bad)
+    check_fit(every, checker.places, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)

@@ -14,6 +14,7 @@ from smelt.plan import PlannedGate, Step
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, check
 from smelt.recipe_stages import ROOT, StageEntry, step_names
+from smelt.recipe_yaml import Where
 
 # These change float weights, which a quantized model no longer has; training goes through its codes.
 _NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
@@ -51,6 +52,11 @@ class Checker:
     def names(self) -> list[str]:
         """The names of all steps, `model` first."""
         return [ROOT, *self.drafts]
+
+    @property
+    def places(self) -> dict[str, Where]:
+        """Where in the recipe the settings of each step stand."""
+        return {name: draft.entry.path for name, draft in self.drafts.items()}
 
     def steps(self) -> tuple[Step, ...]:
         """Build the tree and check every step; only whole steps are returned."""

@@ -77,6 +77,25 @@ def test_stages_that_cannot_be(home, stages, words):
 
 
 @pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (
+            "[{distill: {student: {decoder_layers: 1}}}]",
+            ("stages[0].distill.student.decoder_layers: a bert model has no such stack; it has layers.",),
+        ),
+        ("[{distill: {student: {layers: 3}}}]", ("student.layers: the student cannot keep 3 layers of 2.",)),
+        ("[{distill: {student: {layers: [1, 0]}}}]", ("expected rising numbers from 0 to 1, read [1, 0].",)),
+        (
+            "[{distill: {student: {layers: 1}}}, prune, {distill: {student: {layers: 2}}}]",
+            ("stages[2].distill.student.layers: the student cannot keep 2 layers of 1.",),
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_the_model(home, stages, words):
+    _refused(home, f"{HEAD}stages: {stages}\n", "recipe.yaml:4: ", *words)
+
+
+@pytest.mark.parametrize(
     ("recipe", "words"),
     [
         (RECIPE + "modle: m\n", ("modle: unknown key", "Did you mean 'model'?")),

@@ -1,0 +1,77 @@
+"""A recipe that was changed anywhere gives a plan or an InputError, soon."""
+
+import contextlib
+
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smelt.core.errors import InputError
+from smelt.plan import describe_plan, load_plan
+from smelt.stage_table import TABLE
+
+RECIPE = """model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl, columns: {label: label}}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: taylor}
+    name: small
+  - distill: {teacher: small, losses: {logits: 1.0, labels: 0.5}, student: {layers: 1}, epochs: 2}
+  - quantize: {scheme: int8-dynamic}
+  - onnx: {target: ort-cpu}
+    from: small
+    optional: true
+score:
+  quality: [accuracy, f1]
+  latency: {batch_sizes: [1, 8], threads: 2}
+baseline: small
+gates:
+  accuracy: {max_drop: 1.0, at: [quantize]}
+seed: 3
+"""
+PIECES = [
+    *(*TABLE, *RECIPE.split(), "null", "-1", "1e9", "[]", "{}", ".nan", "&a", "*a", "<<: *a", "? ", "|"),
+    *("!!python/object:os.system", "'", '"', ":", "- ", "\n", "\t", "\0", "\u202e", "\ud800", "~"),
+    *("%YAML 9", "---", "\\", "é", "9" * 400, "a" * 300),
+]
+
+
+PIECE = st.sampled_from(PIECES)
+CHANGE = st.tuples(st.integers(0, len(RECIPE)), st.integers(0, 12), PIECE)
+ADDRESS = st.sampled_from(["small.keep", "seed", "x", "score.latency", "data.test", "onnx.from", "."])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    tiny.bert(folder / "m")
+    tiny.labelled(folder / "data.jsonl", 4)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def test_the_recipe_itself_is_a_plan(home):
+    assert [step.name for step in load_plan(home / "recipe.yaml").steps] == [
+        "small",
+        "distill",
+        "quantize",
+        "onnx",
+    ]
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.lists(CHANGE, min_size=1, max_size=4), st.lists(st.tuples(ADDRESS, PIECE), max_size=1))
+def test_a_changed_recipe_is_a_plan_or_an_input_error(home, changes, overrides):
+    text = RECIPE
+    for place, removed, piece in changes:
+        text = text[:place] + piece + text[place + removed :]
+    path = home / "changed.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    # anything but an InputError ends the test
+    with contextlib.suppress(InputError):
+        assert describe_plan(load_plan(path, [f"{name}={value}" for name, value in overrides]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from smelt.cli_init import init
 from smelt.cli_store import store
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -217,4 +218,5 @@ def doctor() -> None:
     click.echo(describe(diagnose()))
 
 
+main.add_command(init)
 main.add_command(store)

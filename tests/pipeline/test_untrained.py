@@ -15,7 +15,8 @@ BERT |= {"intermediate_size": 64, "max_position_embeddings": 32}
 BART = {"model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64}
 BART |= {"decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 BART |= {"max_position_embeddings": 64, "dropout": 0.0}
-HEAD = "data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}\nscore: {latency: false}\nthreads: 1\n"
+HEAD = "data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}\nthreads: 1\n"
+HEAD += "score: {latency: false}\n"
 CLASSIFIER = f"""
 model: {{config: bert.json, tokenizer: {{train: wordpiece, vocab_size: 120}}}}
 task: text-classification

@@ -4,50 +4,17 @@ import pytest
 import tiny
 import torch
 import transformers
+from untrained import CONFIGS, ENCODER, made
 
 from smelt.core.errors import InputError
 from smelt.runtime.checkpoint import load_model, load_tokenizer
 from smelt.runtime.new_model import agreement, make_model
-from smelt.runtime.new_tokenizer import train_tokenizer
-
-SEQ2SEQ = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "encoder_ffn_dim": 32}
-SEQ2SEQ |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-ENCODER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-CONFIGS = {
-    "marian": ("translation", SEQ2SEQ | {"max_position_embeddings": 40}, "unigram"),
-    "bart": ("summarization", SEQ2SEQ | {"max_position_embeddings": 40}, "bpe"),
-    "t5": ("translation", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "unigram"),
-    "bert": ("text-classification", ENCODER, "wordpiece"),
-    "distilbert": (
-        "text-classification",
-        {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32},
-        "wordpiece",
-    ),
-    "roberta": ("text-classification", ENCODER, "bpe"),
-    "gpt2": ("language-modeling", {"n_embd": 16, "n_layer": 1, "n_head": 2}, "bpe"),
-    "llama": ("language-modeling", ENCODER | {"num_key_value_heads": 1}, "bpe"),
-    "qwen2": ("language-modeling", ENCODER | {"num_key_value_heads": 1}, "bpe"),
-}
-SIZES = {"bpe": 300, "unigram": 60, "wordpiece": 100}
-
-
-def _made(folder, family, **more):
-    task, values, kind = CONFIGS[family]
-    for name in ("t", "m"):
-        (folder / name).mkdir(parents=True)
-    train_tokenizer(
-        tiny.SENTENCES, folder / "t", family=family, kind=kind, vocab_size=SIZES[kind], max_length=40
-    )
-    values = {"model_type": family, **values}
-    arguments = {"task": task, "seed": 3, "exact": True} | more
-    notes = make_model(values, folder / "t", folder / "m", **arguments)
-    return folder / "m", notes
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, family):
     labels = ["no", "yes", "maybe"] if CONFIGS[family][0] == "text-classification" else []
-    folder, notes = _made(tmp_path, family, labels=labels)
+    folder, notes = made(tmp_path, family, labels=labels)
     assert notes == []
     model, edits = load_model(folder)
     tokenizer = load_tokenizer(folder)
@@ -68,20 +35,20 @@ def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, f
     inputs = tokenizer("a man", return_tensors="pt")
     with torch.inference_mode():
         if model.can_generate():
-            made = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-            assert int(made.max()) < len(tokenizer)
+            tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            assert int(tokens.max()) < len(tokenizer)
         else:
             assert model(**inputs).logits.shape == (1, 3)
 
 
 def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
-    folder, _ = _made(tmp_path / "a", "bert", labels=["a", "b"])
+    folder, _ = made(tmp_path / "a", "bert", labels=["a", "b"])
     model, _ = load_model(folder)
     transformers.set_seed(3)
     again = transformers.BertForSequenceClassification(model.config)
     for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    other, _ = _made(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
+    other, _ = made(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
     assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
 
 

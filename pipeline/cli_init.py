@@ -1,0 +1,37 @@
+"""The command `smelt init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--data",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A folder with train, validation and test, or a file; may be repeated.",
+)
+@click.option("--out", metavar="FILE", help="The recipe (default: NAME.yaml here); - prints it.")
+@click.option("--task", help="What the model is for, where its family can do several tasks.")
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+def init(model: str, data: tuple[Path, ...], out: str | None, task: Any, force: bool) -> None:
+    """Look at MODEL (a folder or hub id) and write a first recipe for it."""
+    from smelt.core.data import TASKS
+    from smelt.core.errors import InputError, nearest
+    from smelt.init_recipe import init_recipe
+
+    if task is not None and task not in TASKS:
+        raise InputError(f"--task {task}: no such task; there are {', '.join(TASKS)}.{nearest(task, TASKS)}")
+    text, path = init_recipe(model, data, out, task, force)
+    if path is None:
+        click.echo(text, nl=False)
+        return
+    click.echo(f"Wrote {path}.")
+    if not data:
+        click.echo("Name your files in it under data.")
+    click.echo(f"Next: smelt plan {path}")

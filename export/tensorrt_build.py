@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from smelt.core.errors import RunError
 from smelt.core.stage import Progress
-from smelt.export.tensorrt_messages import ParserError, explain, explain_log
+from smelt.export.tensorrt_messages import ParserError, explain, explain_log, explain_warning
 from smelt.export.tensorrt_profile import Shapes
 from smelt.runtime.tensorrt_module import make_logger
 
-# Said of every model, or of a timing cache that only costs time.
-_NOISE = ("has Int64 binding", "timing cache")
+# Said of every model, of a timing cache that only costs time, or followed by a line that says more.
+_NOISE = ("has Int64 binding", "timing cache", "Detected layernorm nodes in FP16.")
 Compatibility = Literal["none", "ampere+", "same-cc"]
 _LEVELS: dict[Compatibility, str] = {
     "none": "NONE",
@@ -67,7 +67,7 @@ def build_engine(
     if cache is not None and options.timing_cache is not None:
         _write_cache(options.timing_cache, bytes(config.get_timing_cache().serialize()))
     told = [line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _NOISE)]
-    return bytes(plan), told
+    return bytes(plan), [explain_warning(line) for line in told]
 
 
 def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:

@@ -68,6 +68,21 @@ _BY_TEXT: tuple[tuple[str, str], ...] = (
 )
 
 
+# part of a warning -> what it means; the engine is built all the same
+_WARNINGS: tuple[tuple[str, str], ...] = (
+    (
+        "kMAX values are not self-consistent",
+        "the largest sizes of the profile do not fit each other, so inputs of that size may fail. Lower"
+        " tensorrt: {lengths: ...} or max_new_tokens.",
+    ),
+    (
+        "layernorm after self-attention with FP16",
+        "a norm is computed in fp16, where the squares of values above 256 are infinite. Compare its scores"
+        " with those of dtype: fp32.",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class ParserError:
     """One error of TensorRT's ONNX parser, as read from its `IParserError`."""
@@ -97,6 +112,12 @@ def explain_log(lines: Iterable[str], graph: str) -> str:
             return f"{graph}: {reason}{_quote('builder', line)}"
     said = " / ".join(kept[:3]) or "nothing in its log"
     return f"{graph}: TensorRT could not build an engine. It said: {said}"
+
+
+def explain_warning(line: str) -> str:
+    """Return what a warning of the builder means; the line itself where nothing is known about it."""
+    reason = next((reason for part, reason in _WARNINGS if part in line), None)
+    return line if reason is None else f"{reason}{_quote('builder', line)}"
 
 
 def _from_text(text: str) -> str | None:

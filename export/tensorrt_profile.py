@@ -65,7 +65,8 @@ def causal_ranges(prompt: int, max_new_tokens: int, limit: int) -> dict[str, Ran
     """Return the ranges of a decoder-only graph: tokens fed (`input`), tokens before (`past`), their sum.
 
     One profile serves prompts and single tokens. It is fastest at one token on top of half of the longest
-    text, because almost all calls are of that kind; TensorRT wants the three opts to add up.
+    text, because almost all calls are of that kind. TensorRT wants opts and maxima to add up, so the mask
+    may be longer than any text is: what is fed has a cache of at most `past` before it.
 
     Args:
         prompt: the most tokens that are fed at once.
@@ -75,8 +76,8 @@ def causal_ranges(prompt: int, max_new_tokens: int, limit: int) -> dict[str, Ran
     fed = max(1, min(prompt, limit))
     before = max(1, min(limit, fed + max_new_tokens) - 1)
     usual = max(1, before // 2)
-    total = Range(1, min(limit, usual + 1), min(limit, fed + before))
-    return {"input": Range(1, 1, fed), "past": Range(0, total.opt - 1, before), "total": total}
+    total = Range(1, usual + 1, fed + before)
+    return {"input": Range(1, 1, fed), "past": Range(0, usual, before), "total": total}
 
 
 def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:

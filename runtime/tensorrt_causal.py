@@ -26,7 +26,8 @@ from smelt.runtime.runner import Batch, Logits, Tokens
 from smelt.runtime.tensorrt_engine import DEVICE, Engine
 from smelt.runtime.tensorrt_module import import_tensorrt
 
-_BATCH, _LENGTH = 0, 1  # places in input_ids [B, S] and attention_mask [B, P + S]
+_BATCH, _LENGTH = 0, 1  # places in input_ids [B, S]
+_TOKENS = 2  # the place in a cache [B, K, P, d]
 
 
 @dataclass
@@ -68,7 +69,7 @@ class TensorrtCausalRunner:
         self._most_rows = self._engine.longest("input_ids", _BATCH)
         self._most_tokens = self._engine.longest("input_ids", _LENGTH)
         # a text may be as long as model and engine both allow
-        limits = [position_limit(self.config), self._engine.longest("attention_mask", _LENGTH)]
+        limits = [position_limit(self.config), self._engine.longest(self._past[0], _TOKENS) + 1]
         self.config["max_position_embeddings"] = min(n for n in limits if n)
 
     def forward(self, batch: Batch) -> Logits:

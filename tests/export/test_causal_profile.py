@@ -20,7 +20,7 @@ def test_ranges_agree_with_each_other_and_with_the_positions(prompt, new, limit)
     fed, past, total = found["input"], found["past"], found["total"]
     assert fed.opt + past.opt == total.opt
     assert (fed.min, past.min, total.min) == (1, 0, 1)
-    assert total.max == min(limit, fed.max + past.max)
+    assert total.max == fed.max + past.max  # TensorRT warns where the maxima do not add up
     assert past.max + 1 == max(2, min(limit, fed.max + new))
 
 
@@ -46,7 +46,7 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
     model = _graph(limit)
     shapes = shapes_of(model, ranges, "model.onnx")
     assert shapes["input_ids"] == ((1, 1), (1, 1), (4, 64))
-    assert shapes["attention_mask"] == ((1, 1), (1, 32), (4, 64))
+    assert shapes["attention_mask"] == ((1, 1), (1, 32), (4, 127))
     assert shapes["past_key_values.0.key"] == ((1, 2, 0, 16), (1, 2, 31, 16), (4, 2, 63, 16))
     assert check_profile(model, shapes, limit) == []
     given = TensorrtSettings(lengths={"opt": 8, "max": 16}, max_new_tokens=8)

@@ -59,7 +59,7 @@ def test_engines_of_the_family_are_built(family: str, tmp_path: Path) -> None:
     )
     for path, answer in zip(shapes, tensorrt_rig.build_all(shapes), strict=True):
         assert answer.get("bytes", 0) > weights(path, BYTES[dtype]), answer
-        assert answer["warnings"] == []
+        assert not [line for line in answer["warnings"] if "profile" in line]
 
 
 def weights(path: Path, width: int) -> int:

@@ -1,6 +1,6 @@
 import pytest
 
-from smelt.export.tensorrt_messages import ParserError, explain, explain_log
+from smelt.export.tensorrt_messages import ParserError, explain, explain_log, explain_warning
 
 # What TensorRT 11.4 said to graphs that were made to fail.
 SEEN = [
@@ -69,6 +69,26 @@ def test_words_of_several_lines_are_quoted_on_one() -> None:
     error = ParserError("INVALID_NODE", "Invalid Node - dense\nmust have same input types", "dense", "MatMul")
     said = explain(error, "m.onnx")
     assert said.endswith("[INVALID_NODE: Invalid Node - dense must have same input types]")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "Profile kMAX values are not self-consistent. sum: 64 != 16",
+            "the largest sizes of the profile do not fit each other, so inputs of that size may fail.",
+        ),
+        (
+            "Running layernorm after self-attention with FP16 Reduce or Pow may cause overflow.",
+            "a norm is computed in fp16, where the squares of values above 256 are infinite.",
+        ),
+    ],
+)
+def test_warnings_of_the_builder_are_explained_and_quoted(line: str, words: str) -> None:
+    said = explain_warning(line)
+    assert said.startswith(words)
+    assert said.endswith(f"[builder: {line}]")
+    assert explain_warning("something else") == "something else"
 
 
 def test_an_empty_log_is_told_as_such() -> None:

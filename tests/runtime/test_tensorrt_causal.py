@@ -23,7 +23,7 @@ from smelt.runtime.runner import Batch, open_runner
 from smelt.runtime.tensorrt_causal import TensorrtCausalRunner
 
 TASK = "language-modeling"
-# two rows and four tokens at once, nineteen in all
+# two rows and four tokens at once, sixteen in all
 RANGES = {"batch": Range(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, limit=64)
 
 
@@ -92,10 +92,10 @@ def test_logits_of_a_text_longer_than_one_call_equal_onnx_runtimes(trt, artifact
 
 def test_text_beyond_the_engine_says_which_setting(trt, artifact):
     with TensorrtCausalRunner(artifact, 1) as runner:
-        most = RANGES["total"].max
+        most = RANGES["past"].max + 1
         assert runner.config["max_position_embeddings"] == most
         state = runner.start(1)
-        ids = np.full((1, most + 4), 7)
+        ids = np.full((1, most + 5), 7)
         with pytest.raises(RunError, match=r"model\.plan: input .*was built for.*max_new_tokens"):
             runner.extend(state, ids, np.ones_like(ids))
 

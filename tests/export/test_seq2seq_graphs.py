@@ -16,6 +16,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges, plan_graphs
 from smelt.runtime.checkpoint import load_model, load_tokenizer
 from smelt.runtime.generation import Generation, generate
 from smelt.runtime.onnx_runner import OnnxRunner
@@ -131,6 +132,12 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
         assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
         assert not [t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
     assert 0 < ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
+    ranges, limit = dimension_ranges(ctx.out, TensorrtSettings(max_new_tokens=30), ctx)
+    assert limit == (48 if name == "bart" else None)  # T5 has no table of positions that could end
+    shapes = plan_graphs(ctx.out, ranges, limit, ctx.warnings)
+    assert ctx.warnings == []
+    past = shapes[ctx.out / "decoder_with_past_model.onnx"]["past_key_values.0.decoder.key"]
+    assert [shape[2] for shape in past] == [0, ranges["past"].opt, 29]
 
 
 def test_bias_by_distance_is_transformers_bias_at_every_distance(tmp_path):

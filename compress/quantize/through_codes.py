@@ -9,7 +9,7 @@ that a weight near a boundary may cross it soon; where that step cannot be had (
 through its codes before), from what the codes stand for. They are not stored: the artifact stays small.
 
 What is fake-quantized: weights in every scheme; activations in int8-dynamic alone. The int8 blocks of
-activations of the other schemes move an output by a hundredth of what their weights do.
+activations of the other schemes move a product by 0.6 % of its spread, their weights by 10 % and more.
 """
 
 from __future__ import annotations

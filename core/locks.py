@@ -63,6 +63,22 @@ def is_free(path: Path) -> bool:
     return True
 
 
+def remove_if_free(path: Path) -> None:
+    """Remove the lock file of a holder that died; one that is held stays."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(path, descriptor):  # as in `lock`, it is removed while it is held
+                path.unlink()
+        finally:
+            os.close(descriptor)
+
+
 def hold_folder(path: Path) -> int | None:
     """Lock the folder `path`; return what `os.close` gives back, or None where locks do not work."""
     if sys.platform == "win32":

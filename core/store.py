@@ -21,7 +21,7 @@ from typing import Any
 from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, write_json
-from smelt.core.locks import hold_folder, is_free, lock
+from smelt.core.locks import hold_folder, is_free, lock, remove_if_free
 
 
 class Store:
@@ -130,6 +130,7 @@ class Store:
         if path.is_dir():
             with self.workspace() as trash:
                 os.rename(path, trash / key)
+        (self.root / "checked" / f"{key}.json").unlink(missing_ok=True)
 
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score kept under `key`, or None."""
@@ -151,6 +152,8 @@ class Store:
             # a process of another container may look dead; it still holds its folder
             if owner.isdigit() and not _alive(int(owner)) and is_free(path):
                 shutil.rmtree(path, ignore_errors=True)
+        for path in (self.root / "locks").iterdir():
+            remove_if_free(path)
 
 
 def _file_states(artifact: Artifact) -> dict[str, list[int]]:

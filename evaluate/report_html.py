@@ -32,7 +32,7 @@ def write_html(report: Mapping[str, Any]) -> str:
         InputError: not a report of schema 1.
     """
     checked = validate_report(report)
-    return _template().render(
+    text: str = _template().render(
         report=checked,
         view=view,
         chart=chart,
@@ -45,6 +45,7 @@ def write_html(report: Mapping[str, Any]) -> str:
         verdict=_verdict,
         badge=lambda status: _BADGES.get(status, "plain"),
     )
+    return text
 
 
 @cache

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from smelt.core.locks import hold_folder, is_free, lock
+from smelt.core.locks import hold_folder, is_free, lock, remove_if_free
 
 HOLDER = (
     "import sys, time; from pathlib import Path; from smelt.core.locks import lock\n"
@@ -74,6 +74,18 @@ def test_only_one_of_many_holds_it_at_a_time(tmp_path):
         thread.join()
     assert len(total) == 400
     assert max(most) == 1
+
+
+def test_the_file_of_a_dead_holder_is_swept_and_that_of_a_living_one_stays(tmp_path):
+    path = tmp_path / "x.lock"
+    process = _holder(path)
+    remove_if_free(path)
+    assert path.exists()
+    process.kill()
+    process.wait()
+    assert path.exists()
+    remove_if_free(path)
+    assert not path.exists()
 
 
 def test_a_held_folder_is_not_free_until_it_is_given_back(tmp_path):

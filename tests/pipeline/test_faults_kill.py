@@ -104,4 +104,5 @@ def test_thirty_kills_at_random_moments_change_nothing(tmp_path):
                 assert server.wait() == 0
             assert _outcome(folder) == calm
             assert not list((folder / "s" / "tmp").iterdir())
+            assert not list((folder / "s" / "locks").iterdir())
     assert interrupted, "no kill fell between two steps"

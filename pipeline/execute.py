@@ -97,6 +97,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(folder / ".lock", partial(_refuse, folder)))
+            stack.enter_context(at_work(store.root, folder))
             display = Display(folder / "log.txt", quiet=options.quiet)
         except OSError as error:
             raise InputError(
@@ -104,8 +105,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
                 " Give another folder with --out."
             ) from error
         stack.callback(display.close)
-        with at_work(store.root, folder):
-            return _Run(plan, options, data, folder, store, display).go()
+        return _Run(plan, options, data, folder, store, display).go()
 
 
 def _refuse(folder: Path, holder: str) -> None:

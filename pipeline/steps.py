@@ -64,7 +64,8 @@ class Workshop:
 
         labels: of a classifier its problem type, and the names of the outputs that it gets if it has none.
         """
-        from smelt.runtime.checkpoint import count_parameters, import_model
+        from smelt.runtime.checkpoint import count_parameters
+        from smelt.runtime.import_model import import_model
         from smelt.runtime.text_rules import write_text_rules
 
         files = sorted(p for p in source.iterdir() if p.is_file())

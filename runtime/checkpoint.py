@@ -18,10 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.core.files import write_json
-from smelt.core.labels import SINGLE, ProblemType
 from smelt.runtime.conv1d import turned, use_linears
-from smelt.runtime.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 from smelt.runtime.text_rules import apply_text_rules, read_text_rules
 
@@ -33,7 +30,7 @@ _NOT_TOKENIZER = {
     "manifest.json",
     "model.safetensors.index.json",
 }
-_TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
+TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
 
 
 def load_config(folder: Path) -> transformers.PretrainedConfig:
@@ -228,7 +225,7 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path) -> None:
 def copy_tokenizer(src: Path, out: Path) -> None:
     """Copy every file of `src` that belongs to its tokenizer into `out`."""
     for path in sorted(src.iterdir()):
-        if path.is_file() and path.suffix in _TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
+        if path.is_file() and path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
             shutil.copyfile(path, out / path.name)
 
 
@@ -249,73 +246,6 @@ def count_parameters(folder: Path) -> int:
                     size *= length
                 total += size
     return total
-
-
-def import_model(
-    src: Path,
-    out: Path,
-    labels: list[str] | None = None,
-    seed: int = 0,
-    problem: ProblemType | None = None,
-) -> list[str]:
-    """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
-
-    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
-    drawn with `seed`. A config that does not say the `problem` type of a classifier is told it, so that
-    everything after knows it. Returns warnings.
-    """
-    config = load_config(src)
-    architecture = (config.architectures or [""])[0]
-    if labels is not None and not architecture.endswith("ForSequenceClassification"):
-        return _with_new_head(src, out, labels, seed, problem)
-    if lacks_head(config):
-        return add_tied_head(src, out)
-    for path in sorted(src.iterdir()):
-        wanted = path.suffix in _TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
-        if path.is_file() and wanted:
-            shutil.copyfile(path, out / path.name)
-    if problem not in (None, SINGLE) and config.problem_type is None:
-        values = read_json(out / "config.json")
-        write_json(out / "config.json", values | {"problem_type": problem})
-    return _half_precision_note(out)
-
-
-def _half_precision_note(folder: Path) -> list[str]:
-    """Say why the torch steps of a half-precision checkpoint take more bytes than the checkpoint."""
-    kinds = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    if not kinds & {"F16", "BF16"}:
-        return []
-    return [
-        "the checkpoint holds 16-bit weights; torch steps are kept as float32, 4 bytes a weight,"
-        " so that nothing is lost between stages"
-    ]
-
-
-def _with_new_head(
-    src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
-) -> list[str]:
-    names = dict(enumerate(labels))
-    torch.manual_seed(seed)
-    with quiet():
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            src,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32,
-            num_labels=len(labels),
-            id2label=names,
-            label2id={v: k for k, v in names.items()},
-            problem_type=problem,
-        )
-    save_model(model, [], out, src)
-    return [
-        f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
-        f" label{'s' * (len(labels) != 1)} was added"
-    ]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ from smelt.core.errors import InputError
 def lacks_head(config: Any) -> bool:
     """Say whether `config` (of transformers) is that of an encoder and a decoder without an output head."""
     names = config.architectures or []
-    return bool(config.is_encoder_decoder and names and names[0].endswith("Model"))
+    # MarianMTModel has a head, whatever its name sounds like
+    bare = bool(names) and names[0].endswith("Model") and not names[0].endswith("MTModel")
+    return bare and bool(config.is_encoder_decoder)
 
 
 def add_tied_head(src: Path, out: Path) -> list[str]:

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import BertModel, MarianMTModel
 
 from smelt.core.errors import InputError
-from smelt.runtime.checkpoint import count_parameters, import_model, load_model, save_model
+from smelt.runtime.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.import_model import import_model
 from smelt.runtime.structure import apply_edits
 
 

@@ -1,0 +1,82 @@
+"""The untouched model of a user as the first artifact of a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+
+from smelt.core.files import write_json
+from smelt.core.labels import SINGLE, ProblemType
+from smelt.runtime.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, read_json, save_model
+from smelt.runtime.seq2seq_head import add_tied_head, lacks_head
+
+
+def import_model(
+    src: Path,
+    out: Path,
+    labels: list[str] | None = None,
+    seed: int = 0,
+    problem: ProblemType | None = None,
+) -> list[str]:
+    """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
+
+    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
+    drawn with `seed`. A config that does not say the `problem` type of a classifier is told it, so that
+    everything after knows it. Returns warnings.
+    """
+    config = load_config(src)
+    architecture = (config.architectures or [""])[0]
+    if labels is not None and not architecture.endswith("ForSequenceClassification"):
+        return _with_new_head(src, out, labels, seed, problem)
+    if lacks_head(config):
+        return add_tied_head(src, out)
+    for path in sorted(src.iterdir()):
+        wanted = path.suffix in TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
+        if path.is_file() and wanted:
+            shutil.copyfile(path, out / path.name)
+    if problem not in (None, SINGLE) and config.problem_type is None:
+        values = read_json(out / "config.json")
+        write_json(out / "config.json", values | {"problem_type": problem})
+    return _half_precision_note(out)
+
+
+def _half_precision_note(folder: Path) -> list[str]:
+    """Say why the torch steps of a half-precision checkpoint take more bytes than the checkpoint."""
+    kinds = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    if not kinds & {"F16", "BF16"}:
+        return []
+    return [
+        "the checkpoint holds 16-bit weights; torch steps are kept as float32, 4 bytes a weight,"
+        " so that nothing is lost between stages"
+    ]
+
+
+def _with_new_head(
+    src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
+) -> list[str]:
+    names = dict(enumerate(labels))
+    torch.manual_seed(seed)
+    with quiet():
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            src,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            num_labels=len(labels),
+            id2label=names,
+            label2id={v: k for k, v in names.items()},
+            problem_type=problem,
+        )
+    save_model(model, [], out, src)
+    return [
+        f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
+        f" label{'s' * (len(labels) != 1)} was added"
+    ]

@@ -187,8 +187,10 @@ def _root_mean_square(module: Any, x: Tensor) -> Tensor:
     """
     weight, epsilon = module.weight, module.variance_epsilon
     if emit.export_target() == "ort-cpu":
-        return (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
+        normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
+        return normal
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-3)
     y = x / largest
     small = epsilon**0.5 / largest  # squared afterwards: epsilon itself is below what fp16 can hold
-    return (y / torch.sqrt((y * y).mean(-1, keepdim=True) + small * small)) * weight
+    out: Tensor = (y / torch.sqrt((y * y).mean(-1, keepdim=True) + small * small)) * weight
+    return out

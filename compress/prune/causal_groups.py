@@ -27,8 +27,8 @@ def causal_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGro
         return attentions, blocks
     for i in range(len(model.model.layers)):
         at = f"model.layers.{i}.self_attn"
-        names = (f"{at}.{part}_proj" for part in "qkvo")
-        attentions.append(AttentionGroup(at, *names, heads=None, size=None))
+        q, k, v, o = (f"{at}.{part}_proj" for part in "qkvo")
+        attentions.append(AttentionGroup(at, q, k, v, o, heads=None, size=None))
         at = f"model.layers.{i}.mlp"
         blocks.append(
             FeedForwardGroup(

@@ -1,0 +1,126 @@
+"""The graph of a decoder-only model: prompts, steps and padding on the left equal torch's."""
+
+import causal
+import numpy as np
+import onnx
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.causal import token_losses
+from smelt.runtime.generation import Generation, generate
+from smelt.runtime.onnx_causal import OnnxCausalRunner
+from smelt.runtime.runner import Batch, open_runner
+
+IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
+MASK = np.ones_like(IDS)
+MASK[1, :4], MASK[2, :8] = 0, 0
+
+
+def _ctx(out, folder):
+    out.mkdir()
+    causal.lines(folder / "t.txt", 2)
+    data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
+    return Context(
+        out=out, task="language-modeling", data=data, seed=0, ancestors={}, score=lambda a: {}, threads=1
+    )
+
+
+def _export(folder, out, **settings):
+    ctx = _ctx(out, folder)
+    Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(**settings), ctx)
+    assert ctx.warnings == []
+    return ctx, OnnxCausalRunner.over(out, settings["target"], 1)
+
+
+def _same(graph, parent, tolerance):
+    """Compare all that a runner does with its parent's."""
+    close = {"atol": tolerance, "rtol": 0}
+    right = np.ones_like(IDS)
+    right[1, 6:] = 0
+    full = graph.forward(Batch(IDS, right))
+    np.testing.assert_allclose(full[right == 1], parent.forward(Batch(IDS, right))[right == 1], **close)
+    states = [r.encode(Batch(IDS, MASK)) for r in (graph, parent)]
+    rows = np.array([2, 1, 1])
+    for tokens in (IDS[:, -1], IDS[:, 0], None, IDS[:, 1]):
+        if tokens is None:  # in the middle of a text the rows change places, as beams do
+            states = [r.reorder(s, rows) for r, s in zip((graph, parent), states, strict=True)]
+            continue
+        got, wanted = (r.decode_step(s, tokens) for r, s in zip((graph, parent), states, strict=True))
+        np.testing.assert_allclose(got, wanted, **close)
+    alone = [r.start(1) for r in (graph, parent)]
+    for part in (slice(0, 4), slice(4, 9)):  # a long text in stretches
+        got, wanted = (
+            r.extend(s, IDS[:1, part], right[:1, part]) for r, s in zip((graph, parent), alone, strict=True)
+        )
+        np.testing.assert_allclose(got, wanted, **close)
+
+
+@pytest.mark.parametrize("family", causal.FAMILIES)
+def test_graph_equals_torch_and_generate_when_it_is_fused(family, tmp_path):
+    folder = causal.model(tmp_path / family, family, **({"n_embd": 64} if family == "gpt2" else {}))
+    ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
+    assert ctx.facts["parity"]["model"]["largest"] < 1e-4
+    counts = ctx.facts["graphs"]["model"]["operators"]
+    assert counts["GroupQueryAttention"] == 2
+    assert "Softmax" not in counts
+    with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
+        _same(graph, parent, 2e-5)
+        np.testing.assert_allclose(token_losses(graph, IDS), token_losses(parent, IDS), atol=1e-4)
+    other = AutoModelForCausalLM.from_pretrained(folder).eval()
+    wanted = other.generate(
+        torch.from_numpy(IDS), attention_mask=torch.from_numpy(MASK), max_new_tokens=8, do_sample=False
+    )[:, 9:].tolist()
+    got = generate(graph, Batch(IDS, MASK), Generation(max_new_tokens=8))
+    assert [row + [0] * (8 - len(row)) for row in got] == [row + [0] * (8 - len(row)) for row in wanted]
+    with pytest.raises(InputError, match="only for one row"):
+        graph.extend(graph.encode(Batch(IDS, MASK)), IDS, MASK)
+
+
+def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
+    folder = causal.model(tmp_path / "qwen2", "qwen2")
+    _, graph = _export(folder, tmp_path / "out", target="tensorrt", dtype="fp16")
+    path = tmp_path / "out" / "model.onnx"
+    model = onnx.load(path)
+    shapes = {
+        i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input
+    }
+    assert shapes["input_ids"] == shapes["position_ids"] == ["batch", "sequence_length"]
+    assert shapes["attention_mask"] == ["batch", "total_sequence_length"]
+    assert shapes["past_key_values.1.value"] == ["batch", 2, "past_sequence_length", 16]
+    assert [o.name for o in model.graph.output][:3] == ["logits", "present.0.key", "present.0.value"]
+    assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
+    assert sum(list(t.dims) in ([299, 64], [64, 299]) for t in model.graph.initializer) == 1
+    with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
+        _same(graph, parent, 0.1)
+
+
+def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config(tmp_path):
+    folder = causal.model(tmp_path / "llama", "llama")
+    ctx = _ctx(tmp_path / "pruned", folder)
+    Prune()(tiny.artifact(folder, "language-modeling"), PruneSettings(importance="magnitude"), ctx)
+    codes = _ctx(tmp_path / "codes", folder)
+    Quantize()(tiny.artifact(ctx.out, "language-modeling"), QuantizeSettings(), codes)
+    exported, graph = _export(codes.out, tmp_path / "out", target="ort-cpu")
+    counts = exported.facts["graphs"]["model"]["operators"]
+    # per layer: queries, keys and values in one, output, gate, up, down; and the head
+    assert counts["DynamicQuantizeMatMul"] == 2 * 5 + 1
+    with open_runner(tiny.artifact(codes.out, "language-modeling")) as parent:
+        batch = Batch(IDS, MASK)
+        got, wanted = (r.decode_step(r.encode(batch), IDS[:, -1]) for r in (graph, parent))
+        assert np.abs(got - wanted).mean() < 0.05 * wanted.std()
+
+
+def test_heads_are_computed_by_standard_operators_when_the_fused_one_refuses_them(tmp_path):
+    folder = causal.model(tmp_path / "llama", "llama", head_dim=12)
+    ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
+    assert "GroupQueryAttention" not in ctx.facts["graphs"]["model"]["operators"]
+    with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
+        _same(graph, parent, 2e-5)

@@ -1,0 +1,141 @@
+"""A language model through the command line: plan, run, gates, eval, predict, and what is refused."""
+
+import json
+
+import causal
+import pytest
+from click.testing import CliRunner
+
+from smelt.cli import main
+
+RECIPE = """
+model: m
+task: language-modeling
+data: {train: t.txt, validation: t.txt, test: t.txt, windows: {length: 32, stride: 16}}
+stages:
+  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - prune: {keep: 0.5, rows: 8}
+  - quantize: {scheme: int8-dynamic}
+  - onnx: {target: ort-cpu}
+score:
+  latency:
+    {batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1, prompt_tokens: 6, new_tokens: 5}
+gates:
+  perplexity: {max_drop: 1e6, max: 1.5, at: [onnx]}
+  bits_per_byte: {max_drop: 0.0, at: [model]}
+"""
+
+
+def _smelt(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    causal.model(home / "m", "gpt2")
+    causal.lines(home / "t.txt", 2)
+    (home / "recipe.yaml").write_text(RECIPE)
+    return home
+
+
+@pytest.fixture(scope="module")
+def report(home):
+    result = _smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
+    assert result.exit_code == 3, result.output  # the gate of 1.5 cannot hold
+    return json.loads((home / "run" / "report.json").read_text())
+
+
+def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report):
+    assert report["status"] == "gate-failed"
+    for step in report["steps"]:
+        score = step["quality"]["perplexity"]
+        assert score["higher_is_better"] is False
+        assert score["ci95"][0] <= score["value"] <= score["ci95"][1]
+        assert score["n"] > 300
+        (row,) = step["latency"]
+        assert (row["unit"], row["input_tokens"], row["output_tokens"]) == ("tokens/s", 6.0, 5.0)
+        # each call gives 2 prompts 5 tokens
+        assert row["throughput"] == pytest.approx(2 * 5 * 1000 / row["p50_ms"], rel=0.9)
+    quantized, onnx = report["steps"][-2:]
+    assert onnx["quality"]["perplexity"]["value"] == pytest.approx(
+        quantized["quality"]["perplexity"]["value"], rel=1e-2
+    )
+
+
+def test_gate_limits_a_rise_when_less_is_better(report):
+    gates = {(g["metric"], g["kind"]): g for g in report["steps"][-1]["gates"]}
+    rise = report["steps"][-1]["against_baseline"]["perplexity"]["difference"]
+    assert gates["perplexity", "max_drop"]["value"] == rise
+    assert gates["perplexity", "max_drop"]["passed"]
+    assert not gates["perplexity", "max"]["passed"]
+    assert report["steps"][0]["gates"][0]["passed"]  # the baseline has not risen against itself
+
+
+def test_frontier_holds_the_lowest_perplexity_when_less_is_better(report):
+    best = min(report["steps"], key=lambda step: step["quality"]["perplexity"]["value"])
+    assert best["name"] in report["frontier"]
+
+
+def test_pages_say_that_less_is_better(home, report):
+    page = (home / "run" / "report.html").read_text()
+    assert "Perplexity (less is better)" in page
+    assert "tokens/s" in page
+    text = (home / "run" / "report.md").read_text()
+    bits = report["steps"][1]["quality"]["bits_per_byte"]["value"]
+    assert f"{bits:.4f}" in text
+
+
+def test_eval_and_predict_work_on_every_format(home, report):
+    for name in ("prune", "onnx"):
+        folder = home / "run" / "artifacts" / name
+        result = _smelt("eval", folder, "--data", home / "t.txt", "--metric", "perplexity", "--json")
+        assert json.loads(result.output)["perplexity"]["n"] > 300
+        result = _smelt("predict", folder, "The old house", "A man in a", "--max-new-tokens", 4)
+        lines = result.output.splitlines()
+        assert result.exit_code == 0
+        assert lines[0].startswith("The old house")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"windows": "length: 100"}, "longer than the 64 tokens"),
+        ({"windows": "length: 8, stride: 9"}, "stride 9 would leave out text"),
+        ({"task": "translation"}, "model_type 'gpt2' is not yet supported for translation"),
+        ({"limit": "min: 3"}, "does not fit 'perplexity', which takes max_drop or max"),
+        ({"metric": "bleu"}, "'bleu' belongs to"),
+    ],
+)
+def test_recipe_is_refused_when_it_does_not_fit(home, change, said):
+    text = RECIPE.replace("length: 32, stride: 16", change.get("windows", "length: 32"))
+    text = text.replace("language-modeling", change.get("task", "language-modeling"))
+    text = text.replace("max: 1.5", change.get("limit", "max: 1.5"))
+    if "metric" in change:
+        text = text.replace("score:", f"score:\n  quality: [{change['metric']}]").split("gates:")[0]
+    path = home / "bad.yaml"
+    path.write_text(text)
+    command = "run" if "100" in str(change) else "plan"  # only the tokenizer knows how long a text may be
+    result = _smelt(command, path, *(["--out", home / "bad"] if command == "run" else []))
+    assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
+
+
+def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tmp_path):
+    causal.model(tmp_path / "m", "llama", num_hidden_layers=1)
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "rope_parameters": {"rope_type": "yarn"},
+        "use_sliding_window": True,
+        "architectures": ["LlamaModel"],
+    }
+    path.write_text(json.dumps(config))
+    causal.lines(tmp_path / "t.txt", 1)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    result = _smelt("plan", tmp_path / "recipe.yaml")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2
+    for words in ("type 'yarn' are not supported", "use_sliding_window", "ends in ForCausalLM"):
+        assert words in said, said

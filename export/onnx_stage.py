@@ -46,8 +46,8 @@ class Onnx:
 
     A translator leaves as `encoder_model.onnx`, which also computes the keys and values of
     cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier or a
-    language model as `model.onnx`. Batch and lengths are dynamic. Each output is compared with the parent's on real
-    inputs; a difference above the tolerance is an error.
+    language model as `model.onnx`. Batch and lengths are dynamic. Each output is compared with the
+    parent's on real inputs; a difference above the tolerance is an error.
 
         - onnx: {target: ort-cpu}
         - onnx: {target: tensorrt, dtype: fp16}

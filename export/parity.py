@@ -97,7 +97,7 @@ class Reference:
 
 
 def reference_of(runner: Any, batch: Batch, start: int | Tokens | None) -> Reference:
-    """Run the parent: class logits [B, C], or greedy steps from `start` (one, or int64 [B]): [steps, B, V]."""
+    """Run the parent: class logits [B, C], or greedy steps from `start` (or int64 [B]): [steps, B, V]."""
     if start is None:
         return Reference(batch, runner.forward(batch).copy(), None)
     state = runner.encode(batch)

@@ -77,11 +77,14 @@ def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...
 
 def quality_lines(scores: dict[str, Any]) -> list[str]:
     """Return one line per metric: value, 95 % interval, n, signature."""
+    from smelt.evaluate.report_view import digits
+
     width = max([9, *map(len, scores)])
     return [
-        f"{name:{width}} {s['value']:6.2f}  [{s['ci95'][0]:.2f}, {s['ci95'][1]:.2f}]"
+        f"{name:{width}} {s['value']:6.{n}f}  [{s['ci95'][0]:.{n}f}, {s['ci95'][1]:.{n}f}]"
         f"  n={s['n']}  {s['signature']}"
         for name, s in scores.items()
+        for n in [digits(name)]
     ]
 
 

@@ -18,9 +18,10 @@ class AttentionGroup:
     """One attention: its heads own rows of query, key, value and columns of out.
 
     All fields are dotted module names, except `heads`, the attribute of `name` that counts them (None: the
-    rows of key do, as in Llama, where keys are shared by several queries and go with them), and `size`, the attribute that holds heads times head dimension, where there is one. relative: a bias per
-    head and distance is added to its scores (T5), so that all attentions of a stack have the same heads
-    until each gets a bias of its own.
+    rows of key do, as in Llama, where a key is shared by several queries and goes with them), and `size`,
+    the attribute that holds heads times head dimension, where there is one. relative: a bias per head and
+    distance is added to its scores (T5), so that all attentions of a stack have the same heads until each
+    gets a bias of its own.
     """
 
     name: str

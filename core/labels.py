@@ -179,7 +179,7 @@ class _Outputs(NamedTuple):
     """Where each name stands among the outputs (the first of equal ones), and how many outputs there are."""
 
     places: dict[str, int]
-    count: int
+    number: int
 
 
 def _outputs(names: Sequence[str]) -> _Outputs:
@@ -192,7 +192,7 @@ def _class(label: Label | None, outputs: _Outputs) -> int | None:
             return outputs.places[label]
         # CSV files hold numbers as text
         label = int(label) if label.isascii() and label.isdecimal() else None
-    return label if isinstance(label, int) and 0 <= label < outputs.count else None
+    return label if isinstance(label, int) and 0 <= label < outputs.number else None
 
 
 def _number(label: Label | None) -> float | None:

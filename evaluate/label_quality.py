@@ -45,7 +45,7 @@ def score_label_sets(
     scores = {}
     for metric in metrics:
         if metric == "subset_accuracy":
-            rows = [[int(hit), 1] for hit in hits]
+            rows: list[list[int | float]] = [[int(hit), 1] for hit in hits]
             statistics = Statistics(metric=metric, signature="ci:wilson", examples=examples, rows=rows)
             scores[metric] = _score(statistics, interval=wilson_interval(int(hits.sum()), len(rows)))
             continue

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from smelt.cli_bench import bench
 from smelt.cli_init import init
 from smelt.cli_store import store
 
@@ -187,7 +188,10 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the draws (default: 0).")
 @click.option("--threads", type=click.IntRange(min=1))
 def predict(artifact: Path, text: tuple[str, ...], threads: int | None, **generation: Any) -> None:
-    """Run ARTIFACT on each TEXT, or on the lines of standard input."""
+    """Run ARTIFACT on each TEXT, or on the lines of standard input.
+
+    For a classifier of pairs a tab parts the two texts.
+    """
     from smelt.use import predict_texts
 
     for name in ("temperature", "top_k", "top_p", "seed"):
@@ -218,5 +222,6 @@ def doctor() -> None:
     click.echo(describe(diagnose()))
 
 
+main.add_command(bench)
 main.add_command(init)
 main.add_command(store)

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import fake_tensorrt
 import numpy as np
+import onnx
 import pytest
 import tiny
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
@@ -52,8 +54,31 @@ def translator(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    model = tiny.bert(tmp_path_factory.mktemp("bert"))
-    return exported(model, tmp_path_factory.mktemp("onnx"), "text-classification", dtype="fp32")
+    """A classifier of one table: the logits of a text are the sum of its tokens' rows."""
+    folder = tiny.bert(tmp_path_factory.mktemp("bert"))
+    table = np.random.default_rng(0).standard_normal((100, 2)).astype(np.float32)
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["rows"]),
+        helper.make_node("Gather", ["table", "token_type_ids"], ["types"]),
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["mask", "last"], ["tokens"]),
+        helper.make_node("Add", ["rows", "types"], ["sums"]),
+        helper.make_node("Mul", ["sums", "tokens"], ["masked"]),
+        helper.make_node("ReduceSum", ["masked", "one"], ["logits"], keepdims=0),
+    ]
+    constants = {"table": table, "last": np.array([-1]), "one": np.array([1])}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", "length"]) for n in names],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 2])],
+        [numpy_helper.from_array(v, n) for n, v in constants.items()],
+    )
+    path = folder / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    fake_tensorrt.write_plan(path, shapes_of(load_graph(path), RANGES, path.name), folder / "model.plan")
+    return folder
 
 
 def exported(model, out, task, **settings):

@@ -1,0 +1,48 @@
+"""An export whose copies of the weights cannot fit is refused before it begins."""
+
+import pytest
+import tiny
+
+from smelt.core import memory
+from smelt.core.errors import RunError
+from smelt.core.stage import Context
+from smelt.export import onnx_stage
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+
+
+def _context(tmp_path):
+    (tmp_path / "out").mkdir()
+    return Context(
+        out=tmp_path / "out",
+        task="text-classification",
+        data={},
+        seed=0,
+        ancestors={},
+        score=lambda artifact: {},
+    )
+
+
+def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
+    source = tiny.artifact(tiny.bert(tmp_path / "m"), "text-classification")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    with pytest.raises(RunError, match=r"^onnx: exporting needs at least .* Give simplify: false"):
+        Onnx()(source, OnnxSettings(), _context(tmp_path))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, monkeypatch):
+    source = tiny.artifact(tiny.bert(tmp_path / "m"), "text-classification")
+    asked = []
+
+    def refuse(needed, what, remedy):
+        asked.append(needed)
+        raise RunError(what)
+
+    monkeypatch.setattr(onnx_stage, "require_memory", refuse)
+    context = _context(tmp_path)
+    for settings in (OnnxSettings(simplify=False), OnnxSettings()):
+        with pytest.raises(RunError):
+            Onnx()(source, settings, context)
+    file = (tmp_path / "m" / "model.safetensors").stat().st_size
+    assert asked[1] == 2 * asked[0]
+    assert asked[0] == pytest.approx(file, rel=0.15)  # the file has a header, the model a table of positions

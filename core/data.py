@@ -19,10 +19,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
+from smelt.core.windows import Windows
 
 SplitName = Literal["train", "validation", "calibration", "test"]
 Task = Literal["translation", "summarization", "text-classification", "language-modeling"]
@@ -45,27 +46,6 @@ class Columns(BaseModel):
     text: str = "text"
     text_pair: str = "text_b"
     label: str = "label"
-
-
-class Windows(BaseModel):
-    """How running text is cut for a language model: rows are joined, tokenized, cut in windows.
-
-    length: tokens that the model sees at once; not given: 1024, or the model's limit where that is less.
-    stride: how far the next window begins after the last one, when text is scored; not given: the length.
-    A smaller one gives every token more context and takes more time. Every token is predicted once.
-    separator: stands between two rows; not given: a line's end for plain text, an empty line otherwise.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    length: int | None = Field(default=None, ge=2)
-    stride: int | None = Field(default=None, ge=1)
-    separator: str | None = None
-
-    @model_validator(mode="after")
-    def _fits(self) -> Windows:
-        if self.length is not None and self.stride is not None and self.stride > self.length:
-            raise ValueError(f"stride {self.stride} would leave out text between windows of {self.length}")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +107,7 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
 
 def _read_lines(path: Path, origin: str, name: str) -> Split:
     """Read plain text; joined with line ends the rows are the file's text again."""
-    lines = _read_text(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+    lines = read_text_file(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not any(line.strip() for line in lines):
         raise InputError(f"{path}: no text in this file; '{name}' needs some.")
     return Split(origin, tuple(Example(line) for line in lines), Windows(separator="\n"))
@@ -141,7 +121,12 @@ def file_kind(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _read_text(path: Path) -> str:
+def read_text_file(path: Path) -> str:
+    """Return the text of a UTF-8 file, unpacked where its name ends in .gz.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
         return raw.decode("utf-8-sig")
@@ -168,7 +153,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .csv, .tsv (each also .gz), .parquet."
             f"{plain}"
         )
-    text = _read_text(path)
+    text = read_text_file(path)
     if kind in (".csv", ".tsv"):
         reader = csv.DictReader(io.StringIO(text), delimiter="\t" if kind == ".tsv" else ",", strict=True)
         return _read_csv(path, reader)

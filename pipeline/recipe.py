@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import TASKS, Columns, Task, Windows
+from smelt.core.data import TASKS, Columns, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
+from smelt.core.windows import Windows
 from smelt.evaluate.latency import LatencySettings
 from smelt.problem import LABEL_METRICS
 from smelt.recipe_errors import Mistakes, check, shown

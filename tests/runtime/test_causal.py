@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from smelt.core.data import Columns, Windows, read_split
+from smelt.core.data import Columns, read_split
 from smelt.core.store import Store
+from smelt.core.windows import Windows
 from smelt.runtime import causal as code
 from smelt.runtime.causal import generate_fixed, is_causal, losses_of, positions, token_losses
 from smelt.runtime.checkpoint import load_model, save_model

@@ -211,6 +211,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _tensorrt() -> str:
+    from smelt.machine import cuda_lacks
     from smelt.runtime.tensorrt_module import find_tensorrt, import_tensorrt
 
     if find_tensorrt() is None:
@@ -219,7 +220,8 @@ def _tensorrt() -> str:
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
     if builder is None:
         raise RuntimeError(f"{trt.__name__} {trt.__version__} is installed, but finds no usable GPU")
-    return f"{trt.__name__} {trt.__version__}: a builder can be made"
+    runs = "" if cuda_lacks() is None else "; engines cannot be run here: no CUDA GPU that torch can use"
+    return f"{trt.__name__} {trt.__version__}: a builder can be made{runs}"
 
 
 def _openvino() -> str:

@@ -1,0 +1,44 @@
+"""A run in which training follows quantization: the float weights are found, the artifact stays small."""
+
+import json
+
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+
+RECIPE = """
+model: m
+task: translation
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 2, batch_size: 4, evals: 0}
+  - quantize: {scheme: binary, group_size: 32}
+  - distill: {max_steps: 2, batch_size: 4, evals: 1, learning_rate: 1.0e-2}
+  - finetune: {max_steps: 1, batch_size: 4, evals: 0}
+    name: again
+score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
+"""
+
+
+def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp_path):
+    tiny.marian(tmp_path / "m")
+    tiny.pairs(tmp_path / "data.jsonl", 8)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    result = CliRunner().invoke(main, ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    facts = {
+        name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["facts"]
+        for name in ("quantize", "distill", "again")
+    }
+    # the step above quantize, not the untouched model; after a training through the codes there is none
+    assert facts["distill"]["latent_weights"] == "finetune"
+    assert facts["again"]["latent_weights"] == "codes"
+    assert 0 < facts["distill"]["codes_changed"] < 1
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    steps = {step["name"]: step for step in report["steps"]}
+    assert steps["distill"]["size_bytes"] == steps["quantize"]["size_bytes"]
+    # counted as weights, not as the bytes that hold eight of them; what the scales add is small
+    parameters = [steps[name]["parameters"] for name in ("finetune", "quantize", "distill")]
+    assert parameters[1] == parameters[2]
+    assert 1 <= parameters[1] / parameters[0] < 1.05

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT, Columns, Task, file_kind, read_file
 from smelt.core.errors import InputError
@@ -88,6 +89,11 @@ def _split_of(path: Path) -> str | None:
     return min(found)[1] if found else None
 
 
+def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset()) -> str | None:
+    """Return the column of `row` that probably is what smelt calls `role`; None where none looks like it."""
+    return next((name for name in _NAMES[role] if name in row and name not in taken), None)
+
+
 def _columns(path: Path, task: Task) -> dict[str, str]:
     """Return the names of the columns that the first row does not have under smelt's own names."""
     if file_kind(path) == ".txt":
@@ -100,8 +106,7 @@ def _columns(path: Path, task: Task) -> dict[str, str]:
     for role in roles:
         if getattr(own, role) in row or (role == "target" and own.references in row):
             continue
-        taken = set(found.values())
-        name = next((n for n in _NAMES[role] if n in row and n not in taken), None)
+        name = guess_column(row, role, set(found.values()))
         if name is not None:
             found[role] = name
     return found

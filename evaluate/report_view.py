@@ -148,7 +148,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
         found += [
             (step.name, verdict(gate.passed), f"gate {gate_text(gate)}: {gate.reason}")
             for gate in step.gates
-            if gate.reason
+            if gate.reason and (gate.passed is None or gate.reason not in (step.error, step.reason))
         ]
         found += [(step.name, "warning", text) for text in step.warnings]
     return found

@@ -50,7 +50,7 @@ def smelt(*arguments, rig=True):
         env=tensorrt_rig.require() if rig else os.environ,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

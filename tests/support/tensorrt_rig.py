@@ -168,7 +168,7 @@ def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
         env=require(),
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 
 _WIDTH = 80
-# What is timed where no data are named: sentences of 3 to 45 words. They are English; a model for
+# What is timed where no data are named: sentences of 3 to 43 words. They are English; a model for
 # another language splits them into more pieces, so times on the data of one's own say more.
 STANDARD_TEXTS = (
     "It is late.",

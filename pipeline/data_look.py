@@ -100,7 +100,7 @@ def _columns(path: Path, task: Task) -> dict[str, str]:
         return {}
     row = next((row for _, row in itertools.islice(read_file(path), 1)), {})
     own = Columns()
-    roles = ("source", "target") if task in TEXT_TO_TEXT else ("text",)
+    roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT else ("text",)
     roles += ("text_pair", "label") if task == "text-classification" else ()
     found: dict[str, str] = {}
     for role in roles:

@@ -162,7 +162,7 @@ def _train(lines: list[str], form: _Form, kind: Kind, vocab_size: int) -> Any:
         tokenizer.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(**common)
     tokenizer.train_from_iterator(lines, trainer)
-    marks = [(token, tokenizer.token_to_id(token)) for token in form.specials]
+    marks = [(token, int(tokenizer.token_to_id(token))) for token in form.specials]
     tokenizer.post_processor = _around(form, marks, kind, processors)
     return tokenizer
 

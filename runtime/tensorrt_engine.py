@@ -42,7 +42,7 @@ class Engine:
     """
 
     def __init__(self, trt: Any, path: Path, stream: Any) -> None:
-        self._trt, self._path, self._stream = trt, path, stream
+        self._path, self._stream = path, stream
         self._logger = make_logger(trt)
         self._runtime = trt.Runtime(self._logger)
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -60,8 +60,8 @@ class Engine:
         self.outputs = [n for n in names if n not in self.inputs]
         self.types = {n: self._type(n) for n in names}
         # what decides shapes is read by TensorRT on the host
-        on_host = trt.TensorLocation.HOST
-        self._places = {n: "cpu" if self.engine.get_tensor_location(n) == on_host else DEVICE for n in names}
+        host = trt.TensorLocation.HOST
+        self._on_host = {n for n in names if self.engine.get_tensor_location(n) == host}
         if not self._context.set_optimization_profile_async(_PROFILE, stream.cuda_stream):
             raise RunError(f"{path}: the engine's profile cannot be chosen. {self._said()}")
         stream.synchronize()
@@ -93,7 +93,7 @@ class Engine:
             if name not in feeds:
                 known = ", ".join(feeds)
                 raise RunError(f"{self._path.name}: the engine wants the input '{name}'; there are {known}.")
-            tensor = feeds[name].to(self._places[name], self.types[name]).contiguous()
+            tensor = feeds[name].to(self._place(name), self.types[name]).contiguous()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise RunError(self._outside(name, tensor))
             self._bind(name, tensor, held)
@@ -101,12 +101,17 @@ class Engine:
         outputs = {}
         for name in self.outputs:
             outputs[name] = torch.empty(
-                self._shape_of(name), dtype=self.types[name], device=self._places[name]
+                self._shape_of(name), dtype=self.types[name], device=self._place(name)
             )
             self._bind(name, outputs[name], held)
         if not self._context.execute_async_v3(self._stream.cuda_stream):
             raise RunError(f"{self._path.name}: the engine failed. TensorRT said: {self._said()}")
+        if not self._on_host.isdisjoint(self.outputs):
+            self._stream.synchronize()  # the host would read them before they are written
         return outputs
+
+    def _place(self, name: str) -> str:
+        return "cpu" if name in self._on_host else DEVICE
 
     def _bind(self, name: str, tensor: Tensor, held: list[Tensor]) -> None:
         held.append(_addressable(tensor))

@@ -87,6 +87,14 @@ def test_inputs_take_the_type_and_layout_of_the_engine(trt, tmp_path):
     assert out.tolist() == [[0.0, 1.0, 2.0], [18.0, 20.0, 22.0]]
 
 
+def test_outputs_on_the_host_are_waited_for(trt, tmp_path):
+    trt.answers["location"] = trt.TensorLocation.HOST
+    engine = Engine(trt, graph(tmp_path), stream(trt.calls))
+    trt.calls.clear()
+    engine({"x": torch.ones(1, 4)})
+    assert trt.calls[-2:] == [("execute_async_v3", fake_tensorrt.STREAM), ("synchronize",)]
+
+
 def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
     engine = Engine(trt, graph(tmp_path), stream())
     assert (engine.longest("x", 0), engine.longest("x", 1)) == (8, 4)

@@ -23,8 +23,6 @@ from smelt.export.causal_attention import (
     scope_of,
 )
 
-FAMILIES = ("gpt2", "llama", "qwen2")
-
 
 class CausalStep(nn.Module):
     """Tokens and caches -> logits float32 [B, S, V], the caches S longer."""

@@ -150,6 +150,13 @@ def _search(command: Any) -> Any:
     return beams(most(command))
 
 
+def _device(command: Any) -> Any:
+    places = click.Choice(["auto", "cpu", "cuda"])
+    return click.option("--device", default="auto", show_default=True, type=places, help="Where to run.")(
+        command
+    )
+
+
 @main.command("eval")
 @click.argument("artifact", type=_FOLDER)
 @click.option("--data", required=True, help="Rows to score on: a file or a hub id.")
@@ -162,6 +169,7 @@ def _search(command: Any) -> Any:
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
 @_search
 @click.option("--threads", type=click.IntRange(min=1))
+@_device
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
@@ -187,7 +195,10 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw among the likely ones.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the draws (default: 0).")
 @click.option("--threads", type=click.IntRange(min=1))
-def predict(artifact: Path, text: tuple[str, ...], threads: int | None, **generation: Any) -> None:
+@_device
+def predict(
+    artifact: Path, text: tuple[str, ...], threads: int | None, device: str, **generation: Any
+) -> None:
     """Run ARTIFACT on each TEXT, or on the lines of standard input.
 
     For a classifier of pairs a tab parts the two texts.
@@ -198,7 +209,7 @@ def predict(artifact: Path, text: tuple[str, ...], threads: int | None, **genera
         if generation[name] is not None and not generation["do_sample"]:
             raise click.UsageError(f"--{name.replace('_', '-')} means nothing without --sample.")
     texts = list(text) or [line.rstrip("\n") for line in sys.stdin]
-    for line in predict_texts(artifact, texts, generation, threads):
+    for line in predict_texts(artifact, texts, generation, threads, device):
         if sys.stdout.isatty():
             _show(line)  # a model may have learned what moves a cursor
         else:

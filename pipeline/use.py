@@ -28,6 +28,7 @@ def evaluate_artifact(
     max_new_tokens: int | None = None,
     threads: int | None = None,
     limit: int | None = None,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
 
@@ -55,6 +56,7 @@ def evaluate_artifact(
             generation_of({"beams": beams, "max_new_tokens": max_new_tokens}),
             batch_size,
             threads,
+            device=device,
         )
         quality: dict[str, Any] = scorer.score(artifact, split)["quality"]
     return quality
@@ -89,7 +91,11 @@ def quality_lines(scores: dict[str, Any]) -> list[str]:
 
 
 def predict_texts(
-    folder: Path, texts: Sequence[str], generation: Mapping[str, Any], threads: int | None = None
+    folder: Path,
+    texts: Sequence[str],
+    generation: Mapping[str, Any],
+    threads: int | None = None,
+    device: str = "auto",
 ) -> list[str]:
     """Return the artifact's output for each of `texts`: a translation, or a label with its probability.
 
@@ -102,7 +108,7 @@ def predict_texts(
     artifact, wishes = _open(folder), generation_of(generation)
     if not texts:
         return []
-    with open_runner(artifact, threads) as runner:
+    with open_runner(artifact, threads, device) as runner:
         if artifact.manifest.task == "text-classification":
             return answers(runner.config, class_logits(runner, [_pair(text) for text in texts]))
         return generate_texts(runner, texts, wishes)

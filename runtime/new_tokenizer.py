@@ -162,12 +162,13 @@ def _train(lines: list[str], form: _Form, kind: Kind, vocab_size: int) -> Any:
         tokenizer.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(**common)
     tokenizer.train_from_iterator(lines, trainer)
-    marks = [(token, int(tokenizer.token_to_id(token))) for token in form.specials]
-    tokenizer.post_processor = _around(form, marks, kind, processors)
+    tokenizer.post_processor = _around(form, kind, processors)
     return tokenizer
 
 
-def _around(form: _Form, marks: list[tuple[str, int]], kind: Kind, processors: Any) -> Any:
+def _around(form: _Form, kind: Kind, processors: Any) -> Any:
+    # the trainers give the special tokens the first ids, in their order
+    marks = [(token, index) for index, token in enumerate(form.specials)]
     template = processors.TemplateProcessing(single=form.single, pair=form.pair, special_tokens=marks)
     return (
         processors.Sequence([processors.ByteLevel(trim_offsets=False), template])

@@ -97,14 +97,16 @@ def test_the_torch_runner_moves_model_and_inputs_to_the_device(tmp_path, monkeyp
 
 
 def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
-    from smelt.compress.quantize.int8_dynamic import Quantize
+    from smelt.stage_table import load_stage
+
+    quantize = load_stage("quantize")
 
     src = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
     (tmp_path / "q").mkdir()
     ctx = Context(
         out=tmp_path / "q", task="text-classification", data={}, seed=0, ancestors={}, score=lambda a: {}
     )
-    Quantize()(src, Quantize.settings_type(), ctx)
+    quantize()(src, quantize.settings_type(), ctx)
     with TorchRunner(tiny.artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
         assert runner.device == "cpu"
 
@@ -166,6 +168,34 @@ def test_the_report_and_the_signatures_name_the_device(tmp_path):
     assert [s["device"] for s in steps] == ["cpu", "cpu"]
     assert all(q["signature"].endswith("|device:cpu") for s in steps for q in s["quality"].values())
     assert "torch on cpu" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", [["predict", "x"], ["eval", "--data", "d.jsonl"], ["bench"]])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command):
+    from click.testing import CliRunner
+
+    from smelt.cli import main
+    from smelt.core.artifact import Manifest
+    from smelt.core.store import Store
+
+    tiny.labelled(tmp_path / "d.jsonl")
+    monkeypatch.chdir(tmp_path)
+    store = Store(tmp_path / "s")
+    with store.workspace() as space:
+        folder = tiny.bert(space / "out")
+        values = {
+            "format": "torch",
+            "task": "text-classification",
+            "stage": "model",
+            "settings": {},
+            "seed": 0,
+        }
+        made = store.commit(folder, Manifest(key="0" * 64, parent=None, versions={}, **values))
+    name, *rest = command
+    done = CliRunner().invoke(main, [name, str(made.path), *rest, "--device", "cuda"])
+    assert done.exit_code == 2, done.output
+    assert "torch sees no CUDA device" in done.output
 
 
 @pytest.mark.gpu

@@ -206,8 +206,10 @@ class _Run:
         from smelt.model_folder import read_config_file
         from smelt.plan_labels import settle_metrics
         from smelt.problem import new_names, problem_of
+        from smelt.untrained import read_outline
 
-        config, _ = read_config_file(file)
+        trained = isinstance(self.plan.recipe.model, str)
+        config, _ = (read_config_file if trained else read_outline)(file)
         problem = self.plan.problem or problem_of(config, self.data)
         metrics = settle_metrics(self.plan.recipe, config, self.data, problem)
         self.scorer = replace(self.scorer, metrics=metrics)

@@ -33,6 +33,18 @@ def config_file(model: Untrained, base: Path) -> Path:
     return path if path.suffix == ".json" else path / "config.json"
 
 
+def read_outline(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read the config of a model without weights; return it and what is wrong.
+
+    The outputs of a new classifier are the labels of the data, whatever class the config names, unless
+    it names the outputs too.
+    """
+    config, problems = read_config_file(file)
+    if "id2label" not in config:
+        config = {key: value for key, value in config.items() if key != "architectures"}
+    return config, problems
+
+
 def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, bad: set[str]) -> None:
     """Check config and tokenizer, and that the model is trained before it is a teacher or the baseline.
 
@@ -102,7 +114,7 @@ def start(
     """
     model = recipe.model
     assert isinstance(model, Untrained)
-    config, problems = read_config_file(config_file(model, recipe.base))
+    config, problems = read_outline(config_file(model, recipe.base))
     if problems:
         raise InputError("\n".join(problems))
     tokenizer = model.tokenizer

@@ -58,6 +58,15 @@ def test_a_classifier_is_trained_from_nothing(home):
     assert tokenizer["model"]["type"] == "WordPiece"
 
 
+def test_a_config_that_names_the_class_of_a_classifier_takes_its_outputs_from_the_data(home):
+    (home / "bert.json").write_text(json.dumps(BERT | {"architectures": ["BertForSequenceClassification"]}))
+    rows = "".join(json.dumps({"text": f"word {i}", "label": "abc"[i % 3]}) + "\n" for i in range(6))
+    (home / "data.jsonl").write_text(rows)
+    _run(home, CLASSIFIER, "run", "--until", "finetune", "--set", "finetune.max_steps=1")
+    config = json.loads((home / "run" / "artifacts" / "finetune" / "config.json").read_text())
+    assert config["id2label"] == {"0": "a", "1": "b", "2": "c"}
+
+
 def test_the_same_start_is_taken_from_the_store_and_another_seed_is_another_model(home):
     until = ("--until", "finetune", "--set", "finetune.max_steps=1")
     first = _run(home, CLASSIFIER, "a", *until)

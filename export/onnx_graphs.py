@@ -25,7 +25,7 @@ from smelt.export.attention import Scope, graph_attention, is_attention, pack_pr
 from smelt.runtime import emit
 from smelt.runtime.causal import is_causal
 from smelt.runtime.predict import takes_types
-from smelt.runtime.quantized import QuantizedLinear
+from smelt.runtime.quantized import AnyLinear, Int4Embedding
 
 _CLASSIFIERS = ("bert", "roberta", "distilbert")
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none
@@ -106,13 +106,13 @@ def _classifier(model: Any) -> Graph:
 
 
 def _prepare(graph: Graph) -> None:
-    """Make the packed products and turn the codes of quantized layers around, before they are traced."""
+    """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
     graph.module.eval()
     for module in list(graph.module.modules()):
         if is_attention(module):
             pack_projections(module)
     for module in graph.module.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, AnyLinear | Int4Embedding):
             module.matrix.prepare_export()
 
 

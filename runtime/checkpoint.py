@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.runtime.conv1d import turned, use_linears
+from smelt.runtime.quantized import half_precision_names
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 from smelt.runtime.text_rules import apply_text_rules, read_text_rules
 
@@ -102,10 +103,7 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of `folder`'s safetensors files; floating ones as float32.
-
-    Except the scales of quantized layers, whose layers say themselves in how many bits they keep them.
-    """
+    """Return all tensors of `folder`'s safetensors files; floating ones as float32."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InputError(f"{folder}: no .safetensors file with weights in this folder.")
@@ -115,10 +113,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors.update(load_file(path))
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: not a readable safetensors file: {error}") from error
-    return {
-        name: t.float() if t.is_floating_point() and not name.endswith(".matrix.scales") else t
-        for name, t in tensors.items()
-    }
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def _with_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -204,6 +199,7 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path) -> None:
     Tensors that share memory are stored once, under the first of their names.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    halves = half_precision_names(model)
     seen: set[tuple[int, torch.Size]] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -211,7 +207,8 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path) -> None:
         if name in ignored or (tensor.numel() and place in seen):
             continue
         seen.add(place)
-        tensors[name] = tensor.detach().cpu().contiguous()
+        stored = tensor.half() if name in halves else tensor
+        tensors[name] = stored.detach().cpu().contiguous()
     save_file(turned(model, tensors), out / WEIGHTS, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "float32"

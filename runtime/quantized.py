@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from smelt.core.errors import InputError, nearest
 from smelt.runtime import emit
-from smelt.runtime.quantized_binary import BinaryLinear
-from smelt.runtime.quantized_int4 import Int4Embedding, Int4Linear
+from smelt.runtime.quantized_binary import BinaryLinear, BinaryMatrix
+from smelt.runtime.quantized_int4 import Int4Embedding, Int4Linear, Int4Matrix
 
 SCHEMES = ("int8-dynamic", "int4", "binary")
 
@@ -229,6 +229,19 @@ def empty_quantized(module: nn.Module, scheme: str, **options: int | bool) -> An
         raise InputError(f"scheme {scheme} cannot be made with {options}: {error}") from error
     fit = "a Linear" if scheme not in EMBEDDING else "a Linear or an Embedding"
     raise InputError(f"scheme {scheme}: a {type(module).__name__} cannot be quantized; expected {fit}.")
+
+
+def half_precision_names(model: nn.Module) -> set[str]:
+    """Return the names of the tensors that are stored as float16: the scales of groups."""
+    kinds = (Int4Matrix, BinaryMatrix)
+    found = model.named_modules(remove_duplicate=False)
+    return {f"{name}.scales" for name, module in found if isinstance(module, kinds)}
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Return the bytes that the model's parameters take in a file, shared ones counted once."""
+    halves = half_precision_names(model)
+    return sum(p.numel() * (2 if n in halves else p.element_size()) for n, p in model.named_parameters())
 
 
 def joined(linears: Sequence[nn.Module]) -> AnyLinear | None:

@@ -1,7 +1,8 @@
 """Linear layers of binary weights: a sign and one scale for each group of a row's weights.
 
 value = scale if the bit is 1, else -scale. Stored as one bit a weight: bit i of byte j belongs to the
-weight 8 j + i of its group. Scales are float16, so that groups of 64 take 1.25 bits a weight.
+weight 8 j + i of its group. Scales are stored as float16, so that groups of 64 take 1.25 bits a weight; in
+memory they are float32, because transformers takes the type of a model's first float parameter for its own.
 They leave as MatMulNBits with 2-bit codes (1 is -1, 3 is +1, the zero point is 2); the graph holds the
 bits, and ONNX Runtime widens them once, when the session is opened.
 
@@ -35,7 +36,9 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 
 class BinaryMatrix(nn.Module):
-    """A matrix of signs. codes: uint8 [N, G, g / 8]; scales: float16 [N, G]."""
+    """A matrix of signs. codes: uint8 [N, G, g / 8]; scales: float32 [N, G], each a float16."""
+
+    half_scales: Tensor | None
 
     def __init__(self, rows: int, columns: int, group_size: int, device: torch.device | None = None) -> None:
         super().__init__()
@@ -43,18 +46,22 @@ class BinaryMatrix(nn.Module):
         groups = group_count(columns, group_size)
         codes = torch.zeros(rows, groups, group_size // 8, dtype=torch.uint8, device=device)
         self.codes = nn.Parameter(codes, requires_grad=False)
-        scales = torch.ones(rows, groups, dtype=torch.float16, device=device)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(rows, groups, device=device), requires_grad=False)
+        self.register_buffer("half_scales", None, persistent=False)
         self._values: tuple[tuple[int, int], Tensor] | None = None
+
+    def prepare_export(self) -> None:
+        """Keep the scales as the graph stores them."""
+        self.half_scales = self.scales.detach().half()
 
     def set_(self, positive: Tensor, scales: Tensor) -> None:
         """Take over what a method decided: bool [N, G, g], true for +1, and scales [N, G]."""
-        self.codes.data, self.scales.data = pack_bits(positive), scales.to(torch.float16)
+        self.codes.data, self.scales.data = pack_bits(positive), scales.half().float()
         self._values = None
 
     def dequantize(self) -> Tensor:
         """Return the values, float32 [N, K]."""
-        scales = self.scales.float()[..., None]
+        scales = self.scales[..., None]
         return torch.where(unpack_bits(self.codes), scales, -scales).flatten(1)[:, : self.width]
 
     def values(self) -> Tensor:
@@ -107,8 +114,11 @@ class BinaryLinear(nn.Module):
         matrix = self.matrix
         if emit.export_target() is not None:
             layout = emit.Layout(self.in_features, self.out_features, 2, matrix.group_size)
+            assert matrix.half_scales is not None, "prepare_export comes before the export"
             codes = emit.widened_bits(matrix.codes)
-            return emit.matmul_nbits(x, codes, matrix.scales, None, self.bias, layout, self.accuracy_level)
+            return emit.matmul_nbits(
+                x, codes, matrix.half_scales, None, self.bias, layout, self.accuracy_level
+            )
         if self.accuracy_level == 4:
             x = blocks_as_int8(x, matrix.group_size)
         return F.linear(x, matrix.values(), self.bias)

@@ -2,7 +2,8 @@
 
 value = (code - zero) * scale, code and zero between 0 and 15; zero is 8 in symmetric matrices, which
 store none. Codes are stored as ONNX Runtime's MatMulNBits reads them: two in a byte, the first in the
-low half. Scales are stored as float16: what rounding them costs is 30 times below the 4 bits' own error.
+low half. Scales are stored as float16: what rounding them costs is far below the 4 bits' own error. In
+memory they are float32, because transformers takes the type of a model's first float parameter for its own.
 
 Shapes: N = outputs (rows), K = inputs (columns), g = group size, G = ceil(K / g).
 """
@@ -43,11 +44,13 @@ def _nibbles_as_floats(packed: Tensor) -> Tensor:
 class Int4Matrix(nn.Module):
     """A matrix of 4-bit codes.
 
-    codes: uint8 [N, G, g / 2]; scales: float16 [N, G]; zeros: uint8 [N, ceil(G / 2)], or None where all
-    are 8. A module of its own, so that an embedding and the head tied to it can hold the very same one.
+    codes: uint8 [N, G, g / 2]; scales: float32 [N, G], each a float16; zeros: uint8 [N, ceil(G / 2)], or
+    None where all are 8. A module of its own, so that an embedding and the head tied to it can hold the
+    very same one.
     """
 
     zeros: nn.Parameter | None
+    half_scales: Tensor | None
 
     def __init__(
         self,
@@ -62,11 +65,15 @@ class Int4Matrix(nn.Module):
         self.width, self.group_size, self.symmetric = columns, group_size, symmetric
         codes = torch.zeros(rows, groups, group_size // 2, dtype=torch.uint8, device=device)
         self.codes = nn.Parameter(codes, requires_grad=False)
-        scales = torch.ones(rows, groups, dtype=torch.float16, device=device)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(rows, groups, device=device), requires_grad=False)
+        self.register_buffer("half_scales", None, persistent=False)
         zeros = torch.zeros(rows, -(-groups // 2), dtype=torch.uint8, device=device)
         self.zeros = None if symmetric else nn.Parameter(zeros, requires_grad=False)
         self._values: tuple[tuple[int, int], Tensor] | None = None
+
+    def prepare_export(self) -> None:
+        """Keep the scales as the graph stores them."""
+        self.half_scales = self.scales.detach().half()
 
     def set_(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
         """Take over what a method decided.
@@ -77,7 +84,7 @@ class Int4Matrix(nn.Module):
             zeros: uint8 [N, G], or None where the matrix is symmetric.
         """
         assert (zeros is None) == self.symmetric
-        self.codes.data, self.scales.data = pack_nibbles(codes), scales.to(torch.float16)
+        self.codes.data, self.scales.data = pack_nibbles(codes), scales.half().float()
         if self.zeros is not None and zeros is not None:
             self.zeros.data = pack_nibbles(zeros)
         self._values = None
@@ -88,7 +95,7 @@ class Int4Matrix(nn.Module):
         zeros: Tensor | float = float(ZERO)
         if self.zeros is not None:
             zeros = unpack_nibbles(self.zeros)[:, : self.codes.shape[1], None].float()
-        return ((codes - zeros) * self.scales.float()[..., None]).flatten(1)[:, : self.width]
+        return ((codes - zeros) * self.scales[..., None]).flatten(1)[:, : self.width]
 
     def values(self) -> Tensor:
         """Return `dequantize()`, computed once for the same memory."""
@@ -104,7 +111,8 @@ class Int4Matrix(nn.Module):
         zeros: Tensor | float = float(ZERO)
         if self.zeros is not None:
             zeros = _nibbles_as_floats(self.zeros.index_select(0, flat))[:, : self.codes.shape[1], None]
-        scales = self.scales.index_select(0, flat).float()[..., None]
+        scales = self.scales if self.half_scales is None else self.half_scales
+        scales = scales.index_select(0, flat).float()[..., None]
         rows = ((codes - zeros) * scales).flatten(1)[:, : self.width]
         return rows.reshape(*ids.shape, self.width)
 
@@ -159,8 +167,9 @@ class Int4Linear(nn.Module):
         matrix = self.matrix
         if emit.export_target() is not None:
             layout = emit.Layout(self.in_features, self.out_features, 4, matrix.group_size)
+            assert matrix.half_scales is not None, "prepare_export comes before the export"
             return emit.matmul_nbits(
-                x, matrix.codes, matrix.scales, matrix.zeros, self.bias, layout, self.accuracy_level
+                x, matrix.codes, matrix.half_scales, matrix.zeros, self.bias, layout, self.accuracy_level
             )
         if self.accuracy_level == 4:
             x = blocks_as_int8(x, matrix.group_size)

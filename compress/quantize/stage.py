@@ -99,6 +99,7 @@ class Quantize:
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""
         from smelt.runtime.checkpoint import load_model, save_model
+        from smelt.runtime.quantized import stored_bytes
 
         model, edits = load_model(src.path)
         if any(edit["op"] == "quantize" for edit in edits):
@@ -186,13 +187,11 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
-    from smelt.runtime.quantized import AnyEmbedding, AnyLinear
+    from smelt.runtime.quantized import AnyEmbedding, AnyLinear, stored_bytes
 
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, AnyLinear | AnyEmbedding)]
     matrices = {id(m.matrix): (m.matrix, m) for _, m in layers}
-    bits = sum(
-        8 * p.numel() * p.element_size() for matrix, _ in matrices.values() for p in matrix.parameters()
-    )
+    bits = 8 * stored_bytes(nn.ModuleList(matrix for matrix, _ in matrices.values()))
     weights = sum(
         m.in_features * m.out_features if isinstance(m, AnyLinear) else m.num_embeddings * m.embedding_dim
         for _, m in matrices.values()
@@ -207,11 +206,6 @@ def facts_of(model: Any) -> dict[str, Any]:
         "padded_layers": padded,
         "bits_per_weight": round(bits / weights, 3),
     }
-
-
-def stored_bytes(model: Any) -> int:
-    """Return the bytes of the model's parameters, shared ones counted once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def unused_patterns(model: Any, patterns: list[str]) -> list[str]:

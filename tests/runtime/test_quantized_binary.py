@@ -28,7 +28,7 @@ def spelled_out(layer):
     """A graph as the onnx stage leaves it: place-holders, then their standard operators."""
     constants = {
         "bits": layer.matrix.codes.numpy(),
-        "half": layer.matrix.scales.numpy(),
+        "half": layer.matrix.scales.half().numpy(),
         "bias": layer.bias.detach().numpy(),
     }
     nodes = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.plan import Plan, Step
-from smelt.recipe import Untrained
+from smelt.recipe import LOWER_IS_BETTER, Untrained
 from smelt.recipe_stages import ROOT
 from smelt.text_rules import text_rules
 
@@ -29,7 +29,8 @@ def plan_text(plan: Plan) -> str:
     lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
     lines += _score(plan)
     for gate in plan.gates:
-        sign = {"max_drop": "drop at most", "min": "at least", "max": "at most"}[gate.kind]
+        way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
+        sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]
         lines += _wrapped(f"gate        {gate.metric}: {sign} {gate.limit:,.10g} at {', '.join(gate.at)}", 12)
     if plan.until:
         lines += _wrapped(f"until       {plan.until}; left out: {', '.join(plan.left_out) or 'nothing'}", 12)

@@ -13,7 +13,6 @@ model: m
 task: language-modeling
 data: {train: t.txt, validation: t.txt, test: t.txt, windows: {length: 32, stride: 16}}
 stages:
-  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
   - prune: {keep: 0.5, rows: 8}
   - quantize: {scheme: int8-dynamic}
   - onnx: {target: ort-cpu}
@@ -63,6 +62,12 @@ def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report
     assert onnx["quality"]["perplexity"]["value"] == pytest.approx(
         quantized["quality"]["perplexity"]["value"], rel=1e-2
     )
+
+
+def test_plan_says_windows_and_rise_when_less_is_better(home):
+    said = _smelt("plan", home / "recipe.yaml").output
+    assert "perplexity: rise at most 1,000,000 at onnx" in said
+    assert "perplexity, bits_per_byte" in said
 
 
 def test_gate_limits_a_rise_when_less_is_better(report):

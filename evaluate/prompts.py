@@ -19,11 +19,13 @@ def prompt_texts(texts: Sequence[str], tokens: int) -> list[str]:
     words = " ".join(texts).split()
     found: list[str] = []
     stretch: list[str] = []
+    letters = 0
     for word in words:
         stretch.append(word)
-        if sum(map(len, stretch)) + len(stretch) >= _LETTERS * tokens:
+        letters += len(word) + 1
+        if letters >= _LETTERS * tokens:
             found.append(" ".join(stretch))
-            stretch = []
+            stretch, letters = [], 0
     if not found and not stretch:
         raise InputError("Latency: the texts hold no words to begin with.")
     return found or [" ".join(stretch)]

@@ -64,7 +64,7 @@ def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report
     )
 
 
-def test_plan_says_windows_and_rise_when_less_is_better(home):
+def test_plan_speaks_of_a_rise_when_less_is_better(home):
     said = _smelt("plan", home / "recipe.yaml").output
     assert "perplexity: rise at most 1,000,000 at onnx" in said
     assert "perplexity, bits_per_byte" in said

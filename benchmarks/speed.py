@@ -108,8 +108,8 @@ def _overhead() -> list[float]:
     """Seconds per step of a fresh run of the quickstart besides the stages' own work and the scoring."""
     from unittest.mock import patch
 
-    from smelt.plan import load_plan
     from smelt.execute import Options, run_plan
+    from smelt.plan import load_plan
     from smelt.scoring import Scorer
 
     spent = 0.0

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.export.attention import Pack, split_heads
+from smelt.export.norms import root_mean_square
 from smelt.runtime import emit
 from smelt.runtime.emit_causal import Heads, Places, fits_group_query_attention, group_query_attention
 
@@ -107,7 +108,7 @@ def causal_forwards(model: Any, scope: CausalScope) -> Iterator[None]:
         changed.append((module, partial(_attend, module, scope, rotary)))
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            changed.append((module, partial(_root_mean_square, module)))
+            changed.append((module, partial(root_mean_square, module)))
         elif type(module).__name__ == "NewGELUActivation":
             changed.append((module, partial(F.gelu, approximate="tanh")))
     if rotary is not None:
@@ -177,20 +178,3 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [B, H, S, d] by the angles whose cosines and sines are [B, 1, S, d / 2] (arXiv:2104.09864)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _root_mean_square(module: Any, x: Tensor) -> Tensor:
-    """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) in the form that suits the target.
-
-    ONNX Runtime fuses x / sqrt(mean(x^2) + eps) * w to one operator. Elsewhere the graph may become fp16,
-    where x^2 overflows from 256 on: the largest entry is divided out first, which changes nothing else.
-    """
-    weight, epsilon = module.weight, module.variance_epsilon
-    if emit.export_target() == "ort-cpu":
-        normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
-        return normal
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-3)
-    y = x / largest
-    small = epsilon**0.5 / largest  # squared afterwards: epsilon itself is below what fp16 can hold
-    out: Tensor = (y / torch.sqrt((y * y).mean(-1, keepdim=True) + small * small)) * weight
-    return out

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.export.attention import Pack, Scope, graph_attention, split_heads
+from smelt.export.norms import graph_norms
 from smelt.export.onnx_graphs import Graph
 from smelt.runtime.quantized import AnyLinear
 
@@ -53,7 +54,7 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states and each decoder layer's cross-attention keys and values."""
         self.scope.mask = attention_mask
-        with graph_attention(self.encoder, self.scope):
+        with graph_attention(self.encoder, self.scope), graph_norms(self.encoder):
             hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
         caches = [split_heads(t, h).contiguous() for t, h in zip(self.pack(hidden), heads, strict=True)]
@@ -81,7 +82,7 @@ class DecoderStep(nn.Module):
         self.scope.past = list(zip(past[::2], past[1::2], strict=True))
         self.scope.cross = list(zip(cross[::2], cross[1::2], strict=True))
         self.scope.present = {}
-        with graph_attention(self.decoder, self.scope):
+        with graph_attention(self.decoder, self.scope), graph_norms(self.decoder):
             hidden = self.decoder(
                 input_ids,
                 # only says that cross-attention takes place; its keys and values are in the caches

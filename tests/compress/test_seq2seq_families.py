@@ -222,3 +222,14 @@ def test_quantized_model_stays_near_and_is_loaded_as_it_was(folder, tmp_path, sc
     again.mkdir()
     save_model(model, read_edits(ctx.out), again, ctx.out)
     torch.testing.assert_close(logits(load_model(again)[0], again), got)
+
+
+@pytest.mark.parametrize("name", ["t5-gated", "mbart"])
+def test_training_through_codes_starts_where_the_quantized_model_stands(name, tmp_path):
+    folder = MADE[name](tmp_path / "model")
+    quantized = run(Quantize(), folder, QuantizeSettings(), tmp_path / "quantized").out
+    still = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-12)
+    ctx = run(Finetune(), quantized, still, tmp_path / "out")
+    same, _ = load_model(ctx.out)
+    torch.testing.assert_close(logits(same, ctx.out), logits(load_model(quantized)[0], quantized))
+    assert ctx.facts["codes_changed"] == 0

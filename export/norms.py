@@ -1,0 +1,52 @@
+"""Norms and activations as the exported graph computes them.
+
+Shapes: [..., D], D = width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.runtime import emit
+
+
+@contextmanager
+def graph_norms(model: nn.Module) -> Iterator[None]:
+    """Let RMS norms and tanh-GELUs below `model` compute as the graph should, within the block."""
+    changed = []
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(root_mean_square, module)
+            changed.append(module)
+        elif type(module).__name__ == "NewGELUActivation":  # written out there, one operator in ONNX
+            module.forward = partial(F.gelu, approximate="tanh")
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def root_mean_square(module: Any, x: Tensor) -> Tensor:
+    """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) in the form that suits the target.
+
+    ONNX Runtime fuses x / sqrt(mean(x^2) + eps) * w to one operator. Elsewhere the graph may become fp16,
+    where x^2 overflows from 256 on: the largest entry is divided out first, which changes nothing else.
+    """
+    weight, epsilon = module.weight, module.variance_epsilon
+    if emit.export_target() == "ort-cpu":
+        normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
+        return normal
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-3)
+    y = x / largest
+    small = epsilon**0.5 / largest  # squared afterwards: epsilon itself is below what fp16 can hold
+    out: Tensor = (y / torch.sqrt((y * y).mean(-1, keepdim=True) + small * small)) * weight
+    return out

@@ -204,3 +204,16 @@ def test_machine_is_looked_at_without_torch(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     assert look_at_machine().gpu
     assert look_at_machine().cores >= 1
+
+
+def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
+    import smelt
+
+    monkeypatch.chdir(tmp_path)
+    init_recipe(str(models["bert"]), [_data(tmp_path / "rows", "text-classification")], "r.yaml")
+    changes = {"score.latency": False, "small.max_steps": 1, "threads": 1}  # only to be quick
+    result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert result.exit_code == 0, result.report
+    assert {step["status"] for step in steps.values()} == {"done"}
+    assert steps["onnx-int8"]["size_bytes"] < steps["small"]["size_bytes"]

@@ -7,6 +7,7 @@ start threads runs before the forks.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -70,7 +71,10 @@ def _serve() -> None:
         import_module(name)
     for name in ("BertForSequenceClassification", "BertTokenizer"):
         getattr(import_module("transformers"), name)  # imported when it is asked for
+    import_module("smelt.evaluate.report_html")._template()  # compiled once, as in any process
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is there now stays: a child's collections need not look at it, or copy its pages
     answers = os.fdopen(os.dup(1), "w")
     print("ready", file=answers, flush=True)
     while line := sys.stdin.readline():

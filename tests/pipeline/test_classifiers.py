@@ -89,6 +89,36 @@ def test_a_classifier_goes_all_the_way_with_the_metrics_of_its_problem(chain):
     assert config.get("problem_type") in ((problem,) if problem != SINGLE else (SINGLE, None))
 
 
+def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(chain):
+    import numpy as np
+    import onnxruntime
+
+    from smelt.core.artifact import read_artifact
+    from smelt.core.data import Example
+    from smelt.runtime.predict import class_logits
+    from smelt.runtime.runner import open_runner
+
+    folder, _ = chain
+    texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES)]  # the last one is as long as the model takes
+    rows = [
+        Example(a, text_pair=b if i % 2 else None)
+        for i, (a, b) in enumerate(zip(texts, texts[::-1], strict=True))
+    ]
+    found = []
+    for name in ("quantize", "onnx"):
+        with open_runner(read_artifact(folder / "run" / "artifacts" / name), 1) as runner:
+            found.append(class_logits(runner, rows, batch_size=3))
+    assert np.abs(found[0] - found[1]).mean() < 0.05 * found[0].std()
+    model = folder / "run" / "artifacts" / "onnx" / "model.onnx"
+    names = [i.name for i in onnxruntime.InferenceSession(model).get_inputs()]
+    family = json.loads((folder / "m" / "config.json").read_text())["model_type"]
+    types = ["token_type_ids"] if family == "bert" else []
+    assert names == ["input_ids", "attention_mask", *types]
+    operators = steps_of(folder)["onnx"]["facts"]["graphs"]["model"]["operators"]
+    assert operators["DynamicQuantizeMatMul"] > 5
+    assert not operators.keys() & {"MatMul", "Gemm"}
+
+
 def test_eval_gives_the_scores_of_the_report(chain):
     folder, _ = chain
     found = smelt("eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json")

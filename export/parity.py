@@ -28,8 +28,8 @@ class Tolerance:
     the mean decides. In int8 a code that rounds the other way moves everything after it: equal
     formulas in two runtimes drift apart up to the noise of quantization itself (0.010 was measured on
     a 4 + 3 layer Marian, where int8 is 0.017 off its fp32 parent); a wrong operator gives about 1.
-    The weight-only schemes (int4, binary) turn activations into int8 block by block, which moves less:
-    see docs/quantize.md for what was measured. With accuracy_level 0 they compute in float32.
+    The weight-only schemes (int4, binary) turn activations into int8 block by block, where the same
+    happens: 0.006 to 0.018 was measured on five families. With accuracy_level 0 they compute in float32.
     """
 
     largest: float | None
@@ -40,8 +40,8 @@ TOLERANCES = {
     "fp32": Tolerance(largest=2e-3, mean=2e-4),
     "fp16": Tolerance(largest=None, mean=0.01),
     "int8": Tolerance(largest=None, mean=0.05),
-    "int4": Tolerance(largest=None, mean=0.02),
-    "binary": Tolerance(largest=None, mean=0.02),
+    "int4": Tolerance(largest=None, mean=0.04),
+    "binary": Tolerance(largest=None, mean=0.04),
 }
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError
 
 if TYPE_CHECKING:
-    from smelt.execute import Result
     from smelt.loaded import Model
+    from smelt.run_result import Result
 
 __all__ = ["InputError", "MissingDependencyError", "RunError", "SmeltError", "load", "run"]
 

@@ -101,8 +101,9 @@ def run(
     quiet: bool,
 ) -> None:
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
-    from smelt.execute import Options, run_plan, summary_lines
+    from smelt.execute import Options, run_plan
     from smelt.plan import load_plan
+    from smelt.run_result import summary_lines
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
-from smelt.core.errors import InputError, SmeltError, nearest
+from smelt.core.errors import InputError, SmeltError
 from smelt.core.files import write_atomically
 from smelt.core.locks import lock
 from smelt.core.store import Store
@@ -25,6 +24,7 @@ from smelt.latency_scores import LatencyScores
 from smelt.lengths import require_lengths
 from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
+from smelt.run_result import Result, write_report
 from smelt.scoring import Scorer
 from smelt.steps import Labels, Workshop
 from smelt.store_runs import at_work
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from smelt.plan import Plan, Step
 
 ROOT = "model"
-EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
 
 
 @dataclass(frozen=True)
@@ -52,31 +51,6 @@ class Options:
     fresh: frozenset[str] = frozenset()
     limit: int | None = None
     quiet: bool = False
-
-
-@dataclass
-class Result:
-    """What a run gave: the report as a dict (see docs/report.md), its folder, the exit code."""
-
-    report: dict[str, Any]
-    folder: Path
-    exit_code: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.exit_code = EXIT_CODES[self.report["status"]]
-
-    def artifact(self, step: str) -> Path:
-        """Return the folder of the artifact that `step` gave, for `smelt.load`.
-
-        Raises:
-            InputError: no such step, or it gave nothing.
-        """
-        folder = self.folder / "artifacts" / step
-        if not folder.is_dir():
-            given = [s["name"] for s in self.report["steps"] if s["artifact"]]
-            known = ", ".join(given)
-            raise InputError(f"'{step}' gave no artifact; there are {known}.{nearest(step, given)}")
-        return folder
 
 
 def run_plan(plan: Plan, options: Options) -> Result:
@@ -313,28 +287,3 @@ class _Run:
             if last:
                 raise failure from error
             self.display.line(f"warning: {failure}")
-
-
-def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json and draw report.md and report.html from it."""
-    from smelt.evaluate.report_html import write_html
-    from smelt.evaluate.report_markdown import write_markdown
-
-    write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    write_atomically(folder / "report.md", write_markdown(dict(report)))
-    write_atomically(folder / "report.html", write_html(dict(report)))
-
-
-def summary_lines(result: Result) -> Sequence[str]:
-    """Return what `smelt run` prints at its end: the table and where everything is."""
-    from smelt.evaluate.report_table import table
-
-    return [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
-
-
-def _short(path: Path) -> str:
-    """Return `path` relative to the current folder where it lies below it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

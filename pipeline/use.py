@@ -124,7 +124,7 @@ def redraw_report(folder: Path) -> str:
     """Draw report.md and report.html of the run in `folder` from its report.json; return the table."""
     from smelt.evaluate.report_schema import validate_report
     from smelt.evaluate.report_table import table
-    from smelt.execute import write_report
+    from smelt.run_result import write_report
 
     path = folder / "report.json"
     if not path.is_file():

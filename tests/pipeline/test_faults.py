@@ -226,15 +226,15 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
-    from smelt import execute
+    from smelt import run_result
 
     def full(path, text):
         if path.name.startswith("report"):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         original(path, text)
 
-    original = execute.write_atomically
-    monkeypatch.setattr(execute, "write_atomically", full)
+    original = run_result.write_atomically
+    monkeypatch.setattr(run_result, "write_atomically", full)
     result = _run(home, tmp_path, "--until", "prune")
     assert result.exit_code == 1
     assert f"report: the disk is full: {tmp_path}/r/report.json could not be written" in result.output

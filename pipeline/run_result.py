@@ -1,0 +1,64 @@
+"""What a run gives: its report, drawn into the run's folder, and what the command line says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import write_atomically
+
+EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
+
+
+@dataclass
+class Result:
+    """What a run gave: the report as a dict (see docs/report.md), its folder, the exit code."""
+
+    report: dict[str, Any]
+    folder: Path
+    exit_code: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.exit_code = EXIT_CODES[self.report["status"]]
+
+    def artifact(self, step: str) -> Path:
+        """Return the folder of the artifact that `step` gave, for `smelt.load`.
+
+        Raises:
+            InputError: no such step, or it gave nothing.
+        """
+        folder = self.folder / "artifacts" / step
+        if not folder.is_dir():
+            given = [s["name"] for s in self.report["steps"] if s["artifact"]]
+            known = ", ".join(given)
+            raise InputError(f"'{step}' gave no artifact; there are {known}.{nearest(step, given)}")
+        return folder
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write report.json and draw report.md and report.html from it."""
+    from smelt.evaluate.report_html import write_html
+    from smelt.evaluate.report_markdown import write_markdown
+
+    write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / "report.md", write_markdown(dict(report)))
+    write_atomically(folder / "report.html", write_html(dict(report)))
+
+
+def summary_lines(result: Result) -> Sequence[str]:
+    """Return what `smelt run` prints at its end: the table and where everything is."""
+    from smelt.evaluate.report_table import table
+
+    return [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
+
+
+def _short(path: Path) -> str:
+    """Return `path` relative to the current folder where it lies below it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -12,6 +13,8 @@ from click.testing import CliRunner
 
 from smelt.cli import main
 from smelt.core.artifact import read_artifact
+from smelt.execute import Options, run_plan
+from smelt.plan import load_plan
 
 RECIPE = """
 model: m
@@ -82,20 +85,29 @@ def _statuses(folder):
 
 
 def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, tmp_path, slow_run):
-    other = subprocess.Popen(
-        [sys.executable, "-m", "smelt", *_arguments(home, tmp_path / "two", tmp_path / "s")],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    log = tmp_path / "two" / "log.txt"
+    """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
+    refused = CliRunner().invoke(main, _arguments(home, tmp_path / "one", tmp_path / "other"))
+    assert refused.exit_code == 2
+    said = f"{tmp_path}/one: process {slow_run.pid} is working on a run in this folder. Give another one with"
+    assert said in refused.output
+
+    arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep=0.25"]
+    apart = CliRunner().invoke(main, arguments)
+    assert apart.exit_code == 0, apart.output
+    assert "waits for" not in apart.output
+    assert slow_run.poll() is None
+
     waits = f"prune: waits for process {slow_run.pid}, which is making the same step"
-    _until(lambda: log.is_file() and waits in log.read_text())
-    assert not (tmp_path / "two" / "artifacts" / "prune").exists()
-    (tmp_path / "go").touch()
-    assert slow_run.wait(timeout=120) == 0
-    assert other.wait(timeout=120) == 0, other.stderr.read()
-    assert waits in other.stderr.read()
+    log = tmp_path / "two" / "log.txt"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(
+            run_plan, load_plan(home / "recipe.yaml", until="prune"), Options(log.parent, tmp_path / "s")
+        )
+        _until(lambda: log.is_file() and waits in log.read_text())
+        assert not (log.parent / "artifacts" / "prune").exists()
+        (tmp_path / "go").touch()
+        assert slow_run.wait(timeout=120) == 0
+        assert other.result(timeout=120).exit_code == 0
     assert _statuses(tmp_path / "one") == ["done", "done"]
     assert _statuses(tmp_path / "two") == ["cached", "cached"]
     for made in (tmp_path / "s" / "artifacts").iterdir():
@@ -111,21 +123,7 @@ def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, tmp_path, 
     assert "waits for" not in result.output
     assert _statuses(tmp_path / "two") == ["cached", "done"]
     assert not list((tmp_path / "s" / "tmp").iterdir())
-
-
-def test_a_second_run_in_the_same_folder_is_refused(home, tmp_path, slow_run):
-    result = CliRunner().invoke(main, _arguments(home, tmp_path / "one", tmp_path / "other"))
-    assert result.exit_code == 2
-    said = f"{tmp_path}/one: process {slow_run.pid} is working on a run in this folder. Give another one with"
-    assert said in result.output
-
-
-def test_runs_of_different_steps_do_not_wait_for_each_other(home, tmp_path, slow_run):
-    arguments = [*_arguments(home, tmp_path / "two", tmp_path / "s"), "--set", "prune.keep=0.25"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    assert "waits for" not in result.output
-    assert slow_run.poll() is None
+    assert not list((tmp_path / "s" / "locks").iterdir())
 
 
 def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):

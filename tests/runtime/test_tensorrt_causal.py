@@ -3,17 +3,14 @@
 import contextlib
 from types import SimpleNamespace
 
-import causal
 import fake_tensorrt
 import numpy as np
 import pytest
-import tiny
+import tensorrt_graphs
 import torch
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context
-from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt_preflight import load_graph
 from smelt.export.tensorrt_profile import Range, causal_ranges, shapes_of
 from smelt.runtime import tensorrt_causal, tensorrt_engine
@@ -30,10 +27,7 @@ RANGES = {"batch": Range(1, 1, 2)} | causal_ranges(prompt=4, max_new_tokens=12, 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
     """A tiny Llama exported for TensorRT, with a stand-in's plan beside the graph."""
-    out = tmp_path_factory.mktemp("onnx")
-    model = causal.model(tmp_path_factory.mktemp("llama"), "llama")
-    context = Context(out=out, task=TASK, data={}, seed=0, ancestors={}, score=lambda a: {}, threads=1)
-    Onnx()(tiny.artifact(model, TASK), OnnxSettings(target="tensorrt"), context)
+    out = tensorrt_graphs.copy("llama", tmp_path_factory.mktemp("llama") / "onnx")
     path = out / "model.onnx"
     fake_tensorrt.write_plan(path, shapes_of(load_graph(path), RANGES, path.name), out / "model.plan")
     manifest = Manifest(

@@ -7,15 +7,13 @@ import fake_tensorrt
 import numpy as np
 import onnx
 import pytest
+import tensorrt_graphs
 import tiny
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context
-from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt_preflight import load_graph
 from smelt.export.tensorrt_profile import Range, shapes_of
 from smelt.export.tensorrt_stage import TensorrtSettings, TensorrtStage
@@ -26,14 +24,7 @@ from smelt.runtime.predict import class_logits, encode_texts, pack
 from smelt.runtime.tensorrt_module import find_tensorrt
 from smelt.runtime.tensorrt_runner import TensorrtRunner
 
-ROWS = Split("x", tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES))
 RANGES = {"batch": Range(1, 1, 2), "input": Range(1, 6, 16), "past": Range(0, 4, 11)}
-
-
-def context(out, task):
-    return Context(
-        out=out, task=task, data={"validation": ROWS}, seed=0, ancestors={}, score=lambda a: {}, threads=1
-    )
 
 
 def artifact(folder, kind, task):
@@ -48,8 +39,11 @@ def artifact(folder, kind, task):
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
     """A tiny Marian exported for TensorRT in fp16, with a stand-in's plan beside each graph."""
-    model = tiny.marian(tmp_path_factory.mktemp("marian"))
-    return exported(model, tmp_path_factory.mktemp("fp16"), "translation", dtype="fp16")
+    folder = tensorrt_graphs.copy("marian", tmp_path_factory.mktemp("marian") / "fp16", half=True)
+    for path in folder.glob("*.onnx"):
+        shapes = shapes_of(load_graph(path), RANGES, path.name)
+        fake_tensorrt.write_plan(path, shapes, path.with_suffix(".plan"))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +73,6 @@ def classifier(tmp_path_factory):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
     fake_tensorrt.write_plan(path, shapes_of(load_graph(path), RANGES, path.name), folder / "model.plan")
     return folder
-
-
-def exported(model, out, task, **settings):
-    Onnx()(tiny.artifact(model, task), OnnxSettings(target="tensorrt", **settings), context(out, task))
-    for path in out.glob("*.onnx"):
-        fake_tensorrt.write_plan(
-            path, shapes_of(load_graph(path), RANGES, path.name), path.with_suffix(".plan")
-        )
-    return out
 
 
 @pytest.fixture
@@ -153,9 +138,9 @@ def test_output_longer_than_the_engine_says_which_setting(trt, translator):
 
 def test_class_logits_equal_onnx_runtimes(trt, classifier):
     with OnnxRunner.over(classifier, "tensorrt", 1) as runner:
-        expected = class_logits(runner, ROWS.examples, 5)
+        expected = class_logits(runner, tensorrt_graphs.ROWS, 5)
     with TensorrtRunner(artifact(classifier, "tensorrt", "text-classification"), 1) as runner:
-        got = class_logits(runner, ROWS.examples, 5)
+        got = class_logits(runner, tensorrt_graphs.ROWS, 5)
         np.testing.assert_allclose(got, expected, atol=1e-6)
         assert runner.config["max_position_embeddings"] == 16  # what the engine takes, not the model's 32
         with pytest.raises(InputError, match=r"needs encoder_model\.plan, and there is model\.plan"):
@@ -183,7 +168,11 @@ gpu = pytest.mark.skipif(
 @gpu
 def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
     settings = TensorrtSettings(max_batch_size=2, max_new_tokens=12, timing_cache=False, tf32=False)
-    TensorrtStage()(artifact(translator, "onnx", "translation"), settings, context(tmp_path, "translation"))
+    TensorrtStage()(
+        artifact(translator, "onnx", "translation"),
+        settings,
+        tensorrt_graphs.context(tmp_path, "translation"),
+    )
     generation = Generation(max_new_tokens=10)
     with OnnxRunner.over(translator, "tensorrt", 1) as runner:
         expected = generate(runner, batch_of(runner, 5), generation)
@@ -198,8 +187,8 @@ def test_real_engines_translate_as_onnx_runtime_does(translator, tmp_path):
 def test_real_engine_gives_the_logits_of_onnx_runtime(classifier, tmp_path):
     settings = TensorrtSettings(max_batch_size=2, timing_cache=False, tf32=False)
     source = artifact(classifier, "onnx", "text-classification")
-    TensorrtStage()(source, settings, context(tmp_path, "text-classification"))
+    TensorrtStage()(source, settings, tensorrt_graphs.context(tmp_path, "text-classification"))
     with OnnxRunner.over(classifier, "tensorrt", 1) as runner:
-        expected = class_logits(runner, ROWS.examples, 5)
+        expected = class_logits(runner, tensorrt_graphs.ROWS, 5)
     with TensorrtRunner(artifact(tmp_path, "tensorrt", "text-classification")) as runner:
-        np.testing.assert_allclose(class_logits(runner, ROWS.examples, 5), expected, atol=1e-3)
+        np.testing.assert_allclose(class_logits(runner, tensorrt_graphs.ROWS, 5), expected, atol=1e-3)

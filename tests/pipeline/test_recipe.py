@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from smelt.core.data import TASKS
 from smelt.core.errors import InputError
 from smelt.recipe import (
     METRICS,
@@ -94,11 +95,11 @@ threads: 0
 """
     assert mistakes(text) == [
         "recipe.yaml:2: taks: unknown key. Known: model, task, data, score, baseline, gates, seed, strict,"
-        " threads, stages. Did you mean 'task'?",
+        " threads, device, stages. Did you mean 'task'?",
         "recipe.yaml:4: data.test: missing; expected a text.",
         "recipe.yaml:4: data.columns.source: expected a text, read 3.",
-        "recipe.yaml:4: data.tets: unknown; known here: train, validation, calibration, test, columns."
-        " Did you mean 'test'?",
+        "recipe.yaml:4: data.tets: unknown; known here: train, validation, calibration, test, columns,"
+        " windows, prefix, source_language, target_language. Did you mean 'test'?",
         "recipe.yaml:6: stages[0].prnue: unknown stage 'prnue'. Known: finetune, distill, prune, factorize,"
         " quantize, onnx, tensorrt. Did you mean 'prune'?",
         "recipe.yaml:8: stages[1].nmae: unknown; known beside a stage: name, from, optional."
@@ -199,10 +200,10 @@ def test_wrong_stages_are_explained(stage: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("summarization", "'summarization' is not yet supported by this version. Supported: translation,"),
+        ("image-classification", "'image-classification' is not yet supported by this version. Supported: "),
         (
             "translatoin",
-            "unknown task 'translatoin'. Supported: translation, text-classification. Did you mean",
+            f"unknown task 'translatoin'. Supported: {', '.join(TASKS)}. Did you mean 'translation'?",
         ),
     ],
 )

@@ -53,6 +53,8 @@ def bench(
         "texts": texts,
     }
     generation = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    if max_new_tokens is not None:
+        settings["new_tokens"] = max_new_tokens  # of a language model, which always makes so many
     display = Display(quiet=as_json)
     display.begin("latency")
     try:

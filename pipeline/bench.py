@@ -142,7 +142,7 @@ def bench_text(result: Mapping[str, Any]) -> str:
     """Return the table: a block per batch size, at most 80 columns."""
     artifacts = result["artifacts"]
     unit = next((row["unit"] for a in artifacts.values() for row in a["latency"]), "texts/s")
-    room = min(28, max(len("artifact"), *map(len, artifacts)))
+    room = min(25, max(len("artifact"), *map(len, artifacts)))
     lines = [f"{'artifact':{room}} {'batch':>5} {'p50 ms':>8} {'p90 ms':>8} {unit:>11} {'speed-up':>18}"]
     lines.append("─" * len(lines[0]))
     sizes = result["settings"]["batch_sizes"]
@@ -169,7 +169,7 @@ def _line(name: str, size: int, row: Mapping[str, Any] | None, baseline: bool) -
     ratio = "–"
     if row["speedup"] is not None:
         low, high = row["speedup_ci95"]
-        ratio = "1" if baseline else f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"
+        ratio = "1" if baseline else f"{_number(row['speedup'])} [{_number(low)}, {_number(high)}]"
     return (
         f"{name} {size:>5} {_number(row['p50_ms']):>8} {_number(row['p90_ms']):>8}"
         f" {_number(row['throughput']):>11} {ratio:>18}"

@@ -122,6 +122,24 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
     assert _smelt("bench").exit_code == 2
 
 
+def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
+    row = {"batch_size": 1, "threads": 2, "p50_ms": 123456.0, "p90_ms": 1.234, "throughput": 12345.0}
+    row |= {"unit": "sentences/s", "speedup": 123.4, "speedup_ci95": [100.0, 234.56]}
+    artifact = {"latency": [row], "error": None, "device": "cpu"}
+    table = bench_text(
+        {
+            "baseline": "x" * 60,
+            "texts": {"from": "standard", "n": 12},
+            "settings": {"batch_sizes": [1]},
+            "environment": {"cpu": "Some Processor @ 2 GHz"},
+            "artifacts": {"x" * 60: artifact, "y" * 60: artifact},
+        }
+    )
+    assert max(map(len, table.splitlines())) <= 80
+    assert "123 [100, 235]" in table
+    assert "1.23" in table
+
+
 def test_standard_texts_are_of_all_lengths():
     words = [len(text.split()) for text in STANDARD_TEXTS]
     assert words == sorted(words)

@@ -119,7 +119,7 @@ def run_smelt(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands() -> None:
     done = run_smelt("--help")
     assert done.returncode == 0, done.stderr
-    for command in ("run", "plan", "stages", "eval", "predict", "report", "doctor"):
+    for command in ("init", "run", "plan", "stages", "eval", "predict", "bench", "report", "store", "doctor"):
         assert f"\n  {command} " in done.stdout, done.stdout
 
 

@@ -25,7 +25,8 @@ from smelt.export.attention import Scope, graph_attention, is_attention, pack_pr
 from smelt.runtime import emit
 from smelt.runtime.causal import is_causal
 from smelt.runtime.predict import takes_types
-from smelt.runtime.quantized import AnyLinear, Int4Embedding
+from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.quantized_int4 import Int4Embedding
 
 _CLASSIFIERS = ("bert", "roberta", "distilbert")
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none

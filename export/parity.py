@@ -29,7 +29,7 @@ class Tolerance:
     formulas in two runtimes drift apart up to the noise of quantization itself (0.010 was measured on
     a 4 + 3 layer Marian, where int8 is 0.017 off its fp32 parent); a wrong operator gives about 1.
     The weight-only schemes (int4, binary) turn activations into int8 block by block, where the same
-    happens: 0.006 to 0.018 was measured on five families. With accuracy_level 0 they compute in float32.
+    happens: 0.006 to 0.018 was measured on four families. With accuracy_level 0 they compute in float32.
     """
 
     largest: float | None

@@ -7,7 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.core.errors import InputError
-from smelt.export.load_time import spell_out, two_bit_table
+from smelt.export.load_time import spell_out
 from smelt.runtime.emit import LOAD_TIME
 from smelt.runtime.quantized import empty_quantized, joined
 from smelt.runtime.quantized_binary import BinaryLinear, pack_bits, unpack_bits
@@ -63,13 +63,6 @@ def test_all_bytes_survive_packing():
     assert sorted(pack_bits(bits).flatten().tolist()) == list(range(256))
 
 
-def test_the_table_spreads_a_byte_into_eight_codes():
-    table = two_bit_table()
-    for byte in (0, 1, 0b10010110, 255):
-        codes = [int(table[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
-        assert codes == [3 if byte >> i & 1 else 1 for i in range(8)]
-
-
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("level", [0, 4])
 def test_layer_equals_two_bit_matmul_nbits(group, level):
@@ -101,22 +94,6 @@ def test_a_session_unpacks_the_bits_once_when_it_opens(tmp_path):
         spelled_out(layer).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     assert [n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node] == ["MatMulNBits"]
-
-
-def test_a_constant_that_two_products_read_is_widened_once():
-    value = helper.make_tensor_value_info
-    nodes = [helper.make_node("TwoBitCodes", ["bits"], [f"c{i}"], domain=LOAD_TIME) for i in "ab"]
-    nodes.append(helper.make_node("Concat", ["ca", "cb"], ["y"], axis=0))
-    bits = numpy_helper.from_array(np.array([[[0b10000001]]], dtype=np.uint8), "bits")
-    graph = helper.make_graph(nodes, "g", [], [value("y", TensorProto.UINT8, [2, 1, 2])], [bits])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    assert spell_out(model) == 2
-    assert [n.op_type for n in model.graph.node] == ["Cast", "Gather", "Reshape", "Concat"]
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert session.run(None, {})[0].tolist() == 2 * [[[0b01010111, 0b11010101]]]
-    assert spell_out(model) == 0
 
 
 def test_values_by_hand():

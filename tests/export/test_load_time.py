@@ -1,0 +1,59 @@
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.export.load_time import spell_out, spell_out_file, two_bit_table
+from smelt.runtime.emit import LOAD_TIME
+
+
+def test_the_table_spreads_a_byte_into_eight_codes():
+    table = two_bit_table()
+    for byte in (0, 1, 0b10010110, 255):
+        codes = [int(table[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
+        assert codes == [3 if byte >> i & 1 else 1 for i in range(8)]
+
+
+def test_a_constant_that_two_products_read_is_widened_once():
+    value = helper.make_tensor_value_info
+    nodes = [helper.make_node("TwoBitCodes", ["bits"], [f"c{i}"], domain=LOAD_TIME) for i in "ab"]
+    nodes.append(helper.make_node("Concat", ["ca", "cb"], ["y"], axis=0))
+    bits = numpy_helper.from_array(np.array([[[0b10000001]]], dtype=np.uint8), "bits")
+    graph = helper.make_graph(nodes, "g", [], [value("y", TensorProto.UINT8, [2, 1, 2])], [bits])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    assert spell_out(model) == 2
+    assert [n.op_type for n in model.graph.node] == ["Cast", "Gather", "Reshape", "Concat"]
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.run(None, {})[0].tolist() == 2 * [[[0b01010111, 0b11010101]]]
+    assert spell_out(model) == 0
+
+
+def test_scales_become_float32_where_they_are_read(tmp_path):
+    import onnxruntime
+
+    value = helper.make_tensor_value_info
+    node = helper.make_node("FloatScales", ["half"], ["y"], domain=LOAD_TIME)
+    half = numpy_helper.from_array(np.array([0.5, -3.0], dtype=np.float16), "half")
+    graph = helper.make_graph([node], "g", [], [value("y", TensorProto.FLOAT, [2])], [half])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(LOAD_TIME, 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "g.onnx")
+    spell_out_file(tmp_path / "g.onnx")
+    model = onnx.load(tmp_path / "g.onnx")
+    onnx.checker.check_model(model)
+    assert [o.domain for o in model.opset_import] == [""]
+    session = onnxruntime.InferenceSession(str(tmp_path / "g.onnx"), providers=["CPUExecutionProvider"])
+    assert session.run(None, {})[0].tolist() == [0.5, -3.0]
+
+
+def test_a_graph_without_place_holders_is_left_alone(tmp_path):
+    value = helper.make_tensor_value_info
+    node = helper.make_node("Identity", ["x"], ["y"])
+    graph = helper.make_graph(
+        [node], "g", [value("x", TensorProto.FLOAT, [2])], [value("y", TensorProto.FLOAT, [2])]
+    )
+    path = tmp_path / "g.onnx"
+    onnx.save(helper.make_model(graph), path)
+    before = path.read_bytes()
+    spell_out_file(path)
+    assert path.read_bytes() == before

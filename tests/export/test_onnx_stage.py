@@ -31,7 +31,9 @@ def tokenizer_files(folder):
 
 
 def artifact(folder, target=None):
-    return SimpleNamespace(path=folder, manifest=SimpleNamespace(facts={"target": target}))
+    return SimpleNamespace(
+        path=folder, format="onnx" if target else "torch", manifest=SimpleNamespace(facts={"target": target})
+    )
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def _overrides(command: Any) -> Any:
     )(click.option("--until", metavar="STEP", help="Stop after this step (and what it needs).")(command))
 
 
-@main.command()
+@main.command(short_help="Carry out a recipe and write its report.")
 @click.argument("recipe")
 @_overrides
 @click.option("--out", type=_FOLDER, help="The run's folder (default: runs/NAME).")
@@ -158,7 +158,7 @@ def _device(command: Any) -> Any:
     )
 
 
-@main.command("eval")
+@main.command("eval", short_help="Score an artifact on data of your own.")
 @click.argument("artifact", type=_FOLDER)
 @click.option("--data", required=True, help="Rows to score on: a file or a hub id.")
 @click.option(
@@ -217,7 +217,7 @@ def predict(
             click.echo(line)
 
 
-@main.command()
+@main.command(short_help="Show the table of a run, draw its pages anew.")
 @click.argument("run_folder", metavar="RUN", type=_FOLDER)
 def report(run_folder: Path) -> None:
     """Show the table of a finished RUN, and draw its report.md and report.html anew."""
@@ -226,7 +226,7 @@ def report(run_folder: Path) -> None:
     _show(redraw_report(run_folder))
 
 
-@main.command()
+@main.command(short_help="Tell what is installed and what works here.")
 def doctor() -> None:
     """Tell what is installed, which runtimes and devices work, and how to get the missing ones."""
     from smelt.doctor import describe, diagnose

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(short_help="Time artifacts side by side.")
 @click.argument("artifacts", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
 @click.option("--data", type=click.Path(path_type=Path), help="Texts: a file of rows, or of lines (.txt).")
 @click.option("--column", metavar="NAME", help="The column with the texts (default: as in a recipe).")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 
-@click.command()
+@click.command(short_help="Look at a model, write a first recipe.")
 @click.argument("model")
 @click.option(
     "--data",

@@ -131,3 +131,9 @@ def test_module_runs_as_a_command():
         [sys.executable, "-m", "smelt", "--version"], capture_output=True, text=True, check=True
     )
     assert "smelt" in done.stdout or "version" in done.stdout
+
+
+def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
+    listed = _smelt("--help").output.split("Commands:")[1].strip().splitlines()
+    assert {line.split()[0] for line in listed} == set(main.commands)
+    assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed)

@@ -1,7 +1,7 @@
 """What can go wrong, sorted by the exit code it leads to.
 
 Messages say what is wrong, what was read, and how to mend it. The command line prints the message
-and exits with `exit_code`; a traceback is shown only for errors that are not a `SmeltError`.
+and exits with `exit_code`. Of any other error it shows the first line; the traceback goes into a file.
 """
 
 from __future__ import annotations

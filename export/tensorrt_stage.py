@@ -52,8 +52,8 @@ class TensorrtSettings(Settings):
     the user's cache folder, so that later builds are quicker. hardware_compatibility: GPUs the engine
     runs on besides this one. version_compatible: runs under later versions of TensorRT too.
     max_batch_size: largest batch of one call; greater ones are split. lengths: of the input; from the
-    data where not given (median and `length_percentile`). max_new_tokens: longest output; not below
-    the one in `score: {generation: ...}`.
+    data where not given (median and `length_percentile`). max_new_tokens: longest output; where not
+    given that of `score: {generation: ...}`, else the model's own, else 128.
     """
 
     workspace_mib: int = Field(default=2048, ge=16, le=1 << 20)
@@ -65,7 +65,7 @@ class TensorrtSettings(Settings):
     max_batch_size: int = Field(default=8, ge=1, le=4096)
     lengths: Lengths | None = None
     length_percentile: float = Field(default=99.0, ge=50, le=100)
-    max_new_tokens: int = Field(default=128, ge=1, le=4096)
+    max_new_tokens: int | None = Field(default=None, ge=1, le=4096)
 
 
 class TensorrtStage:
@@ -86,7 +86,7 @@ class TensorrtStage:
     produces: ClassVar[Format] = "tensorrt"
     needs: ClassVar[frozenset[Need]] = frozenset({"tensorrt"})
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -138,7 +138,8 @@ def dimension_ranges(
     ranges = {"batch": Range(1, 1, settings.max_batch_size)}
     if ctx.task == "language-modeling":
         prompt = _prompt_length(folder, config, settings, ctx)
-        return ranges | causal_ranges(prompt, settings.max_new_tokens, most), limit
+        longest = settings.max_new_tokens or longest_output(folder, ctx.task)
+        return ranges | causal_ranges(prompt, longest, most), limit
     examples = [e for place in _PLACES if place in ctx.data for e in ctx.data[place].examples]
     examples = examples[:: max(1, len(examples) // _MOST_EXAMPLES)]
     if settings.lengths is None and not examples:
@@ -158,8 +159,25 @@ def dimension_ranges(
             " that the engine takes and would be cut; see tensorrt: {length_percentile, lengths}"
         )
     if ctx.task in TEXT_TO_TEXT:
-        ranges["past"] = past_range(outputs or lengths or [2], settings.max_new_tokens, most)
+        longest = settings.max_new_tokens or longest_output(folder, ctx.task)
+        ranges["past"] = past_range(outputs or lengths or [2], longest, most)
     return ranges, limit
+
+
+def longest_output(folder: Path, task: Task) -> int:
+    """Return how many new tokens the model in `folder` may put out where nobody asks for a number.
+
+    A `max_length` counts the prompt too, a decoder's one start token or a text; where a text alone is
+    longer than that, generation falls back on its own number.
+    """
+    from smelt.runtime.decoding import MAX_NEW_TOKENS, Decoding
+
+    files = (folder / "generation_config.json", folder / "config.json")
+    own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
+    said = {n: own[n] for n in ("max_new_tokens", "max_length") if isinstance(own.get(n), int)}
+    longest = Decoding.model_validate(said).longest(1) - 1
+    prompted = task == "language-modeling" and "max_new_tokens" not in said
+    return max(longest, MAX_NEW_TOKENS) if prompted else longest
 
 
 def _prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSettings, ctx: Context) -> int:

@@ -19,7 +19,7 @@ class _Commands(click.Group):
     """A group that explains smelt's own errors and says which known word a wrong one resembles."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a `SmeltError` becomes its message and exit code."""
+        """Run the command; an error becomes its message and exit code, never a traceback."""
         from smelt.core.errors import SmeltError
 
         try:
@@ -27,12 +27,19 @@ class _Commands(click.Group):
         except SmeltError as error:
             _show(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise  # click's own ways out
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(130)
         except BrokenPipeError:  # the reader of a pipe went away: `smelt stages | head`
             sys.stdout = None
             ctx.exit(0)
+        except Exception as error:
+            from smelt.failures import explain_command
+
+            _show(f"error: {explain_command(error, str(ctx.invoked_subcommand))}", err=True)
+            ctx.exit(1)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,13 +1,17 @@
-"""What went wrong in a step, said in words: memory, disk, permission, or a bug.
+"""What went wrong in a step or a command, said in words: memory, disk, permission, or a bug.
 
 A stage raises `SmeltError` for what it foresees. Everything else that comes out of it, or out of the
-libraries below, is told apart here; the traceback goes into the run's log and never on the terminal.
+libraries below, is told apart here; the traceback goes into a file (the run's log, for a step) and never
+on the terminal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +55,17 @@ def explain(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
     if text is None and isinstance(error, SmeltError):
         return error
     return _ExplainedError(f"{step}: {text or _unforeseen(error, log)}")
+
+
+def explain_command(error: Exception, command: str) -> str:
+    """Return what to tell of an `error` that no step of a run raised; its traceback goes into a file."""
+    log = Path(os.devnull)  # where a full disk has no room for the traceback either
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix=f"smelt-{command}-", suffix=".log", text=True)
+        log = Path(name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(traceback.format_exception(error))
+    return str(explain(error, f"smelt {command}", Path.cwd(), log))
 
 
 def _shortage(error: Exception, folder: Path) -> str | None:

@@ -158,6 +158,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
             with file and line.
     """
     from smelt.plan_checks import Checker
+    from smelt.plan_engines import fit_engines
     from smelt.plan_fit import check_fit
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
@@ -167,7 +168,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     document = read_yaml(path)
     read, mistakes, bad = examine(document, path, overrides)
     checker = Checker(read, mistakes, bad)
-    every = checker.steps()
+    every = fit_engines(checker.steps(), read, checker.places, mistakes)
     kept = checker.cut(until)
     gates = checker.gates(kept)
     checker.baseline(kept)

@@ -9,7 +9,7 @@ from smelt.core.data import Columns, read_split
 from smelt.core.stage import Context
 from smelt.export.tensorrt_preflight import check_profile
 from smelt.export.tensorrt_profile import causal_ranges, shapes_of
-from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges
+from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges, longest_output
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,20 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
     assert check_profile(model, shapes, limit) == []
     given = TensorrtSettings(lengths={"opt": 8, "max": 16}, max_new_tokens=8)
     assert dimension_ranges(folder, given, ctx)[0]["past"].max == 23
+
+
+@pytest.mark.parametrize(
+    ("task", "own", "longest"),
+    [
+        ("translation", {}, 128),
+        ("translation", {"max_length": 512}, 511),  # the start token counts
+        ("translation", {"max_length": 512, "max_new_tokens": 20}, 20),
+        ("language-modeling", {"max_length": 50}, 128),  # of a prompt of 50 tokens or more
+        ("language-modeling", {"max_length": 512}, 511),
+        ("language-modeling", {"max_new_tokens": 20}, 20),
+    ],
+)
+def test_longest_output_is_what_the_models_generation_config_says(tmp_path, task, own, longest):
+    (tmp_path / "config.json").write_text('{"max_length": 7}')
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    assert longest_output(tmp_path, task) == longest

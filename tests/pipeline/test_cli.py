@@ -137,3 +137,25 @@ def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
     listed = _smelt("--help").output.split("Commands:")[1].strip().splitlines()
     assert {line.split()[0] for line in listed} == set(main.commands)
     assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed)
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (KeyError("weights"), "smelt eval: an error that smelt did not foresee, most likely a bug: KeyError:"),
+        (PermissionError(13, "Permission denied", "a.jsonl"), "smelt eval: a.jsonl: Permission denied."),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "smelt eval: the memory did not suffice"),
+    ],
+)
+def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, said):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("smelt.use.evaluate_artifact", fail)
+    result = _smelt("eval", classifier / "run" / "artifacts" / "onnx", "--data", classifier / "data.jsonl")
+    assert result.exit_code == 1
+    assert f"error: {said}" in result.output and "Traceback" not in result.output
+    (log,) = tmp_path.glob("smelt-eval-*.log")
+    assert "in fail" in log.read_text()

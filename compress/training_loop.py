@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +27,7 @@ from smelt.compress.training_memory import require_training_memory
 from smelt.compress.training_state import threads, training_state
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
-from smelt.runtime.device import torch_device
+from smelt.runtime.device import bf16_works, torch_device
 
 # From a model and a batch to the mean loss over its labels (a float32 scalar).
 Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]
@@ -78,28 +76,13 @@ def pick_precision(wanted: str, device: torch.device) -> str:
         )
     # torch has no public question for this; without native products bf16 is slower than fp32
     native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if (native or wanted == "bf16") and _bf16_works():
+    if (native or wanted == "bf16") and bf16_works():
         return "bf16"
     if wanted == "bf16":
         raise InputError(
             "precision: bf16 products end this processor's process; set precision: fp32 (or auto)."
         )
     return "fp32"
-
-
-@cache
-def _bf16_works() -> bool:
-    """Try one bf16 product in another process.
-
-    Some virtual machines list AMX among the processor's flags and then stop whoever uses it with an
-    illegal instruction (met on a Xeon), which no question to the processor foretells.
-    """
-    code = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); assert float((x @ x)[0, 0]) == 64"
-    try:
-        probe = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120)
-        return probe.returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

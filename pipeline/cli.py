@@ -175,6 +175,8 @@ def _device(command: Any) -> Any:
     "--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name."
 )
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
+@click.option("--window", type=click.IntRange(min=2), metavar="N", help="Tokens a language model sees.")
+@click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Tokens from window to window.")
 @_search
 @click.option("--threads", type=click.IntRange(min=1))
 @_device

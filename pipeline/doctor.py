@@ -142,6 +142,7 @@ def _torch() -> Iterator[Finding]:
         return ""
 
     yield _attempt("torch cpu", lambda: product("cpu") + f"{torch.get_num_threads()} threads")
+    yield _attempt("torch cpu bf16", _bf16, "nothing to install; training takes fp32 by itself")
     if torch.version.cuda is None and torch.version.hip is None:
         yield Finding(
             "runtimes",
@@ -153,6 +154,14 @@ def _torch() -> Iterator[Finding]:
     else:
         remedy = "look whether nvidia-smi answers; the driver must be as new as torch's CUDA"
         yield _attempt("torch cuda", lambda: product("cuda") + torch.cuda.get_device_name(), remedy)
+
+
+def _bf16() -> str:
+    from smelt.runtime.device import bf16_works
+
+    if not bf16_works():
+        raise RuntimeError("a bf16 product ends the process, whatever instructions are listed below")
+    return "bf16 products work"
 
 
 def _onnxruntime() -> Iterator[Finding]:

@@ -26,18 +26,18 @@ def fit_engines(
     wanted = recipe.score.generation.max_new_tokens
     if recipe.task not in TEXT_TO_TEXT or wanted is None:
         return tuple(steps)
-    fitted = []
     for step in steps:
-        if step.stage == "tensorrt":
-            given = getattr(step.settings, "max_new_tokens", None)
-            if given is None:
-                settings = step.settings.model_copy(update={"max_new_tokens": wanted})
-                step = replace(step, settings=settings)
-            elif given < wanted:
-                mistakes.add(
-                    (*places[step.name], "max_new_tokens"),
-                    f"{given} is less than the {wanted} of score: {{generation: {{max_new_tokens}}}}; an engine"
-                    f" refuses what is longer than it was built for. Give at least {wanted} here.",
-                )
-        fitted.append(step)
-    return tuple(fitted)
+        given = getattr(step.settings, "max_new_tokens", None) if step.stage == "tensorrt" else None
+        if given is not None and given < wanted:
+            mistakes.add(
+                (*places[step.name], "max_new_tokens"),
+                f"{given} is less than the {wanted} of score: {{generation: {{max_new_tokens}}}}; an engine"
+                f" refuses what is longer than it was built for. Give at least {wanted} here.",
+            )
+    return tuple(_asked(step, wanted) if step.stage == "tensorrt" else step for step in steps)
+
+
+def _asked(step: Step, wanted: int) -> Step:
+    if getattr(step.settings, "max_new_tokens", None) is not None:
+        return step
+    return replace(step, settings=step.settings.model_copy(update={"max_new_tokens": wanted}))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import Columns, Example, read_split
+from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.store import Store
@@ -29,11 +30,16 @@ def evaluate_artifact(
     threads: int | None = None,
     limit: int | None = None,
     device: str = "auto",
+    window: int | None = None,
+    stride: int | None = None,
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
 
+    window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`.
+
     Raises:
-        InputError: no artifact there, unknown metrics or columns, or unreadable data.
+        InputError: no artifact there, unknown metrics or columns, unreadable data, or windows that do not
+            fit each other or the task.
     """
     import tempfile
 
@@ -47,7 +53,7 @@ def evaluate_artifact(
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
-    split = read_split(data, task, _columns(columns), Path.cwd()).head(limit)
+    split = _cut(read_split(data, task, _columns(columns), Path.cwd()).head(limit), window, stride)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
             Store(Path(scratch)),
@@ -60,6 +66,18 @@ def evaluate_artifact(
         )
         quality: dict[str, Any] = scorer.score(artifact, split)["quality"]
     return quality
+
+
+def _cut(split: Split, window: int | None, stride: int | None) -> Split:
+    """Return `split`, its text to be cut in windows as said."""
+    if window is None and stride is None:
+        return split
+    if split.windows is None:
+        raise InputError("--window and --stride are for language models; this one takes rows as they are.")
+    if window is not None and stride is not None and stride > window:
+        raise InputError(f"--stride {stride} would leave out text between windows of {window} tokens.")
+    said = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
+    return replace(split, windows=split.windows.model_copy(update=said))
 
 
 def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...]:

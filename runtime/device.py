@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import cache
 from typing import Literal
 
 from smelt.core.errors import InputError, MissingDependencyError
@@ -55,3 +58,18 @@ def onnx_device(wanted: str, target: str | None) -> Place:
     if wanted == "cuda":
         raise MissingDependencyError(NO_ORT_CUDA)
     return "cpu"
+
+
+@cache
+def bf16_works() -> bool:
+    """Try one bf16 product of torch on the CPU, in another process.
+
+    Some virtual machines list AMX among the processor's flags and then stop whoever uses it with an
+    illegal instruction (met on a Xeon), which no question to the processor foretells.
+    """
+    code = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); assert float((x @ x)[0, 0]) == 64"
+    try:
+        probe = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120)
+        return probe.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -260,9 +260,9 @@ def test_a_quantized_model_is_refused(classifier):
 
 def test_auto_precision_never_kills_the_process(monkeypatch):
     device = torch.device("cpu")
-    monkeypatch.setattr("smelt.compress.training_loop._bf16_works", lambda: False)
+    monkeypatch.setattr("smelt.compress.training_loop.bf16_works", lambda: False)
     assert pick_precision("auto", device) == "fp32"
     with pytest.raises(InputError, match="precision: fp32"):
         pick_precision("bf16", device)
-    monkeypatch.setattr("smelt.compress.training_loop._bf16_works", lambda: True)
+    monkeypatch.setattr("smelt.compress.training_loop.bf16_works", lambda: True)
     assert pick_precision("bf16", device) == "bf16"

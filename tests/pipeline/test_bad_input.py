@@ -41,7 +41,8 @@ def home(template, tmp_path):
 def _smelt(*arguments):
     result = CliRunner().invoke(main, [*map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    assert "Traceback" not in result.output and "did not foresee" not in result.output
+    assert "Traceback" not in result.output
+    assert "did not foresee" not in result.output
     return result
 
 

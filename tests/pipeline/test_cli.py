@@ -140,11 +140,11 @@ def test_help_names_every_command_in_a_whole_sentence_within_80_columns():
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    ("error", "said"),
     [
-        (KeyError("weights"), "smelt eval: an error that smelt did not foresee, most likely a bug: KeyError:"),
+        (KeyError("weights"), "smelt eval: an error that smelt did not foresee, most likely a bug: KeyE"),
         (PermissionError(13, "Permission denied", "a.jsonl"), "smelt eval: a.jsonl: Permission denied."),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "smelt eval: the memory did not suffice"),
+        (RuntimeError("CPUAllocator: can't allocate memory"), "smelt eval: the memory did not suffice"),
     ],
 )
 def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, said):
@@ -156,6 +156,7 @@ def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, 
     monkeypatch.setattr("smelt.use.evaluate_artifact", fail)
     result = _smelt("eval", classifier / "run" / "artifacts" / "onnx", "--data", classifier / "data.jsonl")
     assert result.exit_code == 1
-    assert f"error: {said}" in result.output and "Traceback" not in result.output
+    assert f"error: {said}" in result.output
+    assert "Traceback" not in result.output
     (log,) = tmp_path.glob("smelt-eval-*.log")
     assert "in fail" in log.read_text()

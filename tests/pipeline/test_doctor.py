@@ -47,3 +47,11 @@ def test_description_fits_80_columns_and_marks_what_is_missing() -> None:
     assert "  + torch  2.13.0" in [line.rstrip() for line in lines]
     assert any(line.startswith("  - tensorrt") for line in lines)
     assert any("-> pip install tensorrt" in line for line in lines)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_bf16_is_tried_and_not_believed(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    monkeypatch.setattr("smelt.runtime.device.bf16_works", lambda: works)
+    (finding,) = [f for f in doctor._torch() if f.name == "torch cpu bf16"]
+    assert finding.ok is works
+    assert ("ends the process" in finding.detail) is not works

@@ -104,6 +104,21 @@ def test_eval_and_predict_work_on_every_format(home, report):
         assert lines[0].startswith("The old house")
 
 
+def test_eval_cuts_the_text_as_it_is_told(home, report):
+    def score(*options):
+        result = _smelt("eval", folder, *rows, "--metric", "perplexity", "--json", *options)
+        return json.loads(result.output)["perplexity"]
+
+    folder, rows = home / "run" / "artifacts" / "prune", ("--data", home / "t.txt")
+    apart, sliding = score("--window", 16), score("--window", 16, "--stride", 4)
+    assert apart["n"] == sliding["n"]
+    assert apart["value"] != sliding["value"]
+    assert apart["signature"] != sliding["signature"]
+    result = _smelt("eval", folder, *rows, "--window", 4, "--stride", 5)
+    assert result.exit_code == 2
+    assert "--stride 5 would leave out text" in result.output
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

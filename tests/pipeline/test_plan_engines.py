@@ -41,5 +41,5 @@ def test_the_stage_asks_the_model_where_nobody_says_it(home):
 
 
 def test_an_engine_that_is_too_short_for_the_scoring_is_a_mistake(home):
-    with pytest.raises(InputError, match=r"recipe.yaml:7: .*max_new_tokens: 50 is less than the 300 of score"):
+    with pytest.raises(InputError, match=r"recipe.yaml:7: .*: 50 is less than the 300 of score"):
         _longest(home, "{max_new_tokens: 50}", "{max_new_tokens: 300}")

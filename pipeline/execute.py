@@ -79,6 +79,10 @@ def run_plan(plan: Plan, options: Options) -> Result:
                 " Give another folder with --out."
             ) from error
         stack.callback(display.close)
+        if any("train" in step.cls.needs for step in plan.steps):
+            from smelt.compress.training_state import denormals_as_zero
+
+            stack.enter_context(denormals_as_zero())
         return _Run(plan, options, data, folder, store, display).go()
 
 

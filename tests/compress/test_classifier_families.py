@@ -57,7 +57,7 @@ def run(stage, settings, source, ctx):
     return model, edits
 
 
-@pytest.mark.parametrize(("family", "problem"), zip(classifiers.MAKERS, PROBLEMS, strict=True))
+@pytest.mark.parametrize(("family", "problem"), list(zip(classifiers.MAKERS, PROBLEMS, strict=True)))
 def test_finetuning_lowers_the_loss_of_each_problem_type(tmp_path, family, problem):
     source = make(tmp_path, family, problem)
     losses = []

@@ -167,6 +167,23 @@ def test_an_error_in_a_stage_is_reported_on_its_step_and_keeps_the_others(home, 
     assert not list((tmp_path / "s" / "tmp").iterdir())
 
 
+def test_training_takes_denormal_numbers_for_zero(home, tmp_path, monkeypatch):
+    from smelt.compress.finetune import Finetune
+
+    seen = []
+    work = Finetune.__call__
+
+    def watch(self, src, settings, ctx):
+        seen.append(sys.float_info.min / 2)
+        work(self, src, settings, ctx)
+
+    monkeypatch.setattr(Finetune, "__call__", watch)
+    assert _run(home, "--out", tmp_path / "run", "--store", tmp_path / "store").exit_code == 0
+    assert seen
+    assert set(seen) == {0.0}
+    assert sys.float_info.min / 2 > 0
+
+
 def test_ctrl_c_keeps_finished_steps_and_gives_exit_code_130(home, tmp_path, monkeypatch):
     from smelt.compress.finetune import Finetune
 

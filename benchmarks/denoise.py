@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/denoise.py ../shared/data/dialogsum runs/denoise
 
-A summarizer that starts from nothing learns to look at its source much sooner from these rows than from
-summaries: almost every word that it is to write stands there. Writes train.jsonl.gz and
+They teach a summarizer that starts from nothing to look at its source: almost every word that it is to
+write stands there. Writes train.jsonl.gz and
 validation.jsonl.gz from the files of the same name, which hold `source` and `target`: every target, and
 every source in pieces of at least PIECE words that end where a line does.
 

@@ -28,8 +28,8 @@ def denormals_as_zero() -> Iterator[None]:
     """Let the processor take denormal numbers (below 1.2e-38 in float32) for zero meanwhile.
 
     Sharp attention makes them, and it computes many times slower with them. The setting is one of each
-    thread, inherited from the thread that started it, so it has to come before torch's first product;
-    whether a training is still to be done must not matter either, or its last digits could.
+    thread, inherited from the thread that started it, so it has to come before torch's first product.
+    A run takes it also where all training is done already, so that one that goes on computes the same.
     """
     before = sys.float_info.min / 2 == 0.0
     torch.set_flush_denormal(True)

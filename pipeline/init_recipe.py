@@ -207,11 +207,12 @@ def _score(seen: ModelLook, machine: Machine) -> Iterator[str]:
 
 
 def _stem(model: str) -> str:
-    return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").split("/")[-1]
+    return Path(os.path.abspath(model)).name if Path(model).exists() else model.rstrip("/").split("/")[-1]
 
 
 def _relative(path: Path, base: Path) -> str:
-    return Path(os.path.relpath(path.expanduser().resolve(), base)).as_posix()
+    # not resolved: a run's artifacts are links into the store, whose names say nothing
+    return Path(os.path.relpath(path.expanduser().absolute(), base)).as_posix()
 
 
 def _scalar(text: str) -> str:

@@ -168,6 +168,15 @@ def test_the_command_writes_prints_and_never_overwrites(tmp_path, models, monkey
         load_plan(tmp_path / "m.yaml")
 
 
+def test_an_artifact_of_a_run_is_called_by_its_step(tmp_path, models, monkeypatch):
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "small").symlink_to(models["bert"])
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["init", "artifacts/small"])
+    assert "Wrote small.yaml" in result.output
+    assert "\nmodel: artifacts/small\n" in (tmp_path / "small.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -18,6 +20,10 @@ MANIFEST = "manifest.json"
 _REBUILD = "Run the recipe again with --fresh to build it anew."
 # A manifest lists a few dozen files and what a stage found out; more is not one of ours.
 _MAX_MANIFEST_BYTES = 64_000_000
+# What a manifest need not list: nothing reads it as part of a model. Besides these: hidden names, which
+# systems and tools leave behind (.DS_Store, ._model.onnx, .nfs0001, .git, .cache), and *.md.
+_OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"})
+_NOTES = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.*\.md", re.IGNORECASE)
 
 
 class FileRecord(BaseModel):
@@ -101,10 +107,24 @@ def read_artifact(path: Path) -> Artifact:
     """Open the artifact in the folder `path`.
 
     Raises:
-        InputError: there is no such folder, no manifest, the manifest cannot be read, or a file lies
-            outside of the folder.
+        InputError: there is no such folder, no manifest, the manifest cannot be read, a file lies outside
+            of the folder, or one is there that the manifest does not list and that something could read as
+            part of the model (all but hidden files, what systems leave behind, and notes such as README.md).
     """
     path = path.resolve()
+    manifest = read_manifest(path)
+    for stranger, problem in strangers(path, manifest):
+        raise InputError(f"{stranger}: {problem}")
+    return Artifact(path, manifest)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the artifact in the folder `path`; the other files are not looked at.
+
+    Raises:
+        InputError: there is no such folder, no manifest, the manifest cannot be read, or it lists a file
+            outside of the folder.
+    """
     file = path / MANIFEST
     if not path.is_dir():
         raise InputError(f"{path}: no such folder. An artifact is a folder such as runs/x/artifacts/onnx.")
@@ -119,8 +139,7 @@ def read_artifact(path: Path) -> Artifact:
     for name in manifest.files:
         if not _is_inside(name):
             raise InputError(f"{file}: the file name {name!r} leads out of the artifact.")
-    _refuse_links(path)
-    return Artifact(path, manifest)
+    return manifest
 
 
 def _is_inside(name: str) -> bool:
@@ -130,17 +149,32 @@ def _is_inside(name: str) -> bool:
     return bool(parts) and ".." not in parts and not absolute and "\0" not in name
 
 
-def _refuse_links(folder: Path) -> None:
-    """Refuse links that lead out of `folder`: what they show was never part of the artifact.
+def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
+    """Yield what was never part of the artifact and could do harm, each with what is wrong with it.
 
-    Raises:
-        InputError: there is one.
+    That is links that lead out of the folder, and files that the manifest does not list.
     """
+    listed = {MANIFEST, *manifest.files}
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(where, name)
+            inside = path.relative_to(folder)
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(folder):
-                raise InputError(
-                    f"{path}: a link to {os.readlink(path)}, which leads out of the artifact."
-                    " Copy the file there instead."
+                target = os.readlink(path)
+                yield (
+                    path,
+                    f"a link to {target}, which leads out of the artifact. Copy the file there instead.",
                 )
+            elif name in files and inside.as_posix() not in listed and not _is_harmless(inside):
+                yield (
+                    path,
+                    f"this file is not of the artifact: {MANIFEST} does not list it, and it could be read as"
+                    " part of the model. Remove it or move it elsewhere.",
+                )
+
+
+def _is_harmless(inside: Path) -> bool:
+    """Say whether nothing reads the file as part of a model."""
+    if any(part.startswith(".") for part in inside.parts):
+        return True
+    return inside.name.lower() in _OF_SYSTEMS or _NOTES.fullmatch(inside.name) is not None

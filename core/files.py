@@ -1,13 +1,23 @@
-"""Reading and writing files so that a crash never leaves half of one behind."""
+"""Reading and writing files so that a crash never leaves half of one behind, and others may read them."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
-import tempfile
+import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# The end of a file's name while it is being written.
+_PART = ".part"
+# What file systems answer that cannot flush a folder.
+_NO_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES}
 
 
 def sha256_of(path: Path) -> str:
@@ -23,18 +33,23 @@ def hash_of(value: Any) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` beside `path`, flush it to disk, then rename: readers see all of it or nothing."""
+    """Write `text` beside `path`, flush it to disk, then rename: readers see all of it or nothing.
+
+    The file gets the permissions that the umask leaves (`tempfile` would make it the owner's alone).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PART}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(name, path)
+        os.replace(beside, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
+    flush(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -42,6 +57,89 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def unfinished_in(folder: Path) -> Iterator[Path]:
+    """Yield the files in `folder` that `write_atomically` had begun and not finished."""
+    yield from list(folder.glob(f".*{_PART}"))
+
+
+def flush(path: Path) -> None:
+    """Ask the system to write a file's or folder's content to the disk.
+
+    Raises:
+        OSError: it could not be written, for example because the disk is full.
+    """
+    folder = path.is_dir()
+    if os.name == "nt" and folder:
+        return  # Windows cannot open a folder to flush it
+    # Windows flushes only what is open for writing
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not folder or error.errno not in _NO_FLUSH:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give `folder`, which lies in a folder of ours, and all below it the permissions of newly made ones.
+
+    Libraries write some files for their owner alone; whoever may read the store may read all of them. The
+    umask can be read only by setting it, for all threads at once, so a new file and folder show it.
+    """
+    if os.name == "nt":
+        return
+    for_file, for_folder = _new_modes(folder.parent)
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            continue
+        mode = for_folder if path.is_dir() else for_file
+        if stat.S_IMODE(path.stat().st_mode) != mode:
+            with contextlib.suppress(OSError):  # file systems without permissions refuse
+                path.chmod(mode)
+
+
+def _new_modes(folder: Path) -> tuple[int, int]:
+    """Return the permissions of a file and of a folder that are newly made in `folder`."""
+    sample = folder / f".{secrets.token_hex(8)}"
+    os.close(os.open(sample, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    for_file = stat.S_IMODE(sample.stat().st_mode)
+    sample.unlink()
+    sample.mkdir()
+    for_folder = stat.S_IMODE(sample.stat().st_mode)
+    sample.rmdir()
+    return for_file, for_folder
+
+
+def seconds_since_written(path: Path) -> float:
+    """Return how long ago `path` was last written to or touched; infinity where it is gone.
+
+    Both moments are told by the clock of the file system, which may be another machine's. Where it cannot
+    be asked (a full disk), this is 0: just now.
+    """
+    probe = path.with_name(f".{secrets.token_hex(8)}{_PART}")
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        now = probe.stat().st_mtime
+    except OSError:
+        return 0.0
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    try:
+        return now - path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+    except OSError:
+        return 0.0
+
+
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files below `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Return the bytes of all files below `folder`; what goes away meanwhile counts nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total

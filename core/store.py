@@ -1,9 +1,9 @@
 """The content-addressed store: artifacts and scores, each complete or absent.
 
-Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress,
-swept of what dead processes left), ``locks/`` (who is making what now), ``checked/KEY.json`` (the files'
-times and sizes when their hashes were last compared). Nothing is ever written in place: a folder is made
-under `tmp`, flushed, then renamed.
+Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress, each
+folder with its marker ``NAME.owner``, swept of what dead processes left), ``locks/`` (who is making what
+now), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared). Nothing is ever
+written in place: a folder is made under `tmp`, flushed, then renamed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,27 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, read_artifact
 from smelt.core.errors import InputError
-from smelt.core.files import sha256_of, write_json
-from smelt.core.locks import hold_folder, is_free, lock, remove_if_free
+from smelt.core.files import (
+    flush,
+    follow_umask,
+    seconds_since_written,
+    sha256_of,
+    unfinished_in,
+    write_json,
+)
+from smelt.core.locks import lock, remove_if_free
+from smelt.core.presence import SILENT_S, is_present, present
+
+OWNER = ".owner"
 
 
 class Store:
@@ -83,14 +93,13 @@ class Store:
     @contextmanager
     def workspace(self) -> Iterator[Path]:
         """Give an empty folder inside the store that is removed on leaving, whatever happens."""
-        path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{os.getpid()}-"))
-        held = hold_folder(path)
-        try:
-            yield path
-        finally:
-            if held is not None:
-                os.close(held)
-            shutil.rmtree(path, ignore_errors=True)
+        path = self.root / "tmp" / f"{os.getpid()}-{secrets.token_hex(8)}"
+        with present(path.with_name(path.name + OWNER)):
+            path.mkdir()
+            try:
+                yield path
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
 
     def commit(self, folder: Path, manifest: Manifest, replace: bool = False) -> Artifact:
         """Turn the finished `folder` of a workspace into the artifact `manifest.key`.
@@ -99,27 +108,27 @@ class Store:
         the artifact exists. Where another process was quicker, its artifact is kept; with `replace`
         the one that is there goes.
         """
+        follow_umask(folder)
         files = {
             path.relative_to(folder).as_posix(): FileRecord(
                 sha256=sha256_of(path), size_bytes=path.stat().st_size
             )
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != MANIFEST
+            if path.is_file() and path != folder / MANIFEST
         }
         manifest = manifest.model_copy(update={"files": files})
         write_json(folder / MANIFEST, manifest.model_dump())
         for path in folder.rglob("*"):
-            _flush(path)
-        _flush(folder)
+            flush(path)
+        flush(folder)
         target = self.root / "artifacts" / manifest.key
-        if replace:
-            self.remove(manifest.key)
-        try:
-            os.rename(folder, target)
-        except OSError:
-            if not (target / MANIFEST).is_file():
-                raise
-        _flush(target.parent)
+        with self._set_aside(target) if replace else nullcontext():
+            try:
+                os.rename(folder, target)
+            except OSError:
+                if not (target / MANIFEST).is_file():
+                    raise
+        flush(target.parent)
         artifact = read_artifact(target)
         self._note_checked(artifact)
         return artifact
@@ -131,6 +140,20 @@ class Store:
             with self.workspace() as trash:
                 os.rename(path, trash / key)
         (self.root / "checked" / f"{key}.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def _set_aside(self, target: Path) -> Iterator[None]:
+        """Take the artifact that is at `target` away; it comes back where what follows fails."""
+        with self.workspace() as trash:
+            old = trash / target.name
+            if target.is_dir():
+                os.rename(target, old)
+            try:
+                yield
+            except BaseException:
+                if old.is_dir():
+                    os.rename(old, target)
+                raise
 
     def read_score(self, key: str) -> dict[str, Any] | None:
         """Return the score kept under `key`, or None."""
@@ -146,14 +169,25 @@ class Store:
             write_json(self.root / "checked" / f"{artifact.key}.json", {"files": _file_states(artifact)})
 
     def _sweep(self) -> None:
-        """Remove what dead processes left: workspaces, and names of locks that nobody holds."""
+        """Remove what dead processes left: workspaces, markers, half-written files, names of locks."""
+        for marker in (self.root / "tmp").glob(f"*{OWNER}"):
+            if not is_present(marker):
+                shutil.rmtree(marker.with_suffix(""), ignore_errors=True)
+                marker.unlink(missing_ok=True)
         for path in (self.root / "tmp").iterdir():
-            owner = path.name.split("-")[0]
-            # a process of another container may look dead; it still holds its folder
-            if owner.isdigit() and not _alive(int(owner)) and is_free(path):
+            if path.is_dir() and not path.with_name(path.name + OWNER).exists() and not _is_fresh(path):
                 shutil.rmtree(path, ignore_errors=True)
+        for name in ("scores", "checked", "runs", "locks", "tmp"):
+            for path in unfinished_in(self.root / name):
+                if not _is_fresh(path):
+                    path.unlink(missing_ok=True)
         for path in (self.root / "locks").iterdir():
             remove_if_free(path)
+
+
+def _is_fresh(path: Path) -> bool:
+    """Say whether somebody who left no marker may still be at work on `path`."""
+    return seconds_since_written(path) < SILENT_S
 
 
 def _file_states(artifact: Artifact) -> dict[str, list[int]]:
@@ -175,24 +209,3 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _flush(path: Path) -> None:
-    """Ask the system to write a file's or folder's content to the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder to flush it
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

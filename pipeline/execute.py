@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.errors import InputError, SmeltError
-from smelt.core.files import write_atomically
+from smelt.core.files import unfinished_in, write_atomically
 from smelt.core.locks import lock
 from smelt.core.store import Store
 from smelt.display import Display, duration
@@ -156,6 +156,8 @@ class _Run:
                 shutil.rmtree(self.folder / "artifacts")  # links of an earlier run into the store
             for name in ("report.json", "report.md", "report.html"):
                 (self.folder / name).unlink(missing_ok=True)  # they tell of those artifacts
+            for path in unfinished_in(self.folder):
+                path.unlink(missing_ok=True)  # of a run that was killed: this one has the folder alone
             write_atomically(self.folder / "recipe.yaml", self.plan.text)
         except OSError as error:
             raise explain(error, "recipe.yaml", self.folder, self.display.log_path) from error

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, read_artifact
+from smelt.core.artifact import MANIFEST, read_manifest, strangers
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, size_of
 from smelt.core.store import Store
-from smelt.store_runs import Run, runs_of
+from smelt.store_runs import Run, cleaning, runs_of
 
 _WIDTH = 80
 _KEY = 12  # digits of a key that a person is shown
@@ -78,7 +78,7 @@ def entries(root: Path) -> list[Entry]:
         if not path.is_dir():
             continue
         try:
-            manifest = read_artifact(path).manifest
+            manifest = read_manifest(path)
             stage, parent = manifest.stage, manifest.parent
         except InputError:
             stage, parent = "?", None
@@ -105,14 +105,16 @@ def remove_unused(root: Path) -> Unused:
     Raises:
         InputError: a run works on this store now; it may be about to use what looks unused.
     """
-    busy = [str(run.folder) for run in runs_of(root) if run.busy]
-    if busy:
-        raise InputError(f"{root}: a run is at work in {', '.join(busy)}. Clean when it has ended.")
-    store, found = Store(root), unused(root)
-    for entry in found.artifacts:
-        store.remove(entry.key)
-    for path in found.files:
-        path.unlink(missing_ok=True)
+    store = Store(root)
+    with cleaning(root):
+        busy = [str(run.folder) for run in runs_of(root) if run.busy]
+        if busy:
+            raise InputError(f"{root}: a run is at work in {', '.join(busy)}. Clean when it has ended.")
+        found = unused(root)
+        for entry in found.artifacts:
+            store.remove(entry.key)
+        for path in found.files:
+            path.unlink(missing_ok=True)
     return found
 
 
@@ -124,13 +126,14 @@ def damages(root: Path) -> list[Damage]:
             found.append(Damage(path, "no artifact, and no folder"))
             continue
         try:
-            artifact = read_artifact(path)
+            manifest = read_manifest(path)
         except InputError as error:
             found.append(Damage(path, str(error).removeprefix(f"{path}: ")))
             continue
-        if artifact.key != path.name:
+        if manifest.key != path.name:
             found.append(Damage(path / MANIFEST, "the manifest of another artifact"))
-        for name, record in artifact.manifest.files.items():
+        found += [Damage(stranger, problem) for stranger, problem in strangers(path, manifest)]
+        for name, record in manifest.files.items():
             if problem := _problem(path / name, record.size_bytes, record.sha256):
                 found.append(Damage(path / name, problem))
     for path in sorted((root / "scores").glob("*.json")):

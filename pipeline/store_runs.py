@@ -1,21 +1,22 @@
 """Which runs use a store: what `smelt store` must know before it calls anything unused.
 
 A run's links in its `artifacts` folder say what it uses. Runs beside the store are found there; a run
-elsewhere is known by the note that it leaves in the store, `runs/HASH.json`, which it also holds locked
-while it works.
+elsewhere is known by the note that it leaves in the store, `runs/HASH.json`; beside it is a marker while it
+works.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from smelt.core.files import hash_of, write_json
-from smelt.core.locks import hold_folder, is_free
+from smelt.core.locks import lock
+from smelt.core.presence import is_present, present
+from smelt.core.store import OWNER
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,18 @@ class Run:
 def at_work(store: Path, folder: Path) -> Iterator[None]:
     """Note that the run in `folder` uses the store at `store`, and that it works until this context ends."""
     note = _note(store, folder)
-    if not note.is_file():
-        write_json(note, {"folder": str(folder)})
-    held = hold_folder(note)
-    try:
+    note.parent.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        with cleaning(store):  # what is being removed now is gone before this run looks for it
+            if not note.is_file():
+                write_json(note, {"folder": str(folder)})
+            stack.enter_context(present(note.with_suffix(OWNER)))
         yield
-    finally:
-        if held is not None:
-            os.close(held)
+
+
+def cleaning(store: Path) -> AbstractContextManager[None]:
+    """Hold what keeps runs from beginning on the store at `store`, and it from being cleaned meanwhile."""
+    return lock(store / "locks" / "clean.lock")
 
 
 def runs_of(store: Path) -> list[Run]:
@@ -53,7 +58,8 @@ def runs_of(store: Path) -> list[Run]:
         if folder is None:
             continue
         folders.add(folder)
-        if not is_free(note):
+        marker = note.with_suffix(OWNER)
+        if marker.exists() and is_present(marker):
             busy.add(folder)
     runs = [Run(folder, _steps(store, folder), folder in busy) for folder in folders]
     return sorted((run for run in runs if run.steps or run.busy), key=lambda run: str(run.folder))

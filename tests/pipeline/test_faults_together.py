@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tiny
 from click.testing import CliRunner
+from colliding import WITHOUT_LOCKS, take_locks_away
 
 from smelt.cli import main
 from smelt.core.artifact import read_artifact
+from smelt.core.holder import read_holder
 from smelt.execute import Options, run_plan
 from smelt.plan import load_plan
 
@@ -66,10 +68,19 @@ def _until(condition):
         time.sleep(0.01)
 
 
-@pytest.fixture
-def slow_run(home, tmp_path):
+@pytest.fixture(params=["", WITHOUT_LOCKS], ids=["kernel", "lease"])
+def slow_run(request, home, tmp_path, monkeypatch):
+    """A run at its first step, on a file system with locks and on one without."""
+    if request.param:
+        take_locks_away(monkeypatch)
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(tmp_path), *_arguments(home, tmp_path / "one", tmp_path / "s")],
+        [
+            sys.executable,
+            "-c",
+            request.param + SLOW,
+            str(tmp_path),
+            *_arguments(home, tmp_path / "one", tmp_path / "s"),
+        ],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -132,7 +143,7 @@ def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
     seen = []
 
     def measure(self, artifacts, *arguments):
-        seen.append((tmp_path / "s" / "locks" / "latency.lock").read_text())
+        seen.append(str(read_holder(tmp_path / "s" / "locks" / "latency.lock")))
         return {}
 
     monkeypatch.setattr(LatencyScores, "measure", measure)

@@ -5,16 +5,21 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 import tiny
 from click.testing import CliRunner
+from colliding import take_locks_away
 
 from smelt.cli import main
 from smelt.core.errors import InputError
+from smelt.core.holder import read_holder, write_holder
+from smelt.core.presence import SILENT_S
 from smelt.store_commands import damages, entries, open_store, remove_unused, unused
-from smelt.store_runs import at_work, runs_of
+from smelt.store_runs import at_work, cleaning, runs_of
 
 RECIPE = """
 model: m
@@ -110,6 +115,66 @@ def test_a_run_elsewhere_is_known_by_its_note(home, tmp_path):
     with at_work(store, tmp_path / "far"):
         assert [run.busy for run in runs_of(store)] == [True, False]  # far, one
     assert unused(store).artifacts == ()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_clean_refuses_while_a_run_of_another_machine_may_work(home, locks, monkeypatch):
+    """Its marker is all that is known of it, and that for an hour after the last sign of life."""
+    if not locks:
+        take_locks_away(monkeypatch)
+    store, far = home / "runs" / ".store", home / "far"
+    with at_work(store, far):
+        [marker] = (store / "runs").glob("*.owner")
+        record = replace(read_holder(marker), kernel="another", host="node2")
+    descriptor = os.open(marker, os.O_RDWR | os.O_CREAT)
+    write_holder(descriptor, record)
+    os.close(descriptor)
+    shutil.rmtree(home / "runs" / "two")
+    refused = _smelt("store", "clean", "--store", home / "runs", "--yes")
+    assert refused.exit_code == 2
+    assert f"a run is at work in {far}." in " ".join(refused.output.split())
+    os.utime(marker, (time.time() - SILENT_S - 60,) * 2)
+    assert _smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+
+
+def test_clean_sees_a_run_at_work_where_the_file_system_knows_no_locks(home, monkeypatch):
+    take_locks_away(monkeypatch)
+    store = home / "runs" / ".store"
+    with at_work(store, home / "runs" / "one"):
+        assert [run.busy for run in runs_of(store)] == [True, False]
+        with pytest.raises(InputError, match="a run is at work in"):
+            remove_unused(store)
+    remove_unused(store)
+
+
+def test_a_run_that_begins_while_the_store_is_cleaned_waits_for_its_end(home):
+    """Else it could take an artifact that is just being removed."""
+    store, began = home / "runs" / ".store", []
+
+    def begin():
+        with at_work(store, home / "far"):
+            began.append(time.monotonic())
+
+    with cleaning(store):
+        other = threading.Thread(target=begin)
+        other.start()
+        time.sleep(0.5)
+        ended = time.monotonic()
+        assert began == []
+    other.join(20)
+    assert began[0] >= ended
+
+
+def test_list_shows_an_artifact_with_a_file_too_many_as_what_it_is(home):
+    store = home / "runs" / ".store"
+    entry = entries(store)[0]
+    (store / "artifacts" / entry.key / "extra.json").touch()
+    assert entries(store)[0].stage == entry.stage == "model"
+    (store / "artifacts" / entry.key / "config.json").write_text("{}")
+    extra, changed = damages(store)
+    assert extra.path == store / "artifacts" / entry.key / "extra.json"
+    assert extra.problem.startswith("this file is not of the artifact: manifest.json does not list it")
+    assert changed.path == store / "artifacts" / entry.key / "config.json"
 
 
 def test_clean_waits_for_no_run_but_refuses_while_one_works(home):

@@ -29,12 +29,15 @@ _IMPORTED_BY_A_RUN = [
 
 
 class ForkServer:
-    """The parent's end: a context manager."""
+    """The parent's end: a context manager. Without `locks` the runs' file system knows none."""
+
+    def __init__(self, locks: bool = True) -> None:
+        self._locks = locks
 
     def __enter__(self) -> Self:
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self._process: Any = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
+            [sys.executable, str(Path(__file__).resolve()), *([] if self._locks else ["without-locks"])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,9 +67,12 @@ class ForkServer:
 
 def _serve() -> None:
     import torch
+    from colliding import WITHOUT_LOCKS
 
     from smelt.cli import main
 
+    if sys.argv[1:] == ["without-locks"]:
+        exec(WITHOUT_LOCKS, {})
     for name in _IMPORTED_BY_A_RUN:
         import_module(name)
     for name in ("BertForSequenceClassification", "BertTokenizer"):

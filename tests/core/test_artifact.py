@@ -1,0 +1,100 @@
+"""What lies in an artifact's folder and was never part of it."""
+
+import pytest
+
+from smelt.core.artifact import Manifest, read_artifact
+from smelt.core.errors import InputError
+from smelt.core.store import Store
+
+
+@pytest.fixture
+def made(tmp_path):
+    store = Store(tmp_path)
+    with store.workspace() as space:
+        out = space / "out"
+        (out / "deep").mkdir(parents=True)
+        for name in ("model.safetensors", "config.json", "deep/tokenizer.json", ".hidden"):
+            (out / name).write_text(name)
+        manifest = Manifest(
+            key="ab" * 32,
+            format="torch",
+            task="translation",
+            stage="x",
+            settings={},
+            seed=0,
+            parent=None,
+            versions={},
+        )
+        return store.commit(out, manifest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.variant.safetensors",
+        "deep/model.safetensors",
+        "model.safetensors.index.json",
+        "structure.json",
+        "generation_config.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
+        "spiece.model",
+        "merges.txt",
+        "encoder_model.onnx",
+        "model.onnx.data",
+        "decoder_model.onnx_data",
+        "model.plan",
+        "deep/manifest.json",
+        "pytorch_model.bin",
+        "notes",
+        "readme.json",
+        "deep/__init__.py",
+    ],
+)
+def test_a_file_that_the_manifest_does_not_list_is_refused_and_named(made, name):
+    path = made.path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x")
+    with pytest.raises(InputError) as caught:
+        read_artifact(made.path)
+    assert str(caught.value) == (
+        f"{path}: this file is not of the artifact: manifest.json does not list it, and it could be read as"
+        " part of the model. Remove it or move it elsewhere."
+    )
+    with pytest.raises(InputError, match="this file is not of the artifact"):
+        Store(made.path.parents[1]).find(made.key)
+    path.unlink()
+    assert read_artifact(made.path) == made
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".DS_Store",
+        "._model.safetensors",
+        "deep/.nfs000000000012",
+        ".git/config.json",
+        ".cache/huggingface/download/model.safetensors.metadata",
+        "Thumbs.db",
+        "deep/desktop.ini",
+        "README.md",
+        "model-card.md",
+        "LICENSE",
+        "License.txt",
+        "deep/NOTICE",
+    ],
+)
+def test_what_systems_and_readers_leave_there_does_no_harm(made, name):
+    path = made.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    found = read_artifact(made.path)
+    assert found == made
+    found.verify()
+    assert found.size_bytes == len("model.safetensors")
+
+
+def test_an_empty_folder_does_no_harm(made):
+    (made.path / "empty").mkdir()
+    assert read_artifact(made.path) == made

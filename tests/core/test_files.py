@@ -1,0 +1,177 @@
+"""Files are whole or not there, and whoever the umask lets read them can."""
+
+import errno
+import math
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from smelt.core.files import (
+    flush,
+    follow_umask,
+    seconds_since_written,
+    size_of,
+    unfinished_in,
+    write_atomically,
+    write_json,
+)
+
+UMASKS = pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
+
+
+@pytest.fixture
+def under():
+    """Set the umask until the test ends."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def _mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@UMASKS
+def test_a_written_file_has_the_permissions_that_the_umask_leaves(tmp_path, under, umask):
+    under(umask)
+    write_json(tmp_path / "deep" / "x.json", {"a": 1})
+    assert _mode(tmp_path / "deep" / "x.json") == 0o666 & ~umask
+    assert _mode(tmp_path / "deep") == 0o777 & ~umask
+
+
+def test_a_file_that_is_replaced_gets_the_permissions_of_a_new_one(tmp_path):
+    write_atomically(tmp_path / "x", "old")
+    (tmp_path / "x").chmod(0o600)
+    write_atomically(tmp_path / "x", "new\r\nline")
+    assert (tmp_path / "x").read_bytes() == b"new\r\nline"
+    assert _mode(tmp_path / "x") != 0o600
+
+
+@UMASKS
+def test_a_folder_follows_the_umask_whatever_libraries_have_written_there(tmp_path, under, umask):
+    """safetensors, tempfile and others write for the owner alone; some keep what the source had."""
+    under(umask)
+    out = tmp_path / "out"
+    (out / "deep").mkdir(parents=True, mode=0o700)
+    for name, mode in (("secret", 0o600), ("all", 0o777), ("deep/inner", 0o400)):
+        (out / name).write_text("x")
+        (out / name).chmod(mode)
+    for folder in (out / "deep", out):
+        folder.chmod(0o700)
+    (out / "link").symlink_to("secret")
+    follow_umask(out)
+    assert {_mode(out / name) for name in ("secret", "all", "deep/inner")} == {0o666 & ~umask}
+    assert {_mode(folder) for folder in (out, out / "deep")} == {0o777 & ~umask}
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_a_folder_keeps_the_group_of_the_store_that_it_inherits(tmp_path, under):
+    """A store that a group shares has the set-group-id bit on its folders."""
+    under(0o002)
+    tmp_path.chmod(0o2775)
+    (tmp_path / "out").mkdir()
+    if not _mode(tmp_path / "out") & stat.S_ISGID:
+        pytest.skip("this file system does not hand the bit on")
+    follow_umask(tmp_path / "out")
+    assert _mode(tmp_path / "out") == 0o2775
+
+
+def test_the_umask_of_other_threads_is_never_touched(tmp_path, monkeypatch):
+    def umask(mask):
+        raise AssertionError("the umask was set")
+
+    monkeypatch.setattr(os, "umask", umask)
+    (tmp_path / "out").mkdir()
+    write_atomically(tmp_path / "out" / "x", "x")
+    follow_umask(tmp_path / "out")
+
+
+def test_a_file_system_without_permissions_is_taken_as_it_is(tmp_path, monkeypatch):
+    def chmod(path, mode):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x").touch(0o600)
+    monkeypatch.setattr(os, "chmod", chmod)
+    monkeypatch.setattr(type(tmp_path), "chmod", chmod)
+    follow_umask(tmp_path / "out")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    write_atomically(tmp_path / "x", "old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_what_a_killed_writer_left_is_known_by_its_name(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from smelt.core.files import write_atomically\n"
+        "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_atomically(Path(sys.argv[1], 'x.json'), 'half')"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    (tmp_path / ".hidden").touch()
+    (tmp_path / "y.part").touch()
+    [left] = unfinished_in(tmp_path)
+    assert left.name.startswith(".x.json.")
+    assert not list(unfinished_in(tmp_path / "nothing"))
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_failure_and_a_full_disk_is(tmp_path, monkeypatch):
+    (tmp_path / "x").touch()
+
+    def fails(number):
+        def fsync(descriptor):
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", fails(errno.EINVAL))
+    flush(tmp_path)
+    with pytest.raises(OSError, match="Invalid"):
+        flush(tmp_path / "x")
+    monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space"):
+        flush(tmp_path)
+
+
+def test_the_age_of_a_file_is_told_by_the_clock_of_its_file_system(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.touch()
+    real = time.time()
+    os.utime(path, (real - 500, real - 500))
+    monkeypatch.setattr(time, "time", lambda: real + 1e6)  # this machine's clock is wrong
+    assert 499 < seconds_since_written(path) < 560
+    assert seconds_since_written(tmp_path / "nothing") == math.inf
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_file_system_that_takes_no_more_files_tells_no_age(tmp_path, monkeypatch):
+    (tmp_path / "x").touch()
+    os.utime(tmp_path / "x", (0, 0))
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", full)
+    assert seconds_since_written(tmp_path / "x") == 0.0
+
+
+def test_the_size_of_a_folder_counts_what_is_left_of_it(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a").write_bytes(b"abc")
+    (tmp_path / "b").write_bytes(b"de")
+    assert size_of(tmp_path) == 5
+    monkeypatch.setattr(type(tmp_path), "rglob", lambda self, _: iter([self / "b", self / "gone"]))
+    assert size_of(tmp_path) == 2

@@ -1,0 +1,146 @@
+"""Who may read what a run writes is what the umask says: everything, by every stage, in store and run."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import tensorrt_rig
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+from smelt.machine import has_cuda
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - quantize: {}
+  - onnx: {}
+score: {quality: [accuracy], latency: {batch_sizes: [1], threads: 1, rounds: 3, texts: 2, min_round_ms: 1}}
+"""
+SHORT = """
+model: m
+task: text-classification
+data: {test: data.jsonl}
+stages:
+  - quantize: {}
+  - onnx: {}
+score: {quality: [accuracy], latency: false}
+"""
+ENGINE = """
+model: m
+task: text-classification
+data: {validation: data.jsonl, test: data.jsonl}
+stages:
+  - onnx: {target: tensorrt, dtype: fp16}
+  - tensorrt: {optimization_level: 0, max_batch_size: 4, timing_cache: false}
+score: {quality: [accuracy], latency: false}
+"""
+READ = """
+import os, sys
+from pathlib import Path
+from smelt.core.artifact import read_artifact
+os.setgid(65534); os.setuid(65534)
+for folder in sys.argv[1:]:
+    read_artifact(Path(folder)).verify()
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    tiny.bert(folder / "m")
+    (folder / "m" / "model.safetensors").chmod(
+        0o600
+    )  # as safetensors writes it, and as others may keep theirs
+    tiny.labelled(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "short.yaml").write_text(SHORT)
+    (folder / "engine.yaml").write_text(ENGINE)
+    return folder
+
+
+def _arguments(home, recipe, out):
+    where = ["--out", str(out / "r"), "--store", str(out / "s")]
+    return ["run", str(home / recipe), "--quiet", *where]
+
+
+def _require_modes(folder, umask):
+    """Require of every file and folder the permissions of a new one; return the files' names."""
+    wrong, names = {}, set()
+    for path in (folder / "r", folder / "s", *folder.rglob("*")):
+        if path.is_symlink():
+            continue
+        expected = (0o777 if path.is_dir() else 0o666) & ~umask
+        if (mode := stat.S_IMODE(path.stat().st_mode)) != expected:
+            wrong[str(path.relative_to(folder))] = f"{mode:o}"
+        if path.is_file():
+            names.add(path.name)
+    assert wrong == {}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("umask", "recipe"), [(0o022, "short.yaml"), (0o077, "short.yaml"), (0o002, "recipe.yaml")]
+)
+def test_everything_that_a_run_writes_follows_the_umask(home, tmp_path, umask, recipe):
+    out = tmp_path / "out"
+    before = os.umask(umask)
+    try:
+        out.mkdir()
+        result = CliRunner().invoke(main, _arguments(home, recipe, out))
+    finally:
+        os.umask(before)
+    assert result.exit_code == 0, result.output
+    names = _require_modes(out, umask)
+    written = {"recipe.yaml", "report.json", "report.md", "report.html", "log.txt"}
+    written |= {
+        "manifest.json",
+        "structure.json",
+        "config.json",
+        "model.safetensors",
+        "model.onnx",
+        "vocab.txt",
+    }
+    assert written <= names
+
+
+@pytest.mark.skipif(has_cuda(), reason="here engines can be run")
+def test_engines_follow_the_umask_too(home, tmp_path):
+    umask = 0o077
+    environment = tensorrt_rig.require()
+    out = tmp_path / "out"
+    out.mkdir(mode=0o777 & ~umask)
+    command = [sys.executable, "-m", "smelt", *_arguments(home, "engine.yaml", out)]
+    done = subprocess.run(
+        command, env=environment, umask=umask, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model.plan" in _require_modes(out, umask)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_can_read_a_deployed_artifact(home):
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        out.chmod(0o755)
+        before = os.umask(0o022)
+        try:
+            shutil.copytree(home, out / "home")
+            result = CliRunner().invoke(main, _arguments(out / "home", "short.yaml", out))
+        finally:
+            os.umask(before)
+        assert result.exit_code == 0, result.output
+        made = [str(path) for path in (out / "r" / "artifacts").iterdir()]
+        assert len(made) == 3
+        command = [sys.executable, "-c", READ, *made]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+        assert done.returncode == 0, done.stderr

@@ -72,6 +72,7 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
     from smelt.core.stage import Context
     from smelt.export.onnx_stage import Onnx, OnnxSettings
+    from smelt.runtime.weight_files import find_weights
 
     def context(name: str) -> Context:
         (out / name).mkdir(parents=True)
@@ -85,7 +86,7 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     exported = context("onnx")
     Onnx()(_artifact(folder), OnnxSettings(), exported)
     graphs = sum(path.stat().st_size for path in exported.out.glob("*.onnx"))
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in find_weights(folder).files)
     click.echo(f"{out.name:34} torch {stored:,} bytes, graphs {graphs:,} bytes, {exported.facts['parity']}")
     return exported.out / "decoder_with_past_model.onnx"
 

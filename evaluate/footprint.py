@@ -7,18 +7,14 @@ the latency workers, each of which holds one artifact only.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.runtime.weight_files import values_in, weight_tensors
 
-# A safetensors header longer than this is damaged (the format's own limit, 100 MB).
-_LONGEST_HEADER = 100_000_000
 # Integer initializers with fewer values are shapes, axes and other constants of a graph, not weights.
 _FEWEST_WEIGHTS = 64
 
@@ -40,41 +36,8 @@ def parameters(artifact: Artifact) -> int | None:
     if recorded is not None or artifact.format == "tensorrt":
         return None if recorded is None else int(recorded)
     if artifact.format == "torch":
-        return sum(count for _, count in _safetensors(artifact.path))
+        return sum(values_in(entry) for _, _, entry in weight_tensors(artifact.path))
     return onnx_parameters(artifact.path)
-
-
-def _safetensors(folder: Path) -> Iterator[tuple[str, int]]:
-    """Yield name and number of values of every tensor; a name in two shards counts once."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{folder}: no .safetensors file with weights in this folder.")
-    seen: set[str] = set()
-    for path in files:
-        for name, entry in read_header(path).items():
-            if name != "__metadata__" and name not in seen:
-                seen.add(name)
-                yield name, math.prod(entry["shape"])
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: name -> dtype, shape, data_offsets.
-
-    Format: 8 bytes little-endian length, then JSON (https://huggingface.co/docs/safetensors).
-
-    Raises:
-        InputError: the file is damaged or no safetensors file.
-    """
-    with path.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(_LONGEST_HEADER, path.stat().st_size - 8):
-            raise InputError(f"{path}: not a safetensors file, or cut off: its header cannot be read.")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-        except ValueError as error:
-            raise InputError(f"{path}: the safetensors header is damaged: {error}.") from error
-    return header
 
 
 def onnx_parameters(folder: Path) -> int:

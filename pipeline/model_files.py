@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smelt.runtime.weight_files import weight_tensors
+
 # The input embedding [vocabulary, width] as transformers names it in each family.
 _EMBEDDINGS = ("shared.weight", "word_embeddings.weight", "wte.weight", "encoder.embed_tokens.weight")
 _WIDTHS = ("d_model", "hidden_size", "n_embd", "dim")
@@ -85,25 +87,17 @@ def _broken_json(folder: Path) -> list[str]:
 def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
     """Compare the embedding's shape with the config's words for it."""
     width = next((config[key] for key in _WIDTHS if isinstance(config.get(key), int)), None)
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(path).items():
-            shape = entry.get("shape") if isinstance(entry, dict) else None
-            if not name.endswith(_EMBEDDINGS) or not isinstance(shape, list) or len(shape) != 2:
-                continue
-            if shape[0] != rows or width not in (None, shape[1]):
-                wanted = [rows, shape[1] if width is None else width]
-                return [
-                    f"{path}: the tensor '{name}' is {shape}, and config.json asks for {wanted}"
-                    " (vocab_size, width): weights and config do not belong together."
-                ]
+    for path, name, entry in weight_tensors(folder):
+        shape = entry["shape"]
+        if not name.endswith(_EMBEDDINGS) or len(shape) != 2:
+            continue
+        if shape[0] != rows or width not in (None, shape[1]):
+            wanted = [rows, shape[1] if width is None else width]
+            return [
+                f"{path}: the tensor '{name}' is {shape}, and config.json asks for {wanted}"
+                " (vocab_size, width): weights and config do not belong together."
+            ]
     return []
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    return header if isinstance(header, dict) else {}
 
 
 def _highest_token(folder: Path, kind: str) -> tuple[int, int] | None:

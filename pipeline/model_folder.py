@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
 from smelt.model_files import damaged_tensor, misfits
+from smelt.runtime.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
 
 # Model families of each task, by the config's model_type.
 FAMILIES: dict[Task, tuple[str, ...]] = {
@@ -23,7 +24,6 @@ FAMILIES: dict[Task, tuple[str, ...]] = {
     "language-modeling": ("gpt2", "llama", "qwen2"),
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What is fetched from the hub: no pickles, no weights of other frameworks, no code.
 _HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt"]
@@ -96,7 +96,7 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
     if problems:
         return problems, []
     problems, advice = misfits(folder, config)
-    return problems, [*advice, *_warnings(config, task)] if not problems else []
+    return problems, [*advice, *_two_models(folder), *_warnings(config, task)] if not problems else []
 
 
 def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
@@ -146,26 +146,32 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _weights(folder: Path) -> list[str]:
-    if (folder / _WEIGHTS).is_file():
-        return _header(folder / _WEIGHTS)
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted({str(name) for name in weight_map.values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return [f"{index}: not an index of weights: {error}"]
-        outside = [name for name in shards if Path(name).name != name]
-        if outside:
-            return [f"{index}: the file name {outside[0]!r} leads out of the folder."]
-        return [problem for name in shards for problem in _header(folder / name)]
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
+    if pickles and not has_weights(folder):
         return [
             f"{folder}: the weights are pickle files ({', '.join(pickles[:3])}), which can run any code when"
             f" they are opened, so smelt never reads them. {_CONVERT}"
         ]
-    return [f"{folder}: no weights in this folder; expected {_WEIGHTS}."]
+    try:
+        weights = find_weights(folder)
+        problems = [problem for path in weights.files for problem in _header(path)]
+        if not problems:
+            for path in weights.files:
+                weights.require(path, read_header(path))
+    except InputError as error:
+        return [str(error)]
+    return problems
+
+
+def _two_models(folder: Path) -> list[str]:
+    """Say which weights are taken where a folder holds them twice: saving in shards leaves the old file."""
+    if not ((folder / WEIGHTS).is_file() and (folder / INDEX).is_file()):
+        return []
+    taken = {path.name for path in find_weights(folder).files}
+    other = INDEX if WEIGHTS in taken else WEIGHTS
+    return [
+        f"{folder} holds weights in {WEIGHTS} and in shards; {other} is left aside, as transformers does."
+    ]
 
 
 def _header(path: Path) -> list[str]:

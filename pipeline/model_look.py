@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
 from smelt.model_folder import FAMILIES, check_model_folder, local_folder, read_config
 from smelt.problem import has_classifier
+from smelt.runtime.weight_files import values_in, weight_tensors
 
 # Families with several tasks, where the checkpoint does not say which: what most of them are for.
 _USUAL: dict[str, Task] = {
@@ -30,8 +29,8 @@ class ModelLook:
     """What a model is.
 
     folder: None for an id on the hub, of which only the config was read. family: the config's model_type.
-    task: what it is for; tasks: all that its family can be for. parameters: values in its safetensors
-    files; None where they were not read. dtype: of most of them. limit: tokens that it has room for.
+    task: what it is for; tasks: all that its family can be for. parameters: values in its weights;
+    None where they were not read. dtype: of most of them. limit: tokens that it has room for.
     new_head: it has no classifier yet.
     """
 
@@ -113,13 +112,9 @@ def _limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _weights(folder: Path) -> tuple[int, str]:
-    """Return how many values the safetensors files hold, and the type of most of them."""
+    """Return how many values the weights hold, and the type of most of them."""
     counts: dict[str, int] = {}
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    for _, _, entry in weight_tensors(folder):
+        counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + values_in(entry)
     most = max(counts, key=counts.__getitem__, default="F32")
     return sum(counts.values()), _TYPES.get(most, most)

@@ -65,15 +65,14 @@ class Workshop:
         labels: of a classifier its problem type, and the names of the outputs that it gets if it has none.
         """
         from smelt.runtime.checkpoint import count_parameters
-        from smelt.runtime.import_model import import_model
+        from smelt.runtime.import_model import import_model, source_files
         from smelt.runtime.text_rules import write_text_rules
 
-        files = sorted(p for p in source.iterdir() if p.is_file())
         key = hash_of(
             {
                 "stage": "model",
-                "version": 1,
-                "files": {p.name: sha256_of(p) for p in files},
+                "version": 2,
+                "files": {p.name: sha256_of(p) for p in source_files(source)},
                 "task": self.task,
                 "labels": labels and labels[1],
                 "problem_type": labels and labels[0],

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,15 +22,18 @@ from smelt.runtime.conv1d import turned, use_linears
 from smelt.runtime.quantized import half_precision_names
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 from smelt.runtime.text_rules import apply_text_rules, read_text_rules
+from smelt.runtime.unread_tensors import is_unread
+from smelt.runtime.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
+from smelt.runtime.weights_fit import require_all_read, require_all_there
 
-WEIGHTS = "model.safetensors"
 _NOT_TOKENIZER = {
     "config.json",
     "generation_config.json",
     "structure.json",
     "manifest.json",
-    "model.safetensors.index.json",
+    INDEX,
 }
+_NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
 TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
 
 
@@ -103,24 +106,32 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of `folder`'s safetensors files; floating ones as float32."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{folder}: no .safetensors file with weights in this folder.")
+    """Return all tensors of the model in `folder`; floating ones as float32.
+
+    Raises:
+        InputError: there are none, or a file of them is missing, damaged or incomplete.
+    """
+    weights = find_weights(folder)
     tensors: dict[str, Tensor] = {}
-    for path in files:
+    for path in weights.files:
         try:
-            tensors.update(load_file(path))
+            found = load_file(path)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: not a readable safetensors file: {error}") from error
+        weights.require(path, found)
+        tensors.update({name: tensor for name, tensor in found.items() if weights.takes(path, name)})
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def _with_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `tensors` named as the model names them.
 
-    A checkpoint that was saved without its head (the first GPT-2 is one) names tensors from the body on.
+    A checkpoint that was saved without its head (the first GPT-2 is one) names tensors from the body on; the
+    first BERTs call the weight and bias of a norm gamma and beta.
     """
+    tensors = {
+        re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: _NORMS[found[1]], n): t for n, t in tensors.items()
+    }
     prefix = f"{model.base_model_prefix}."
     if prefix == "." or any(name.startswith(prefix) for name in tensors):
         return tensors
@@ -135,13 +146,7 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     except RuntimeError as error:
         odd = _first_odd_shape(model, tensors) or str(error)[:500]
         raise InputError(f"{folder}: the weights do not fit the config: {odd}") from error
-    # RoBERTa classifiers bring a pooler that none of their layers reads
-    known = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"^roberta\.pooler\."]
-    unexpected = [
-        n for n in loaded.unexpected_keys if "position" not in n and not any(re.search(k, n) for k in known)
-    ]
-    if unexpected:
-        raise InputError(f"{folder}: the config has no place for the tensors {', '.join(unexpected[:5])}.")
+    require_all_read(model.config.model_type, loaded.unexpected_keys, folder)
     untie_what_differs(model, tensors)
     tie_weights(model)
     ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
@@ -149,9 +154,8 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
         empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
         if not empty:
             continue
-        missing = [f"{module_name}.{n}" for n in empty if f"{module_name}.{n}" not in ignorable]
-        if missing:
-            raise InputError(f"{folder}: the weights lack {', '.join(missing)}.")
+        names = [f"{module_name}.{n}".removeprefix(".") for n in empty]
+        require_all_there((n for n in names if n not in ignorable), folder)
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             model._init_weights(module)
@@ -227,22 +231,20 @@ def copy_tokenizer(src: Path, out: Path) -> None:
 
 
 def count_parameters(folder: Path) -> int:
-    """Return the number of values in the safetensors files of `folder`, read from their headers.
+    """Return the number of values in the weights of `folder`, read from their headers.
 
-    A byte of packed codes holds two 4-bit values or eight bits.
+    A byte of packed codes holds two 4-bit values or eight bits. What no model reads (masks and positions that
+    old checkpoints hold) is none of it.
     """
     per_byte = {"int4": 2, "binary": 8}
     edits = [edit for edit in read_edits(folder) if edit.get("op") == "quantize"]
     packed = {f"{e.get('module')}.matrix.codes": per_byte.get(str(e.get("scheme")), 1) for e in edits}
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                size = packed.get(name, 1)
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                total += size
-    return total
+    family = str(read_json(folder / "config.json").get("model_type"))
+    return sum(
+        packed.get(name, 1) * values_in(entry)
+        for _, name, entry in weight_tensors(folder)
+        if not is_unread(family, name)
+    )
 
 
 @contextlib.contextmanager

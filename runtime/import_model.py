@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
 
+from smelt.core.artifact import MANIFEST
 from smelt.core.files import write_json
 from smelt.core.labels import SINGLE, ProblemType
 from smelt.runtime.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, read_json, save_model
 from smelt.runtime.seq2seq_head import add_tied_head, lacks_head
+from smelt.runtime.weight_files import INDEX, find_weights, weight_tensors
+from smelt.runtime.weights_fit import require_body
 
 
 def import_model(
@@ -34,22 +36,30 @@ def import_model(
         return _with_new_head(src, out, labels, seed, problem)
     if lacks_head(config):
         return add_tied_head(src, out)
-    for path in sorted(src.iterdir()):
-        wanted = path.suffix in TOKENIZER_SUFFIXES | {".safetensors"} and path.name != "manifest.json"
-        if path.is_file() and wanted:
-            shutil.copyfile(path, out / path.name)
+    for path in source_files(src):
+        shutil.copyfile(path, out / path.name)
     if problem not in (None, SINGLE) and config.problem_type is None:
         values = read_json(out / "config.json")
         write_json(out / "config.json", values | {"problem_type": problem})
     return _half_precision_note(out)
 
 
+def source_files(src: Path) -> list[Path]:
+    """Return what is read of the model folder `src`: its weights, and the settings and texts beside them.
+
+    Raises:
+        InputError: there are no weights, or a file of them is missing.
+    """
+    weights = find_weights(src)
+    # an index that is not followed may name files that are not there
+    left_out = {MANIFEST, INDEX} - ({weights.index.name} if weights.index else set())
+    texts = [path for path in src.iterdir() if path.is_file() and path.suffix in TOKENIZER_SUFFIXES]
+    return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
+
+
 def _half_precision_note(folder: Path) -> list[str]:
     """Say why the torch steps of a half-precision checkpoint take more bytes than the checkpoint."""
-    kinds = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    kinds = {entry["dtype"] for _, _, entry in weight_tensors(folder)}
     if not kinds & {"F16", "BF16"}:
         return []
     return [
@@ -64,7 +74,7 @@ def _with_new_head(
     names = dict(enumerate(labels))
     torch.manual_seed(seed)
     with quiet():
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
             src,
             local_files_only=True,
             trust_remote_code=False,
@@ -74,7 +84,10 @@ def _with_new_head(
             id2label=names,
             label2id={v: k for k, v in names.items()},
             problem_type=problem,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # of the head that it had; others are refused below
         )
+    require_body(model.config.model_type, info, src, new_head=True)
     save_model(model, [], out, src)
     return [
         f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"

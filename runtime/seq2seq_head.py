@@ -20,16 +20,24 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
     """Write the model of `src` into `out` with its word embedding as its output head; return a note.
 
     Raises:
-        InputError: the config wants a head of its own, which the checkpoint does not have.
+        InputError: the config wants a head of its own, which the checkpoint does not have, or its weights and
+            its config do not belong together.
     """
     import torch
     import transformers
 
     from smelt.runtime.checkpoint import quiet, save_model
+    from smelt.runtime.weights_fit import require_body
 
     with quiet():
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(
-            src, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+        model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            src,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, in words
         )
     name = model.config.model_type
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
@@ -37,5 +45,6 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
             f"{src}: a {name} model without an output head, whose config says that it is not the word"
             " embedding (tie_word_embeddings: false). Start from a checkpoint that generates text."
         )
+    require_body(name, info, src)
     save_model(model, [], out, src)
     return ["the checkpoint has no output head; the word embedding is taken for it, as its config says"]

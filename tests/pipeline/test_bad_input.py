@@ -10,6 +10,7 @@ import tiny
 from click.testing import CliRunner
 
 from smelt.cli import main
+from smelt.core.files import sha256_of
 
 HEAD = "model: m\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
 RECIPE = HEAD + "stages: [{prune: {keep: 0.5}}]\nscore: {quality: [accuracy], latency: false}\n"
@@ -370,6 +371,19 @@ def _manifest(**values):
     return change
 
 
+def _structure(text):
+    """Put a structure into the artifact and list it in the manifest: as who made it would."""
+
+    def change(folder):
+        path = folder / "structure.json"
+        path.write_text(text)
+        content = json.loads((folder / "manifest.json").read_text())
+        content["files"][path.name] = {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
+        (folder / "manifest.json").write_text(json.dumps(content))
+
+    return change
+
+
 def _link(folder):
     (folder.parent / "secret.json").write_text("{}")
     (folder / "config.json").unlink()
@@ -386,10 +400,10 @@ def _link(folder):
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: not a manifest"),
         (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json in this folder"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: this file of the artifact is missing"),  # noqa: E501
-        (lambda folder: (folder / "structure.json").write_text("{}") and (folder / "config.json").write_text("{}"),  # noqa: E501
-         "config.json: its bytes are not those"),
-        (lambda folder: (folder / "structure.json").write_text('{"edits": [{"op": "run"}]}'), "unknown edit 'run'"),  # noqa: E501
-        (lambda folder: (folder / "structure.json").write_text('{"edits": 7}'), "not a list of edits"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "config.json: its bytes are not those"),
+        (lambda folder: (folder / "structure.json").write_text("{}"), "structure.json: this file is not of"),
+        (_structure('{"edits": [{"op": "run"}]}'), "unknown edit 'run'"),
+        (_structure('{"edits": 7}'), "not a list of edits"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["predict", "eval"])

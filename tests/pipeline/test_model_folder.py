@@ -64,6 +64,28 @@ def test_missing_weights(marian: Path) -> None:
     assert problem(marian) == f"{marian}: no weights in this folder; expected model.safetensors."
 
 
+def test_a_stray_file_is_neither_the_weights_nor_in_their_way(marian: Path) -> None:
+    (marian / "model.fp16.safetensors").write_bytes(b"not even one")
+    assert check_model_folder(marian, "translation") == ([], [])
+    (marian / "model.safetensors").unlink()
+    assert problem(marian) == (
+        f"{marian}: no weights in this folder; expected model.safetensors. There is model.fp16.safetensors;"
+        " rename it if it holds the whole model."
+    )
+
+
+def test_weights_that_are_there_twice_are_a_warning_that_says_which_are_taken(marian: Path) -> None:
+    """As `save_pretrained` in shards leaves the file that was there before."""
+    (marian / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
+    assert check_model_folder(marian, "translation") == (
+        [],
+        [
+            f"{marian} holds weights in model.safetensors and in shards; model.safetensors.index.json is left"
+            " aside, as transformers does."
+        ],
+    )
+
+
 def test_pickle_weights_are_refused_with_the_way_to_convert(marian: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -95,7 +117,15 @@ def test_shards_must_all_be_there(marian: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
     assert check_model_folder(marian, "translation") == ([], [])
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}))
-    assert problem(marian) == f"{marian / 'model-2.safetensors'}: this file of the weights is missing."
+    assert problem(marian) == (
+        f"{marian / 'model-2.safetensors'}: this file of the weights is missing; model.safetensors.index.json"
+        " names it. Copy or download it again."
+    )
+    save_file({"x": np.ones(2, np.float32)}, marian / "model-2.safetensors")
+    assert problem(marian) == (
+        f"{marian / 'model-2.safetensors'}: the tensor 'v' is not in this file, and"
+        " model.safetensors.index.json says that it is. Copy or download it again."
+    )
     index.write_text(json.dumps({"weight_map": {"w": "../model.safetensors"}}))
     assert "leads out of the folder" in problem(marian)
     index.write_text("[]")

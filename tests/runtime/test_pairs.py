@@ -111,4 +111,5 @@ def test_the_pooler_that_some_roberta_classifiers_bring_is_left_aside(tmp_path):
         "roberta.pooler.dense.bias": torch.ones(32),
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert np.array_equal(logits_of(folder, [Example(FIRST[0])]), expected)
+    # where a tensor lies in the file may change the last digit
+    assert np.allclose(logits_of(folder, [Example(FIRST[0])]), expected, rtol=0, atol=1e-6)

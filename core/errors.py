@@ -7,7 +7,6 @@ and exits with `exit_code`. Of any other error it shows the first line; the trac
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import ClassVar
 
 
@@ -38,6 +37,50 @@ class MissingDependencyError(InputError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known word nearest to `word`, or an empty string."""
-    matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean '{matches[0]}'?" if matches else ""
+    """Return ``" Did you mean 'x'?"`` for the known word that `word` is a slip of, or an empty string.
+
+    A slip is a few wrong, missing or swapped letters (three in ten at most, upper and lower case alike),
+    or a whole beginning or end between hyphens: `int8` for `int8-dynamic`. Words that only resemble each
+    other, as `negative` and `positive` or `rouge3` and `rouge1` do, are not proposed: they are other things.
+    """
+    wanted = word.casefold()[:_LONGEST]
+    found = [(slip, name) for name in known if (slip := _slip(wanted, name.casefold()[:_LONGEST])) is not None]
+    return f" Did you mean '{min(found)[1]}'?" if found else ""
+
+
+_LONGEST = 100  # letters that are compared
+_SHARE = 0.3  # of wrong letters
+_LEAST_PART = 3  # letters of a part that may stand for the whole
+_NUMBERS = str.maketrans("123456789", "0" * 9)
+
+
+def _slip(word: str, name: str) -> float | None:
+    """Return how far `word` is from `name`, 0 to 1; None where it is no slip of it."""
+    if word != name and word.translate(_NUMBERS) == name.translate(_NUMBERS):
+        return None
+    parts = (name.startswith((f"{word}-", f"{word}_")), name.endswith((f"-{word}", f"_{word}")))
+    if len(word) >= _LEAST_PART and any(parts):
+        return 0.0
+    longest = max(len(word), len(name))
+    allowed = max(1, int(_SHARE * longest)) if longest > 2 else 0
+    if abs(len(word) - len(name)) > allowed:
+        return None
+    edits = _edits(word, name)
+    return edits / longest if edits <= allowed and longest else None
+
+
+def _edits(one: str, other: str) -> int:
+    """Return how many letters must be changed, added, left out or swapped with their neighbour.
+
+    The optimal string alignment distance: Damerau 1964, https://doi.org/10.1145/363958.363994.
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        before, above, row = row, before, [i]
+        for j, its in enumerate(other, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != its))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == its:
+                cost = min(cost, above[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

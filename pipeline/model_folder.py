@@ -86,10 +86,7 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
     kind = str(config.get("model_type", ""))
     families = FAMILIES[task] if task else ()
     if config and families and kind not in families:
-        problems.append(
-            f"{folder / 'config.json'}: model_type '{kind}' is not yet supported for {task} by this version."
-            f" Supported: {', '.join(families)}."
-        )
+        problems.append(f"{folder / 'config.json'}: {unknown_family(kind, task)}")
     elif task == "language-modeling":
         problems += _no_language_model(config, folder)
     problems += check_tokenizer(folder, kind)
@@ -97,6 +94,22 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
         return problems, []
     problems, advice = misfits(folder, config)
     return problems, [*advice, *_two_models(folder), *_warnings(config, task)] if not problems else []
+
+
+def unknown_family(kind: str, task: Task | None = None) -> str:
+    """Say that models with the model_type `kind` are not for `task` (None: any task), and which are.
+
+    No family is proposed instead: a program wrote the word, and one letter makes another architecture.
+    """
+    tasks = [name for name, families in FAMILIES.items() if kind in families]
+    if tasks and task:
+        return (
+            f"a {kind} model is not supported for {task} by this version; it is for {' or '.join(tasks)}."
+            f" Supported for {task}: {', '.join(FAMILIES[task])}."
+        )
+    known = {task: FAMILIES[task]} if task else FAMILIES
+    words = "; ".join(f"for {name} {', '.join(families)}" for name, families in known.items())
+    return f"model_type '{kind}' is no family of models that this version knows. It knows {words}."
 
 
 def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.data import Task
-from smelt.core.errors import InputError, nearest
-from smelt.model_folder import FAMILIES, check_model_folder, local_folder, read_config
+from smelt.core.errors import InputError
+from smelt.model_folder import FAMILIES, check_model_folder, local_folder, read_config, unknown_family
 from smelt.problem import has_classifier
 from smelt.runtime.weight_files import values_in, weight_tensors
 
@@ -56,11 +56,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
     family = str(config.get("model_type", ""))
     tasks = tuple(t for t, families in FAMILIES.items() if family in families)
     if config and not tasks:
-        known = sorted({f for families in FAMILIES.values() for f in families})
-        raise InputError(
-            f"{place / 'config.json'}: model_type '{family}' is not supported by this version. Supported:"
-            f" {', '.join(known)}.{nearest(family, known)}"
-        )
+        raise InputError(f"{place / 'config.json'}: {unknown_family(family)}")
     chosen = _choose(config, family, tasks, task) if tasks else None
     if folder is not None:
         problems, _ = check_model_folder(folder, chosen)

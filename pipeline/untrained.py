@@ -11,7 +11,7 @@ from smelt.core.data import Split
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.labels import class_names
-from smelt.model_folder import FAMILIES, check_tokenizer, local_folder, read_config_file
+from smelt.model_folder import FAMILIES, check_tokenizer, local_folder, read_config_file, unknown_family
 from smelt.problem import has_classifier
 from smelt.recipe import TRAINING_STAGES, NewTokenizer, Recipe, Untrained
 from smelt.recipe_errors import Mistakes
@@ -58,8 +58,7 @@ def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, b
         mistakes.add(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
     if config and "task" not in bad and kind not in FAMILIES[recipe.task]:
-        known = ", ".join(FAMILIES[recipe.task])
-        mistakes.add(("model", "config"), f"model_type '{kind}' is not for {recipe.task}; known: {known}.")
+        mistakes.add(("model", "config"), unknown_family(kind, recipe.task))
     elif config:
         for where, problem in _tokenizer_mistakes(recipe, model, kind):
             mistakes.add(("model", "tokenizer", *where), problem)

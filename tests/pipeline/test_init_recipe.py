@@ -226,3 +226,16 @@ def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
     assert result.exit_code == 0, result.report
     assert {step["status"] for step in steps.values()} == {"done"}
     assert steps["onnx-int8"]["size_bytes"] < steps["small"]["size_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "qwen3", "mt5", "llava"])
+def test_unknown_family_is_said_without_proposing_another_one(tmp_path, models, kind):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(InputError) as raised:
+        look(str(folder))
+    said = str(raised.value)
+    assert f"model_type '{kind}' is no family of models that this version knows. It knows" in said
+    assert "for text-classification bert, distilbert, roberta" in said
+    assert "Did you mean" not in said

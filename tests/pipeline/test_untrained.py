@@ -121,7 +121,7 @@ MISTAKES = {
     "tokenizer: {train: bpe, vocab_size: 200}": "model.tokenizer: vocab_size 200 is too small for bpe",
     "tokenizer: {train: bbpe}": "tokenizer.train: expected one of 'bpe', 'unigram', 'wordpiece'",
     "tokenizer: nowhere": "model.tokenizer: .*nowhere: no such folder",
-    "task: translation": "model.config: model_type 'bert' is not for translation",
+    "task: translation": "model.config: a bert model is not supported for translation",
     "stages: [quantize]": "stages: no step trains the model, whose weights are random; add finetune",
     "baseline: model": "baseline: 'model' has random weights; name a step that is trained",
     "- distill: {}": "distill: teacher: 'model' has random weights",

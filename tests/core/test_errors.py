@@ -1,0 +1,42 @@
+"""The word that is proposed is one that was meant, or none."""
+
+import pytest
+
+from smelt.core.errors import nearest
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("prnue", ["quantize", "prune"], "prune"),
+        ("kep", ["keep"], "keep"),
+        ("translate", ["summarization", "translation"], "translation"),
+        ("BLEU", ["chrf", "bleu"], "bleu"),
+        (" positive", ["negative", "positive"], "positive"),
+        ("LABEL_O", ["LABEL_0"], "LABEL_0"),
+        ("int8", ["int4", "int8-dynamic", "binary"], "int8-dynamic"),
+        ("classification", ["text-classification"], "text-classification"),
+        ("trian.jsonl", ["test.jsonl", "train.jsonl"], "train.jsonl"),
+        ("x" * 10_000, ["x" * 10_000 + "y"], "x" * 10_000 + "y"),
+    ],
+)
+def test_nearest_word_is_proposed_when_it_was_mistyped(word, known, meant):
+    assert nearest(word, known) == f" Did you mean '{meant}'?"
+
+
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [
+        ("modernbert", ["bert", "roberta", "distilbert"]),
+        ("negative", ["positive"]),
+        ("rouge3", ["rouge1", "rouge2"]),
+        ("LABEL_7", ["LABEL_0", "LABEL_1"]),
+        ("en", ["de"]),
+        ("a", ["b"]),
+        ("", ["a"]),
+        ("data", ["bleu"]),
+        ("of", ["of-course"]),
+    ],
+)
+def test_nothing_is_proposed_when_the_word_is_another_one(word, known):
+    assert not nearest(word, known)

@@ -44,7 +44,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     other, as `negative` and `positive` or `rouge3` and `rouge1` do, are not proposed: they are other things.
     """
     wanted = word.casefold()[:_LONGEST]
-    found = [(slip, name) for name in known if (slip := _slip(wanted, name.casefold()[:_LONGEST])) is not None]
+    found = [
+        (slip, name) for name in known if (slip := _slip(wanted, name.casefold()[:_LONGEST])) is not None
+    ]
     return f" Did you mean '{min(found)[1]}'?" if found else ""
 
 

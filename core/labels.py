@@ -3,12 +3,17 @@
 The problem types are transformers' own (`config.problem_type`): a text has one class, any number of
 classes, or a number as its label. A model's config decides; where it does not say, the data do.
 
+A whole number is the same label however a file writes it: 1, 1.0, "1". Where one of the model's names is a
+whole number too, numbers are names; otherwise they are places of outputs, from 0.
+
 Shapes: n = rows, C = outputs.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -22,6 +27,8 @@ REGRESSION: ProblemType = "regression"
 # Stands between the names of several labels in one field, where a file has no lists (CSV).
 SEPARATOR = "|"
 _SHOWN = 5  # rows that are named in a message
+# "007" is a name: whoever writes zeros before a number means its digits.
+_WHOLE = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,15}))(?:\.0*)?")
 TargetT = TypeVar("TargetT")
 
 
@@ -88,7 +95,7 @@ def decide_problem(config: Mapping[str, Any] | None, labels: Iterable[Label | No
         if config.get("problem_type") or said == REGRESSION:
             return said
         known = frozenset(class_names(config))
-    found = set(labels)
+    found = {label for label in labels if not _is_blank(label)}
     if any(isinstance(v, tuple) or (isinstance(v, str) and SEPARATOR in v and v not in known) for v in found):
         return MULTI
     if config is None and found and _all_numbers(found):
@@ -96,28 +103,56 @@ def decide_problem(config: Mapping[str, Any] | None, labels: Iterable[Label | No
     return SINGLE
 
 
+def whole_number(label: Label | None) -> int | None:
+    """Return the whole number that `label` is, also as text ("1", " 1.0"); None where it is none."""
+    if isinstance(label, str):
+        found = _WHOLE.fullmatch(label.strip())
+        return int(found[1]) if found else None
+    if isinstance(label, float):
+        return int(label) if label.is_integer() else None
+    return label if isinstance(label, int) else None
+
+
+def _is_blank(label: Label | None) -> bool:
+    return isinstance(label, str) and not label.strip()
+
+
 def _all_numbers(labels: set[Label | None]) -> bool:
     """Say whether all labels are numbers and one is not whole; CSV files hold numbers as text."""
-    whole = all(isinstance(v, int) or (isinstance(v, str) and v.strip().isdecimal()) for v in labels)
+    whole = all(whole_number(v) is not None for v in labels)
     return not whole and all(_number(v) is not None for v in labels)
 
 
 def found_names(labels: Iterable[Label | None], problem: ProblemType) -> list[str]:
-    """Return names for the outputs of a new classifier: the names in the data, sorted, or LABEL_0, ..."""
+    """Return names for the outputs of a new classifier: those in the data, sorted; numbers by their value."""
     if problem == REGRESSION:
         return ["LABEL_0"]
-    found = set(labels) if problem == SINGLE else {item for label in set(labels) for item in _items(label)}
-    numbers = [v for v in found if isinstance(v, int)]
-    if numbers and len(numbers) == len(found):
-        return [f"LABEL_{i}" for i in range(max(numbers) + 1)]
-    return sorted(str(v) for v in found)
+    found = set(labels) if problem == SINGLE else {item for label in set(labels) for item in items_of(label)}
+    numbers = {label: whole_number(label) for label in found if not _is_blank(label)}
+    whole = {number for number in numbers.values() if number is not None}
+    if None not in numbers.values():
+        return [str(number) for number in sorted(whole)]
+    return sorted({str(label if number is None else number) for label, number in numbers.items()})
+
+
+def spelled_alike(labels: Iterable[Label | None]) -> list[dict[str, int]]:
+    """Return the labels that only case or blanks around them tell apart: groups of label -> rows."""
+    counts: Counter[str] = Counter()
+    for label in labels:
+        whole = isinstance(label, str) and SEPARATOR not in label
+        counts.update(str(item) for item in ([label] if whole else items_of(label)))
+    groups: dict[str, dict[str, int]] = {}
+    for name, rows in counts.items():
+        if whole_number(name) is None:
+            groups.setdefault(name.strip().casefold(), {})[name] = rows
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def read_classes(examples: Sequence[Example], names: Sequence[str], origin: str = "") -> list[int]:
-    """Return each row's class: a whole number below C, or one of `names`.
+    """Return each row's class: the place of one of `names`, or a whole number below C.
 
     Raises:
-        InputError: labels that the model does not know; their rows (counted from 1) are named.
+        InputError: labels that the model does not know; their lines are named.
     """
     outputs = _outputs(names)
     return _read(examples, names, origin, SINGLE, lambda label: _class(label, outputs))
@@ -134,7 +169,7 @@ def read_class_sets(
     outputs = _outputs(names)
 
     def of(label: Label | None) -> tuple[int, ...] | None:
-        found = [_class(item, outputs) for item in _items(label)]
+        found = [_class(item, outputs) for item in items_of(label)]
         known = {index for index in found if index is not None}
         return None if None in found or label is None else tuple(sorted(known))
 
@@ -145,7 +180,7 @@ def read_numbers(examples: Sequence[Example], origin: str = "") -> list[float]:
     """Return each row's number; text that reads as one is one.
 
     Raises:
-        InputError: a label is no number, or not finite; the rows (counted from 1) are named.
+        InputError: a label is no number, or not finite; their lines are named.
     """
     return _read(examples, (), origin, REGRESSION, _number)
 
@@ -166,7 +201,7 @@ def check_labels(
         read_classes(examples, names, origin)
 
 
-def _items(label: Label | None) -> list[Label]:
+def items_of(label: Label | None) -> list[Label]:
     """Return the labels in one field of a multi-label row."""
     if isinstance(label, tuple):
         return list(label)
@@ -176,23 +211,29 @@ def _items(label: Label | None) -> list[Label]:
 
 
 class _Outputs(NamedTuple):
-    """Where each name stands among the outputs (the first of equal ones), and how many outputs there are."""
+    """Where each name stands among the outputs (the first of equal ones), and how many outputs there are.
+
+    numbers: places of the names that are whole numbers. Where there are any, every number is a name.
+    """
 
     places: dict[str, int]
-    number: int
+    numbers: dict[int, int]
+    total: int
 
 
 def _outputs(names: Sequence[str]) -> _Outputs:
-    return _Outputs({name: place for place, name in reversed(list(enumerate(names)))}, len(names))
+    places = {name: place for place, name in reversed(list(enumerate(names)))}
+    numbers = {whole: place for name, place in places.items() if (whole := whole_number(name)) is not None}
+    return _Outputs(places, numbers, len(names))
 
 
 def _class(label: Label | None, outputs: _Outputs) -> int | None:
-    if isinstance(label, str):
-        if label in outputs.places:
-            return outputs.places[label]
-        # CSV files hold numbers as text
-        label = int(label) if label.isascii() and label.isdecimal() else None
-    return label if isinstance(label, int) and 0 <= label < outputs.number else None
+    if isinstance(label, str) and label in outputs.places:
+        return outputs.places[label]
+    number = whole_number(label)
+    if number is None or outputs.numbers:
+        return None if number is None else outputs.numbers.get(number)
+    return number if 0 <= number < outputs.total else None
 
 
 def _number(label: Label | None) -> float | None:
@@ -213,35 +254,48 @@ def _read(
     found = [of(example.label) for example in examples]
     wrong = [at for at, value in enumerate(found) if value is None]
     if wrong:
-        raise InputError(_complaint([examples[at].label for at in wrong], wrong, names, origin, problem))
+        complaint = _complaint(examples[wrong[0]].label, names, problem)
+        raise InputError(f"{_place(examples, wrong, origin)}: {complaint}{_others(examples, wrong)}")
     return [value for value in found if value is not None]
 
 
-def _complaint(
-    labels: list[Label | None], rows: list[int], names: Sequence[str], origin: str, problem: ProblemType
-) -> str:
-    """Say which rows have labels that do not fit the model, what fits, and how to mend it."""
-    start = f"{origin}: row" if origin else "row"
-    label = labels[0]
-    others = ", ".join(str(row + 1) for row in rows[1:_SHOWN])
-    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    also = f" Likewise row {others}{more}." if others else ""
+def _place(examples: Sequence[Example], wrong: list[int], origin: str) -> str:
+    """Return where the first wrong row stands: its line, or its number where the file has no lines."""
+    line = examples[wrong[0]].line
+    if line is not None:
+        return f"{origin}:{line}" if origin else f"line {line}"
+    return f"{origin}: row {wrong[0] + 1}" if origin else f"row {wrong[0] + 1}"
+
+
+def _others(examples: Sequence[Example], wrong: list[int]) -> str:
+    """Return the sentence that says where the other wrong rows stand; nothing where there are none."""
+    word = "row" if examples[wrong[0]].line is None else "line"
+    others = ", ".join(str(examples[at].line or at + 1) for at in wrong[1:_SHOWN])
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    return f" Likewise {word} {others}{more}." if others else ""
+
+
+def _complaint(label: Label | None, names: Sequence[str], problem: ProblemType) -> str:
+    """Say why `label` does not fit the model, what fits, and how to mend it."""
     shown = repr(list(label) if isinstance(label, tuple) else label)[:80]
+    if _is_blank(label):
+        return "the label is empty. Fill it in, or remove the row."
     if problem == REGRESSION:
-        return f"{start} {rows[0] + 1}: the label {shown} is not a finite number (regression).{also}"
+        return f"the label {shown} is not a finite number (regression)."
     if problem == SINGLE and isinstance(label, tuple):
         return (
-            f"{start} {rows[0] + 1}: the label {shown} is a list, and the model gives one label to a text"
-            f" (problem_type {SINGLE}).{also}"
+            f"the label {shown} is a list, and the model gives one label to a text (problem_type {SINGLE})."
         )
     outputs = _outputs(names)
-    odd = [item for item in _items(label) if _class(item, outputs) is None] if problem == MULTI else [label]
+    odd = [item for item in items_of(label) if _class(item, outputs) is None] if problem == MULTI else [label]
     known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    places = "" if outputs.numbers else f" or 0 to {len(names) - 1}"
     text = (
-        f"{start} {rows[0] + 1}: the label {repr(odd[0] if odd else label)[:80]} is not one of the model's"
-        f" {len(names)} labels: {known} or 0 to {len(names) - 1}."
-        f"{nearest(str(odd[0] if odd else label), names)}{also}"
+        f"the label {repr(odd[0] if odd else label)[:80]} is not one of the model's {len(names)} labels:"
+        f" {known}{places}.{nearest(str(odd[0] if odd else label), names)}"
     )
+    if outputs.numbers and any(whole_number(item) is not None for item in odd):
+        text += " Its labels are numbers, so a number in the data is a name and not the place of an output."
     nameless = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     if nameless and any(isinstance(item, str) for item in odd):
         text += (

@@ -113,8 +113,10 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     Raises:
         InputError: the file cannot be read, has no such column, or holds no text.
     """
-    from smelt.core.data import Columns, file_kind, read_file, read_text_file
+    from smelt.core.data import Columns
     from smelt.core.errors import nearest
+    from smelt.core.rows import read_file
+    from smelt.core.text_files import file_kind, read_text_file
     from smelt.data_look import guess_column
 
     if not path.is_file():

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT, Columns, Task, file_kind, read_file
+from smelt.core.data import TEXT_TO_TEXT, Columns, Task
 from smelt.core.errors import InputError
+from smelt.core.rows import read_file
+from smelt.core.text_files import file_kind
 
 _KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 # What people call the splits; the first word that a file's name holds decides.

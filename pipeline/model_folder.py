@@ -13,6 +13,7 @@ from typing import Any
 
 from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
+from smelt.core.hub import cache_alone, hub_lacks
 from smelt.model_files import damaged_tensor, misfits
 from smelt.runtime.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
 
@@ -52,16 +53,26 @@ def fetch_model(model: str, base: Path, task: Task) -> Path:
     if folder is None:
         import huggingface_hub
 
+        lack = hub_lacks()
         try:
-            folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+            with cache_alone(lack):
+                folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
         except Exception as error:  # the hub client raises many kinds; all mean: not to be had
-            raise InputError(
-                f"{model}: no such folder, and the hub does not give a model of that name: {error}"
-            ) from error
+            raise not_given(model, lack, error) from error
     problems, _ = check_model_folder(folder, task)
     if problems:
         raise InputError("\n".join(problems))
     return folder
+
+
+def not_given(model: str, lack: str | None, error: Exception) -> InputError:
+    """Return what to tell of an id that the hub did not give; `lack`: why it was not asked."""
+    if lack is None:
+        return InputError(f"{model}: no such folder, and the hub does not give a model of that name: {error}")
+    return InputError(
+        f"{model}: no such folder, and not in the cache of the hub's files on this machine; {lack}."
+        " Give a model's folder, or fetch it with a network first."
+    )
 
 
 def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list[str]]:

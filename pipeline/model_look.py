@@ -9,7 +9,15 @@ from typing import Any
 
 from smelt.core.data import Task
 from smelt.core.errors import InputError
-from smelt.model_folder import FAMILIES, check_model_folder, local_folder, read_config, unknown_family
+from smelt.core.hub import cache_alone, hub_lacks
+from smelt.model_folder import (
+    FAMILIES,
+    check_model_folder,
+    local_folder,
+    not_given,
+    read_config,
+    unknown_family,
+)
 from smelt.problem import has_classifier
 from smelt.runtime.weight_files import values_in, weight_tensors
 
@@ -78,12 +86,12 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
 def _config_from_hub(model: str) -> Path:
     import huggingface_hub
 
+    lack = hub_lacks()
     try:
-        return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
+        with cache_alone(lack):
+            return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
-        raise InputError(
-            f"{model}: no such folder, and the hub does not give a model of that name: {error}"
-        ) from error
+        raise not_given(model, lack, error) from error
 
 
 def _choose(config: Mapping[str, Any], family: str, tasks: tuple[Task, ...], wanted: Task | None) -> Task:

@@ -11,6 +11,7 @@ from smelt.core.artifact import Format
 from smelt.core.data import Split, read_split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
+from smelt.core.shares import divide
 from smelt.core.stage import Settings, Stage
 from smelt.model_folder import fetch_model
 from smelt.recipe import Recipe, examine, find_recipe
@@ -21,6 +22,7 @@ from smelt.recipe_yaml import read_yaml
 class Step:
     """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
 
+    wrong: settings that are mistakes and have their defaults here, while a recipe is being checked.
     unavailable: why it cannot run on this machine, or None. unscored: why what it makes cannot be scored
     on this machine, or None.
     """
@@ -34,6 +36,7 @@ class Step:
     line: int
     unavailable: str | None = None
     unscored: str | None = None
+    wrong: frozenset[str] = frozenset()
 
     @property
     def format(self) -> Format:
@@ -130,24 +133,32 @@ class Plan:
             InputError: what is wrong with the data, all splits together.
         """
         splits, problems = dict(self.splits), []
-        for name, origin in self.recipe.data.splits().items():
+        for name in self.recipe.data.files():
             if name not in splits:
                 try:
-                    splits[name] = read_origin(self.recipe, origin, name)
+                    splits |= read_source(self.recipe, name)
                 except InputError as error:
                     problems.append(str(error))
         if problems:
             raise InputError("\n".join(problems))
-        return {name: split.head(limit) for name, split in splits.items()}
+        return {name: splits[name].head(limit) for name in self.recipe.data.splits()}
 
 
-def read_origin(recipe: Recipe, origin: str, name: str) -> Split:
-    """Read the rows of the split `name` of `recipe` from `origin`."""
-    split = read_split(origin, recipe.task, recipe.data.columns, recipe.base, name)
-    if split.windows is None:
-        return split
-    given = recipe.data.windows.model_dump(exclude_none=True)
-    return replace(split, windows=split.windows.model_copy(update=given))
+def read_source(recipe: Recipe, name: str) -> dict[str, Split]:
+    """Read the rows of the split `name` of `recipe`; of `train` also the splits that are taken out of it.
+
+    Raises:
+        InputError: the rows cannot be read, or are too few to be divided.
+    """
+    data = recipe.data
+    split = read_split(data.files()[name], recipe.task, data.columns, recipe.base, name)
+    shares = data.split.given() if name == "train" else {}
+    parts = divide(split, shares, recipe.seed) if shares else {name: split}
+    given = data.windows.model_dump(exclude_none=True)
+    return {
+        part: replace(rows, windows=rows.windows.model_copy(update=given)) if rows.windows else rows
+        for part, rows in parts.items()
+    }
 
 
 def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:
@@ -160,6 +171,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     from smelt.plan_checks import Checker
     from smelt.plan_engines import fit_engines
     from smelt.plan_fit import check_fit
+    from smelt.plan_gates import baseline, cut, gates
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
     from smelt.untrained import check_untrained
@@ -169,9 +181,9 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     read, mistakes, bad = examine(document, path, overrides)
     checker = Checker(read, mistakes, bad)
     every = fit_engines(checker.steps(), read, checker.places, mistakes)
-    kept = checker.cut(until)
-    gates = checker.gates(kept)
-    checker.baseline(kept)
+    kept = cut(checker, until)
+    judged = gates(checker, kept)
+    baseline(checker, kept)
     folder = check_model(read, mistakes, bad, checker.warnings)
     check_untrained(read, every, mistakes, bad)
     check_fit(every, checker.places, folder, mistakes)
@@ -183,7 +195,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     return Plan(
         recipe=read,
         steps=tuple(step for step in every if step.name in kept),
-        gates=gates,
+        gates=judged,
         local_model=folder,
         text=text,
         splits=splits,

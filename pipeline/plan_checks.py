@@ -10,9 +10,9 @@ from smelt.core.artifact import Format
 from smelt.core.errors import nearest
 from smelt.core.stage import Settings, Stage
 from smelt.machine import unavailable_reason, unscored_reason
-from smelt.plan import PlannedGate, Step
+from smelt.plan import Step
 from smelt.recipe import Recipe
-from smelt.recipe_errors import Mistakes, check
+from smelt.recipe_errors import Mistakes, check, touches
 from smelt.recipe_stages import ROOT, StageEntry, step_names
 from smelt.recipe_yaml import Where
 
@@ -21,37 +21,64 @@ _NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
 
 
 @dataclass
-class _Draft:
-    """A step as far as it is known; `cls` and `settings` are None where they are wrong."""
+class Draft:
+    """A step as far as it is known.
+
+    settings: None where they are no settings at all; wrong ones have their defaults there, and stand in
+    `wrong`, so that nothing is concluded from them.
+    """
 
     entry: StageEntry
     name: str
     parent: str | None
     cls: type[Stage[Any]] | None = None
     settings: Settings | None = None
+    wrong: frozenset[str] = frozenset()
     unavailable: str | None = None
     unscored: str | None = None
 
     @property
     def format(self) -> Format | None:
+        """What the step gives, where it is known."""
         return self.cls.produces if self.cls else None
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The steps that its settings name, by setting."""
+        found = self.settings.references() if self.settings else {}
+        return {setting: name for setting, name in found.items() if setting not in self.wrong}
+
+    @property
+    def target(self) -> str | None:
+        """The runtime that it is for; None where it is for none, or that is not known."""
+        return None if "target" in self.wrong else getattr(self.settings, "target", None)
 
 
 class Checker:
     """Checks one recipe; mistakes go to `mistakes`, advice to `warnings`.
 
-    bad: the top-level keys that are wrong already, and of which nothing more is said.
+    bad: what is wrong already, as dotted paths, and of which nothing more is said.
     """
 
     def __init__(self, recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
         self.recipe, self.mistakes, self.bad = recipe, mistakes, bad
         self.warnings: list[str] = []
-        self.drafts: dict[str, _Draft] = {}
+        self.drafts: dict[str, Draft] = {}
+        self._given = step_names(list(recipe.stages))
+        self._unread = _unread_names(recipe) if "stages" in bad else set()
 
     @property
     def names(self) -> list[str]:
         """The names of all steps, `model` first."""
         return [ROOT, *self.drafts]
+
+    def may_be(self, name: str) -> bool:
+        """Say whether there is a step `name`, or may be one among those that could not be read."""
+        return name in self.names or not self._unread.isdisjoint({"*", name, name.rpartition("-")[0]})
+
+    def no_step(self, name: str) -> str:
+        """Return the sentence that says that there is no step `name`."""
+        return f"no step '{name[:60]}'. Known: {', '.join(self.names)}.{nearest(name, self.names)}"
 
     @property
     def places(self) -> dict[str, Where]:
@@ -60,8 +87,7 @@ class Checker:
 
     def steps(self) -> tuple[Step, ...]:
         """Build the tree and check every step; only whole steps are returned."""
-        entries = list(self.recipe.stages)
-        names = step_names(entries)
+        entries, names = list(self.recipe.stages), self._given
         previous: str | None = ROOT
         for position, (entry, name) in enumerate(zip(entries, names, strict=True)):
             if name in self.drafts:
@@ -74,20 +100,20 @@ class Checker:
             # after a step that could not be read nobody knows what this one goes on from
             before = entries[position - 1].index if position else -1
             previous = previous if entry.index == before + 1 else None
-            draft = _Draft(entry, name, self._parent(entry, previous, names))
+            draft = Draft(entry, name, self._parent(entry, previous))
             self.drafts[name] = draft
             self._load(draft)
             self._check(draft)
             previous = name
         return tuple(step for draft in self.drafts.values() if (step := _finish(draft)))
 
-    def _parent(self, entry: StageEntry, previous: str | None, names: list[str]) -> str | None:
+    def _parent(self, entry: StageEntry, previous: str | None) -> str | None:
         if entry.parent is None:
             return previous
         if entry.parent in self.names:
             return entry.parent
-        later = entry.parent in names
-        if later or "stages" not in self.bad:
+        later = entry.parent in self._given
+        if later or not self.may_be(entry.parent):
             word = entry.parent[:60]
             what = f"'{word}' is not an earlier step" if later else f"no step '{word}'"
             hint = "" if later else nearest(word, self.names)
@@ -95,12 +121,13 @@ class Checker:
             self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}")
         return None
 
-    def _load(self, draft: _Draft) -> None:
+    def _load(self, draft: Draft) -> None:
         draft.cls = stage_table.load_stage(draft.entry.word)
         settings_type: type[Settings] = draft.cls.settings_type
-        draft.settings, _ = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
+        draft.settings, wrong = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
+        draft.wrong = frozenset(str(place[0]) for place in wrong if place)
 
-    def _check(self, draft: _Draft) -> None:
+    def _check(self, draft: Draft) -> None:
         """Check order, task, data and machine for one step whose parents were checked."""
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
@@ -109,7 +136,8 @@ class Checker:
             self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
         given = self.recipe.data.splits()
         for need in ("train", "validation", "calibration"):
-            if need in draft.cls.needs and need not in given and "data" not in self.bad:
+            unknown = touches(self.bad, f"data.{need}", "data.split")
+            if need in draft.cls.needs and need not in given and not unknown:
                 self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
         draft.unavailable = unavailable_reason(draft.cls)
         draft.unscored = unscored_reason(draft.cls.produces)
@@ -121,13 +149,13 @@ class Checker:
         self._check_order(draft)
         self._check_references(draft)
 
-    def _check_references(self, draft: _Draft) -> None:
+    def _check_references(self, draft: Draft) -> None:
         """Settings that name a step must name an earlier one that gives a torch model."""
         earlier = [name for name in self.names if name != draft.name]
         fit = [name for name in earlier if self._format(name) in ("torch", None)]
-        for setting, name in (draft.settings.references() if draft.settings else {}).items():
+        for setting, name in draft.references.items():
             path = (*draft.entry.path, setting)
-            if name in fit:
+            if name in fit or (name not in earlier and name not in self._given and self.may_be(name)):
                 continue
             if name in earlier:
                 what = f"'{name}' gives {self._format(name)}, and a torch model is wanted."
@@ -135,7 +163,7 @@ class Checker:
                 what = f"no earlier step '{name[:60]}'."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{nearest(name, fit)}")
 
-    def _check_order(self, draft: _Draft) -> None:
+    def _check_order(self, draft: Draft) -> None:
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
         above = self._above(draft)
@@ -157,19 +185,21 @@ class Checker:
         self._check_target(draft, parent, quantized)
         self._advise(draft, above)
 
-    def _check_target(self, draft: _Draft, parent: _Draft | None, quantized: _Draft | None) -> None:
+    def _check_target(self, draft: Draft, parent: Draft | None, quantized: Draft | None) -> None:
         """TensorRT reads only graphs that were made for it, and none but ort-cpu runs quantized layers."""
-        target = getattr(draft.settings, "target", None)
+        target = draft.target
         if draft.entry.word == "onnx" and target in ("tensorrt", "ort-cuda") and quantized:
             runtime = "TensorRT" if target == "tensorrt" else "ONNX Runtime on CUDA"
             scheme = _scheme(quantized)
-            codes = "dynamic int8" if scheme == "int8-dynamic" else f"{scheme} codes (MatMulNBits)"
+            codes = {"int8-dynamic": "dynamic int8", "quantized": "quantized layers"}.get(
+                scheme, f"{scheme} codes (MatMulNBits)"
+            )
             self.mistakes.add(
                 (*draft.entry.path, "target"),
                 f"{runtime} cannot run the {codes} of '{quantized.name}';"
                 f" give `from: {quantized.parent or ROOT}`.",
             )
-        made_for = getattr(parent.settings, "target", None) if parent else None
+        made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
             assert parent is not None
             self.mistakes.add(
@@ -178,7 +208,7 @@ class Checker:
                 " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
             )
 
-    def _advise(self, draft: _Draft, above: list[_Draft]) -> None:
+    def _advise(self, draft: Draft, above: list[Draft]) -> None:
         """Warn about orders that run but are known to be poor."""
         words = [d.entry.word for d in above]
         where = f"line {draft.entry.line}: {draft.name}"
@@ -200,9 +230,9 @@ class Checker:
                     " distil to fewer layers first."
                 )
 
-    def _above(self, draft: _Draft) -> list[_Draft]:
+    def _above(self, draft: Draft) -> list[Draft]:
         """Return the steps above `draft`, the nearest first."""
-        found: list[_Draft] = []
+        found: list[Draft] = []
         name = draft.parent
         while name is not None and name in self.drafts:
             found.append(self.drafts[name])
@@ -212,7 +242,7 @@ class Checker:
     def _format(self, name: str) -> Format | None:
         return "torch" if name == ROOT else self.drafts[name].format
 
-    def _advice(self, draft: _Draft, given: Format, above: list[_Draft]) -> str:
+    def _advice(self, draft: Draft, given: Format, above: list[Draft]) -> str:
         """Say how `draft` comes to a parent whose format it accepts."""
         assert draft.cls is not None
         accepts = draft.cls.accepts
@@ -226,68 +256,26 @@ class Checker:
         makers = [word for word in stage_table.TABLE if stage_table.load_stage(word).produces in accepts]
         return ", or ".join(ways) or f"put one of these before it: {', '.join(makers)}"
 
-    def cut(self, until: str | None) -> list[str]:
-        """Return the names of the steps that `until` needs and itself (all for None), in order."""
-        if until is None or until == ROOT:
-            return [] if until else list(self.drafts)
-        if until not in self.drafts:
-            if "stages" not in self.bad:
-                self.mistakes.say(f"--until: {self._no_step(until)}")
-            return list(self.drafts)
-        wanted = {until}
-        for name, draft in reversed(self.drafts.items()):  # what a step stands on comes before it
-            if name in wanted:
-                wanted |= {
-                    draft.parent or ROOT,
-                    *(draft.settings.references().values() if draft.settings else ()),
-                }
-        return [name for name in self.drafts if name in wanted]
 
-    def gates(self, kept: list[str]) -> tuple[PlannedGate, ...]:
-        """Give every gate its steps: those of `at`, else the last of each branch that is scored here."""
-        if self.bad & {"gates", "score", "task", "stages"}:
-            return ()
-        out: list[PlannedGate] = []
-        for metric, gate in self.recipe.gates.items():
-            at = (gate.at,) if isinstance(gate.at, str) else gate.at
-            for name in at or ():
-                if name not in self.names:
-                    self.mistakes.add(("gates", metric, "at"), self._no_step(name))
-            steps = tuple(n for n in at if n in (ROOT, *kept)) if at else self._leaves(kept)
-            limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
-            out += [PlannedGate(metric, k, v, steps) for k, v in limits.items() if v is not None and steps]
-        return tuple(out)
-
-    def _leaves(self, kept: list[str]) -> tuple[str, ...]:
-        drafts = [self.drafts[name] for name in kept]
-        running = [d for d in drafts if not d.unavailable and not d.unscored]
-        parents = {d.parent for d in running}
-        return tuple(d.name for d in running if d.name not in parents) or (ROOT,)
-
-    def baseline(self, kept: list[str]) -> None:
-        """Check that the baseline is a step, and one that will be there and scored."""
-        name = self.recipe.baseline
-        if self.bad & {"baseline", "stages"} or name == ROOT:
-            return
-        if name in kept:
-            if reason := self.drafts[name].unscored:
-                self.warnings.append(f"nothing is compared with the baseline '{name}': {reason}")
-            return
-        if name in self.names:
-            self.warnings.append(f"the baseline '{name}' is left out, so nothing is compared with it.")
-        else:
-            self.mistakes.add(("baseline",), self._no_step(name))
-
-    def _no_step(self, name: str) -> str:
-        return f"no step '{name[:60]}'. Known: {', '.join(self.names)}.{nearest(name, self.names)}"
+def _unread_names(recipe: Recipe) -> set[str]:
+    """Return the names that the steps may have which could not be read; `*` for any."""
+    items = recipe.document.get("stages")
+    read = {entry.index for entry in recipe.stages}
+    found: set[str] = set()
+    for number, item in enumerate(items if isinstance(items, list) else ["*"]):
+        name = item.get("name") if isinstance(item, dict) else None
+        if number not in read:
+            # a mistyped stage is called by its word, and nobody knows which one was meant
+            found |= {name} if isinstance(name, str) else set(stage_table.TABLE)
+    return found if isinstance(items, list) else {"*"}
 
 
-def _scheme(draft: _Draft) -> str:
-    """Return the scheme of a quantize step; the default where its settings are wrong."""
-    return str(getattr(draft.settings, "scheme", "int8-dynamic"))
+def _scheme(draft: Draft) -> str:
+    """Return the scheme of a quantize step, or `quantized` where that is not known."""
+    return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", "int8-dynamic"))
 
 
-def _finish(draft: _Draft) -> Step | None:
+def _finish(draft: Draft) -> Step | None:
     if draft.cls is None or draft.settings is None or draft.parent is None:
         return None
     entry = draft.entry
@@ -301,4 +289,5 @@ def _finish(draft: _Draft) -> Step | None:
         entry.line,
         draft.unavailable,
         draft.unscored,
+        draft.wrong,
     )

@@ -41,6 +41,8 @@ def check_fit(
         if before is None:
             continue
         check = getattr(step.cls, "check_model", None)
-        found, configs[step.name] = check(step.settings, before) if check else ([], before)
+        found, after = check(step.settings, before) if check else ([], before)
         for setting, message in found:
             mistakes.add((*places[step.name], *setting.split(".")), message)
+        if not step.wrong:  # what a mistaken setting would have left nobody knows
+            configs[step.name] = after

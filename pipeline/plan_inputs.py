@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smelt.core.data import Split
+from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
 from smelt.machine import cuda_lacks
-from smelt.model_folder import check_model_folder, local_folder
-from smelt.plan import read_origin
+from smelt.model_folder import FAMILIES, check_model_folder, local_folder, read_config
+from smelt.plan import read_source
 from smelt.recipe import Recipe
-from smelt.recipe_errors import Mistakes
+from smelt.recipe_errors import Mistakes, touches
 from smelt.text_rules import text_rules
 
 # Files up to this size are read when the plan is made, so that their mistakes are known at once.
 _READ_AT_ONCE_BYTES = 8_000_000
+# What `text_rules` reads of the data.
+_OF_TEXTS = ("data.prefix", "data.source_language", "data.target_language")
 
 
 def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[str]) -> Path | None:
     """Check the model's folder; return it, or None for an id on the hub.
 
-    bad: the top-level keys that are wrong already, and of which nothing more is said.
+    bad: what is wrong already, as dotted paths, and of which nothing more is said.
     """
     model = recipe.model
-    if "model" in bad:
+    if touches(bad, "model"):
         return None
     if not isinstance(model, str):  # see smelt.untrained
         return None
@@ -35,13 +37,13 @@ def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: lis
         if folder is None:
             warnings.append(f"model: '{model}' is no folder here; the run fetches it from the hub.")
             return None
-        problems, advice = check_model_folder(folder, None if "task" in bad else recipe.task)
+        problems, advice = check_model_folder(folder, None if touches(bad, "task") else recipe.task)
     except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
         problems, advice, folder = [f"cannot be read: {error}."], [], None
     for problem in problems:
         mistakes.add(("model",), problem)
     warnings += [f"model: {line}" for line in advice]
-    if folder is not None and not problems and not bad & {"task", "data"}:
+    if folder is not None and not touches(bad, "task", *_OF_TEXTS) and _has_family(folder, recipe.task):
         try:
             text_rules(recipe, folder)
         except InputError as error:
@@ -49,30 +51,36 @@ def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: lis
     return folder
 
 
+def _has_family(folder: Path, task: Task) -> bool:
+    """Say whether the config can be read and is of a model for `task`, whatever else the folder lacks."""
+    return read_config(folder)[0].get("model_type") in FAMILIES[task]
+
+
 def check_device(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
     """Check that a device that is asked for is there."""
-    if recipe.device == "cuda" and "device" not in bad and (lack := cuda_lacks()):
+    if recipe.device == "cuda" and not touches(bad, "device") and (lack := cuda_lacks()):
         mistakes.add(("device",), lack)
 
 
 def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
     """Check that the files of the data are there, and read the small ones."""
-    if bad & {"data", "task"}:
-        return {}
+    # of rows nothing can be said without the task and the names of their columns
+    readable = not touches(bad, "task", "data.columns", "data.split")
     splits: dict[str, Split] = {}
-    for name, origin in recipe.data.splits().items():
+    for name, origin in recipe.data.files().items():
         path = recipe.base / origin
         try:
             path = path.expanduser()
-            large = path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES
-            if large or _is_hub(origin, path):
+            if _is_hub(origin, path) or (path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES):
                 continue
-            splits[name] = read_origin(recipe, origin, name)
+            if readable or not path.is_file():
+                splits |= read_source(recipe, name)
         except InputError as error:
-            mistakes.add(("data", name), str(error))
+            for line in str(error).splitlines():
+                mistakes.add(("data", name), line)
         except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have
             mistakes.add(("data", name), f"cannot be read: {error}.")
-    return splits
+    return splits if readable else {}
 
 
 def _is_hub(origin: str, path: Path) -> bool:

@@ -14,9 +14,16 @@ from smelt.core.data import Split
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
 from smelt.model_folder import read_config
-from smelt.problem import METRICS_OF, gate_mistakes, label_mistakes, metric_mistakes, problem_of
+from smelt.problem import (
+    METRICS_OF,
+    gate_mistakes,
+    has_classifier,
+    label_mistakes,
+    metric_mistakes,
+    problem_of,
+)
 from smelt.recipe import Recipe
-from smelt.recipe_errors import Mistakes
+from smelt.recipe_errors import Mistakes, touches
 
 
 def check_classifier(
@@ -29,17 +36,20 @@ def check_classifier(
         folder: the model's, or None where it is still to be fetched or made.
         splits: the rows that were read already.
         mistakes: gets what is wrong.
-        bad: the top-level keys that are wrong already, and of which nothing more is said.
+        bad: what is wrong already, as dotted paths, and of which nothing more is said.
 
     Returns:
         The recipe, its metrics filled in where it names none; the problem type, None where the run
         has to find it out.
     """
-    if recipe.task != "text-classification" or bad & {"task", "model", "data"} or folder is None:
+    if recipe.task != "text-classification" or touches(bad, "task", "model") or folder is None:
         return recipe, None
     config, problems = read_config(folder)
-    if problems or set(splits) != set(recipe.data.splits()):
+    if problems:
         return recipe, None
+    whole = set(splits) == set(recipe.data.splits())
+    if not whole and not has_classifier(config):
+        return recipe, None  # what a new classifier is for all labels tell together
     try:
         problem = problem_of(config, splits)
     except InputError as error:
@@ -47,16 +57,16 @@ def check_classifier(
         return recipe, None
     for name, text in label_mistakes(config, splits, problem):
         mistakes.add(("data", name), text)
-    if "score" in bad:
-        return recipe, problem
+    if touches(bad, "score.quality") or not (whole or config.get("problem_type")):
+        return recipe, problem if whole else None
     for at, text in metric_mistakes(recipe.score.quality, problem):
         mistakes.add(("score", "quality", at), text)
     metrics = recipe.score.quality or METRICS_OF[problem]
-    if not recipe.score.quality and "gates" not in bad:
+    if not recipe.score.quality:
         for gate, text in gate_mistakes(recipe.gates, metrics, problem):
             mistakes.add(("gates", gate), text)
     score = recipe.score.model_copy(update={"quality": metrics})
-    return recipe.model_copy(update={"score": score}), problem
+    return recipe.model_copy(update={"score": score}), problem if whole else None
 
 
 def settle_metrics(

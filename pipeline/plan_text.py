@@ -9,7 +9,8 @@ from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.plan import Plan, Step
-from smelt.recipe import LOWER_IS_BETTER, Untrained
+from smelt.recipe import LOWER_IS_BETTER
+from smelt.recipe_inputs import Untrained
 from smelt.recipe_stages import ROOT
 from smelt.text_rules import text_rules
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import TASKS, Columns, Task
+from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
 from smelt.evaluate.latency import LatencySettings
 from smelt.problem import LABEL_METRICS
-from smelt.recipe_errors import Mistakes, check, shown
+from smelt.recipe_errors import Mistakes, check, dotted, shown, touches
+from smelt.recipe_inputs import Data, Untrained
 from smelt.recipe_overrides import apply_overrides
 from smelt.recipe_stages import StageEntry, read_stages, step_names
 from smelt.recipe_yaml import Document, Where, parse_yaml, read_yaml
@@ -37,47 +37,6 @@ LOWER_IS_BETTER = frozenset({"perplexity", "bits_per_byte", "mse"})
 
 # Stages that train all weights: a model without any needs one before it can be a baseline.
 TRAINING_STAGES = ("finetune", "distill")
-
-
-class NewTokenizer(Settings):
-    """A tokenizer that is to be trained on the texts of the training rows."""
-
-    train: Literal["bpe", "unigram", "wordpiece"]
-    vocab_size: int = Field(default=8000, ge=1, le=1_000_000)
-
-
-class Untrained(Settings):
-    """A model that is to be started from its config, without weights.
-
-    config: a folder with config.json, or a .json file. tokenizer: a folder, a hub id, or how to train one.
-    """
-
-    config: str
-    tokenizer: str | NewTokenizer
-
-
-class Data(Settings):
-    """Where the rows of each split are: a file, relative to the recipe, or a hub id.
-
-    prefix, source_language, target_language: what is put before each source text, and the languages of a
-    multilingual model; None takes what the model says (see `smelt.text_rules`). windows: how the text of
-    a language model is cut.
-    """
-
-    train: str | None = None
-    validation: str | None = None
-    calibration: str | None = None
-    test: str
-    columns: Columns = Columns()
-    windows: Windows = Windows()
-    prefix: str | None = None
-    source_language: str | None = None
-    target_language: str | None = None
-
-    def splits(self) -> dict[str, str]:
-        """Return the splits that are given, by name."""
-        names = ("train", "validation", "calibration", "test")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class ScoreSettings(Settings):
@@ -137,7 +96,7 @@ class Recipe(RecipeKeys):
 
 
 # What stands in for a part that is wrong, so that the rest can be checked in the same go.
-_PLACEHOLDERS: dict[str, Any] = {"model": "", "task": TASKS[0], "data": {"test": ""}}
+_STAND_INS: dict[str, Any] = {"model": "", "task": TASKS[0], "data": {}}
 _KEYS = (*RecipeKeys.model_fields, "stages")
 
 
@@ -187,8 +146,8 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
     """Check what the text of a recipe shows.
 
     Returns:
-        The recipe, with placeholders for what is wrong; the mistakes; the top-level keys that are
-        wrong and of which nothing more should be said.
+        The recipe, with defaults and placeholders for what is wrong; the mistakes; where it is wrong, as
+        dotted paths (a whole key such as `data`, or a part of it), of which nothing more should be said.
     """
     if not isinstance(document.value, dict):
         read = "an empty file" if document.value is None else shown(document.value)
@@ -203,14 +162,10 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
         if key not in _KEYS:
             mistakes.add((key,), f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}")
     task_bad = _check_task(head, mistakes)
-    keys, bad = check(RecipeKeys, head | task_bad, (), mistakes)
-    bad |= set(task_bad)
-    if keys is None:
-        bad |= {key for key in _PLACEHOLDERS if key not in head}
-        rest = {key: part for key, part in head.items() if key not in bad}
-        keys = RecipeKeys.model_validate_json(json.dumps(_PLACEHOLDERS | rest), strict=True)
-    if keys.task != "language-modeling" and not bad & {"task", "data"} and keys.data.windows != Windows():
-        mistakes.add(("data", "windows"), f"is for language-modeling; {keys.task} has rows of its own.")
+    keys, places = check(RecipeKeys, head | task_bad, (), mistakes, _STAND_INS)
+    assert keys is not None  # each key has a default or a stand-in
+    bad = {dotted(place) for place in places} | set(task_bad)
+    _check_data(keys, bad, mistakes)
     keys = _check_quality(keys, bad, mistakes)
     _check_gates(keys, bad, mistakes)
     entries, stages_bad = read_stages(value.get("stages"), mistakes)
@@ -239,9 +194,26 @@ def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
     return {"task": TASKS[0]}
 
 
+def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+    """Check that there is a test split, each split comes from one place, and windows are for text."""
+    data = keys.data
+    parts = data.split.given()
+    for name in parts:
+        if getattr(data, name) is not None:
+            mistakes.add(("data", "split", name), f"'{name}' has a file of its own. Remove one of the two.")
+    if parts and data.train is None and not touches(bad, "data.train"):
+        mistakes.add(("data", "split"), "takes rows out of train, and there is no train: name a file.")
+    elif "test" not in data.splits() and not touches(bad, "data.test", "data.split", "data.train"):
+        beside = " (or beside train, `split: {test: 0.1}`)" if data.train is not None else ""
+        mistakes.add(("data", "test"), f"missing; expected a file or a hub id{beside}.")
+    wrong = keys.task != "language-modeling" and data.windows != Windows()
+    if wrong and not touches(bad, "task", "data.windows"):
+        mistakes.add(("data", "windows"), f"is for language-modeling; {keys.task} has rows of its own.")
+
+
 def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:
     """Check that the metrics fit the task, and fill in the task's own where none is named."""
-    if bad & {"task", "score"}:
+    if touches(bad, "task", "score.quality"):
         return keys
     fitting = METRICS[keys.task]
     if not keys.score.quality:
@@ -254,7 +226,7 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
         if metric in keys.score.quality[:number]:
             mistakes.add(path, f"'{metric}' is named twice.")
         elif metric not in fitting:
-            bad.add("score")
+            bad.add("score.quality")
             what = "belongs to " + everything[metric] if metric in everything else "is no metric"
             mistakes.add(path, f"{shown(metric)} {what}. {known}{nearest(metric, fitting)}")
     return keys
@@ -262,30 +234,38 @@ def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> Recip
 
 def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     """Check that each gate is on something that is measured, and has the limits that fit it."""
-    if bad & {"gates", "score", "task"}:
+    if touches(bad, "task"):
         return
-    measured = keys.score.quality or METRICS[keys.task]
+    every = METRICS[keys.task]
+    measured = every if touches(bad, "score.quality") else keys.score.quality or every
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
     limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
     limits |= {"speedup": ("min",), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():
         path: Where = ("gates", metric)
         if metric not in limits:
-            unmeasured = metric in METRICS[keys.task]
-            what = "is not measured; add it to score.quality" if unmeasured else "is nothing that has a gate"
+            what = (
+                "is not measured; add it to score.quality"
+                if metric in every
+                else "is nothing that has a gate"
+            )
             mistakes.add(
                 path, f"'{metric[:60]}' {what}. Known: {', '.join(limits)}.{nearest(metric, limits)}"
             )
             continue
-        if metric == "speedup" and not keys.score.latency:
+        # switched off for one run, the gate is not judged in it; the plan says so
+        if metric == "speedup" and not keys.score.latency and ("score", "latency") not in mistakes.overridden:
             mistakes.add(path, "there is no speedup without latency; remove `latency: false` or this gate.")
-        _check_limits(metric, gate, limits[metric], path, mistakes)
+        _check_limits(metric, gate, limits[metric], path, mistakes, touches(bad, f"gates.{metric}"))
 
 
-def _check_limits(metric: str, gate: Gate, fitting: Sequence[str], path: Where, mistakes: Mistakes) -> None:
+def _check_limits(
+    metric: str, gate: Gate, fitting: Sequence[str], path: Where, mistakes: Mistakes, wrong: bool
+) -> None:
+    """Check the limits of one gate; `wrong`: something in it was left out, which may have been its limit."""
     given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
     for name in given:
         if name not in fitting:
             mistakes.add((*path, name), f"does not fit '{metric}', which takes {' or '.join(fitting)}.")
-    if not given:
+    if not given and not wrong:
         mistakes.add(path, f"no limit; give {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.")

@@ -7,7 +7,7 @@ expected (from the JSON schema of the settings) and what was read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -85,26 +85,78 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def check(model: type[ModelT], value: Any, path: Where, mistakes: Mistakes) -> tuple[ModelT | None, set[str]]:
+def check(
+    model: type[ModelT],
+    value: Any,
+    path: Where,
+    mistakes: Mistakes,
+    stand_ins: Mapping[str, Any] | None = None,
+) -> tuple[ModelT | None, set[Where]]:
     """Turn `value`, read at `path`, into a `model`; note every mistake.
 
     Strict: a text is no number, 1 is not true. JSON is what makes pydantic take a list for a tuple.
 
+    Args:
+        model: what is expected.
+        value: what was read.
+        path: where it stands.
+        mistakes: gets what is wrong.
+        stand_ins: values for keys that must be there.
+
     Returns:
-        The model, or None and the keys at which it is wrong.
+        The model with defaults (and stand-ins) in place of what is wrong, so that the rest can be checked
+        in the same go, or None where there is no such model; and where below `path` it is wrong.
     """
     if not isinstance(value, dict):
         mistakes.add(path, f"expected {_mapping_of(model.model_fields)}, read {shown(value)}.")
-        return None, set()
-    try:
-        return model.model_validate_json(json.dumps(value), strict=True), set()
-    except ValidationError as error:
-        schema = _schema_of(model)
-        bad: set[str] = set()
-        for where, message in _translated(error, value, schema):
+        return None, {()}
+    schema, bad, given = _schema_of(model), set[Where](), value
+    while True:
+        try:
+            return model.model_validate_json(json.dumps(given), strict=True), bad
+        except ValidationError as error:
+            found = list(_translated(error, given, schema))
+        for where, message in () if bad else found:
             mistakes.add((*path, *where), message)
-            bad.update(str(part) for part in where[:1])
-        return None, bad
+        places = {_removable(given, where) for where, _ in found}
+        if places <= bad or () in places:
+            return None, bad | {()}
+        bad |= {where for where, _ in found} | places
+        given = _without(given, places, stand_ins or {})
+
+
+def _removable(value: Any, where: Where) -> Where:
+    """Return the part around `where` that can be left out: what stands there, or misses something there."""
+    for number, step in enumerate(where):
+        if isinstance(step, int) or not isinstance(value, dict):
+            return where[:number]  # a list is left out as a whole
+        if step not in value:
+            return where[: number + 1] if number == 0 else where[:number]
+        value = value[step]
+    return where
+
+
+def _without(value: dict[str, Any], places: set[Where], stand_ins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value` without what stands at `places`; a key that has a stand-in gets it."""
+    out = dict(value)
+    for key, below in {place[0]: {p[1:] for p in places if p[0] == place[0]} for place in places}.items():
+        name = str(key)
+        if () not in below and isinstance(out.get(name), dict):
+            out[name] = _without(out[name], below, {})
+        elif name in stand_ins:
+            out[name] = stand_ins[name]
+        else:
+            out.pop(name, None)
+    return out
+
+
+def touches(bad: Collection[str], *paths: str) -> bool:
+    """Say whether one of `paths` (dotted), something around it or in it is known to be wrong."""
+    return any(
+        one == two or one.startswith((f"{two}.", f"{two}[")) or two.startswith(f"{one}.")
+        for one in bad
+        for two in paths
+    )
 
 
 def _translated(error: ValidationError, value: Any, schema: Schema | None) -> Iterator[tuple[Where, str]]:

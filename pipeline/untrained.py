@@ -10,11 +10,13 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Split
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of, sha256_of
+from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import class_names
 from smelt.model_folder import FAMILIES, check_tokenizer, local_folder, read_config_file, unknown_family
 from smelt.problem import has_classifier
-from smelt.recipe import TRAINING_STAGES, NewTokenizer, Recipe, Untrained
-from smelt.recipe_errors import Mistakes
+from smelt.recipe import TRAINING_STAGES, Recipe
+from smelt.recipe_errors import Mistakes, touches
+from smelt.recipe_inputs import NewTokenizer, Untrained
 from smelt.recipe_stages import ROOT
 
 if TYPE_CHECKING:
@@ -48,25 +50,27 @@ def read_outline(file: Path) -> tuple[dict[str, Any], list[str]]:
 def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, bad: set[str]) -> None:
     """Check config and tokenizer, and that the model is trained before it is a teacher or the baseline.
 
-    bad: the top-level keys that are wrong already, and of which nothing more is said.
+    bad: what is wrong already, as dotted paths, and of which nothing more is said.
     """
     model = recipe.model
-    if "model" in bad or not isinstance(model, Untrained):
+    if touches(bad, "model") or not isinstance(model, Untrained):
         return
     config, problems = read_config_file(config_file(model, recipe.base))
     for problem in problems:
         mistakes.add(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
-    if config and "task" not in bad and kind not in FAMILIES[recipe.task]:
+    if config and not touches(bad, "task") and kind not in FAMILIES[recipe.task]:
         mistakes.add(("model", "config"), unknown_family(kind, recipe.task))
     elif config:
-        for where, problem in _tokenizer_mistakes(recipe, model, kind):
+        for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):
             mistakes.add(("model", "tokenizer", *where), problem)
     if "stages" not in bad:
         _check_training(recipe, steps, mistakes)
 
 
-def _tokenizer_mistakes(recipe: Recipe, model: Untrained, kind: str) -> Iterator[tuple[tuple[str, ...], str]]:
+def _tokenizer_mistakes(
+    recipe: Recipe, model: Untrained, kind: str, bad: set[str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield where in the tokenizer's settings something is wrong, and what."""
     tokenizer = model.tokenizer
     if isinstance(tokenizer, NewTokenizer):
@@ -74,7 +78,7 @@ def _tokenizer_mistakes(recipe: Recipe, model: Untrained, kind: str) -> Iterator
 
         if reason := refusal(kind, tokenizer.train, tokenizer.vocab_size):
             yield ((), reason)
-        if recipe.data.train is None:
+        if recipe.data.train is None and not touches(bad, "data.train"):
             yield (("train",), "there are no training rows to learn it from; name some: data: {train: FILE}.")
         return
     folder = local_folder(tokenizer, recipe.base)
@@ -92,7 +96,7 @@ def _check_training(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes) -
         mistakes.add(("baseline",), f"'{ROOT}' has random weights; name a step that is trained.")
     for step in steps:
         for setting, name in step.settings.references().items():
-            if name == ROOT:
+            if name == ROOT and setting not in step.wrong:
                 what = f"{step.name}: {setting}: '{ROOT}' has random weights; name a step that is trained."
                 mistakes.add((), what, line=step.line)
 
@@ -217,10 +221,13 @@ def _fetch_tokenizer(tokenizer: str, base: Path) -> Path:
         return folder
     import huggingface_hub
 
+    lack = hub_lacks()
     try:
-        return Path(huggingface_hub.snapshot_download(tokenizer, allow_patterns=_TOKENIZER_FILES))
+        with cache_alone(lack):
+            return Path(huggingface_hub.snapshot_download(tokenizer, allow_patterns=_TOKENIZER_FILES))
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
-        raise InputError(f"model.tokenizer: the hub does not give '{tokenizer}': {error}") from error
+        why = f"it is not in the cache here, and {lack}" if lack else f"the hub does not give it: {error}"
+        raise InputError(f"model.tokenizer: '{tokenizer}': {why}.") from error
 
 
 def _contents(folder: Path) -> dict[str, str]:

@@ -130,3 +130,78 @@ def test_broken_gzip_and_wrong_encoding_are_explained(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"source": "\xff"}')
     with pytest.raises(InputError, match="not UTF-8 text at byte 12"):
         _read(tmp_path / "b.jsonl")
+
+
+def _label_files(folder, labels):
+    """Write the same labels as every kind of file; return the files."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+    _write(folder / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    _write(folder / "a.json", json.dumps(rows))
+    for name, mark in (("a.csv", ","), ("b.csv", ";"), ("a.tsv", "\t")):
+        _write(
+            folder / name, "\n".join([f"text{mark}label", *(f"{r['text']}{mark}{r['label']}" for r in rows)])
+        )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+    return [folder / name for name in ("a.jsonl", "a.json", "a.csv", "b.csv", "a.tsv", "a.parquet")]
+
+
+@pytest.mark.parametrize("labels", [[1, 3, 2], [1.0, 3.0, 2.0]])
+@pytest.mark.parametrize(
+    ("config", "places"), [(["1", "2", "3"], [0, 2, 1]), (["a", "b", "c", "d"], [1, 3, 2]), (None, [0, 2, 1])]
+)
+def test_numbers_as_labels_mean_the_same_in_every_kind_of_file(tmp_path, labels, config, places):
+    from smelt.core.labels import SINGLE, decide_problem, found_names, read_classes
+
+    for path in _label_files(tmp_path, labels):
+        examples = _read(path, "text-classification").examples
+        found = [e.label for e in examples]
+        assert decide_problem(None, found) == SINGLE
+        assert read_classes(examples, config or found_names(found, SINGLE)) == places, path.name
+
+
+def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
+    from smelt.core.labels import SINGLE, decide_problem, found_names, read_classes
+
+    for name, text in (
+        ("a.csv", "text,label\na,0\nb,\nc,1\n"),
+        ("a.jsonl", '\n{"text": "a", "label": 0}\n{"text": "b", "label": " "}\n{"text": "c", "label": 1}'),
+    ):
+        split = _read(_write(tmp_path / name, text), "text-classification")
+        found = [e.label for e in split.examples]
+        assert decide_problem(None, found) == SINGLE
+        assert found_names(found, SINGLE) == ["0", "1"]
+        with pytest.raises(
+            InputError, match=rf"^{name}:3: the label is empty\. Fill it in, or remove the row\.$"
+        ):
+            read_classes(split.examples, ["0", "1"], split.origin)
+
+
+def test_wrong_rows_of_a_file_are_said_together(tmp_path):
+    lines = ['{"source": "a", "target": "b"}', *['{"source": 1, "target": "b"}'] * 8, '{"source": ']
+    with pytest.raises(InputError) as raised:
+        _read(_write(tmp_path / "a.jsonl", "\n".join(lines)))
+    said = str(raised.value).splitlines()
+    assert [line.split(": ")[0].rpartition(":")[2] for line in said[:5]] == ["2", "3", "4", "5", "6"]
+    assert said[5:] == ["4 more rows of this file are wrong."]
+
+
+def test_rows_know_their_lines_and_are_equal_without(tmp_path):
+    one = _read(_write(tmp_path / "a.jsonl", "\n" + json.dumps(ROW)))
+    two = _read(_write(tmp_path / "b.csv", "source,target\na cat,eine Katze\n"))
+    assert [e.line for e in (*one.examples, *two.examples)] == [2, 2]
+    assert one.examples == (Example("a cat", ("eine Katze",)),)
+    lines = read_split(
+        "b.csv.txt", "language-modeling", Columns(), _write(tmp_path / "b.csv.txt", "a\n\nb").parent
+    )
+    assert [e.line for e in lines.examples] == [1, 2, 3]
+
+
+def test_whole_floats_are_whole_numbers_with_the_same_fingerprint(tmp_path):
+    floats = _write(tmp_path / "a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": [2.0, "x"]}')
+    whole = _write(tmp_path / "b.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": [2, "x"]}')
+    found = [_read(path, "text-classification") for path in (floats, whole)]
+    assert [repr(e.label) for e in found[0].examples] == ["1", "(2, 'x')"]
+    assert found[0].fingerprint == found[1].fingerprint

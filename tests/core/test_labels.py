@@ -16,6 +16,7 @@ from smelt.core.labels import (
     read_class_sets,
     read_classes,
     read_numbers,
+    spelled_alike,
 )
 
 TWO = {"id2label": {"0": "bad", "1": "good"}}
@@ -47,6 +48,10 @@ def test_names_are_in_the_order_of_the_outputs():
         (None, [0.5, 2], REGRESSION),
         (None, ["3.2", "5"], REGRESSION),
         (None, ["3", "5"], SINGLE),
+        (None, ["1.0", "0.0", ""], SINGLE),
+        (None, [1.0, 0.0], SINGLE),
+        (None, [1.0, 0.5], REGRESSION),
+        (None, ["0.5", ""], REGRESSION),
         (None, [3, 5], SINGLE),
         (None, ["3.2", "good"], SINGLE),
         (None, [("a",), ("b", "c")], MULTI),
@@ -108,7 +113,9 @@ def test_every_wrong_row_is_counted_and_the_nearest_name_is_said():
     [
         (2, SINGLE, "the label 2 is not one of the model's 2 labels"),
         (-1, SINGLE, "the label -1 is not"),
-        (1.0, SINGLE, r"the label 1\.0 is not"),
+        (0.5, SINGLE, r"the label 0\.5 is not"),
+        ("", SINGLE, r"row 1: the label is empty\. Fill it in, or remove the row\."),
+        (" ", REGRESSION, "the label is empty"),
         (None, SINGLE, "the label None is not"),
         ("²", SINGLE, "the label '²' is not"),
         (("bad", "good"), SINGLE, "is a list, and the model gives one label to a text"),
@@ -131,6 +138,53 @@ def test_names_in_the_data_and_none_in_the_model_say_how_to_mend_it():
 
 def test_a_new_classifier_gets_the_names_of_the_data():
     assert found_names(["b", "a", "b"], SINGLE) == ["a", "b"]
-    assert found_names([2, 0], SINGLE) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert found_names([10, 2, 0], SINGLE) == ["0", "2", "10"]
+    assert found_names(["b", "", " "], SINGLE) == ["b"]
+    assert found_names(["007", "7"], SINGLE) == ["007", "7"]
+    assert found_names([1, "other", "1.0"], SINGLE) == ["1", "other"]
     assert found_names([("b", "a"), "c|a"], MULTI) == ["a", "b", "c"]
     assert found_names([0.5], REGRESSION) == ["LABEL_0"]
+
+
+@pytest.mark.parametrize("label", [1, 1.0, "1", "1.0", " 1", "+1"])
+@pytest.mark.parametrize(
+    ("names", "place"),
+    [
+        (["1", "2", "3"], 0),
+        (["3", "2", "1"], 2),
+        (["0", "1"], 1),
+        (["-1", "0", "1"], 2),
+        (["other", "1"], 1),
+        (["1.0", "2.0"], 0),
+        (["bad", "good"], 1),
+        (["LABEL_0", "LABEL_1"], 1),
+        (["1 star", "2 stars"], 1),
+    ],
+)
+def test_a_number_is_the_same_label_however_it_is_written(label, names, place):
+    assert read_classes(rows(label), names) == [place]
+    assert read_class_sets(rows((label,) if not isinstance(label, float) else (int(label),)), names) == [
+        (place,)
+    ]
+
+
+@pytest.mark.parametrize("label", [0, "0", 4])
+def test_number_is_no_place_when_the_names_are_numbers(label):
+    with pytest.raises(InputError, match=r"3 labels: 1, 2, 3\. Its labels are numbers, so a number in the"):
+        read_classes(rows(label), ["1", "2", "3"])
+
+
+def test_wrong_labels_are_named_by_their_lines_when_the_file_has_lines():
+    examples = [Example("a", label=label, line=line) for line, label in ((2, "a"), (7, "x"), (9, "y"))]
+    with pytest.raises(InputError, match=r"^d\.csv:7: the label 'x' is not .* Likewise line 9\.$"):
+        read_classes(examples, ["a", "b"], "d.csv")
+
+
+def test_labels_that_case_or_blanks_tell_apart_are_counted():
+    labels = ["positive"] * 3 + ["Positive", " positive", "negative", 1, ("Calm", "calm"), "a|A"]
+    assert spelled_alike(labels) == [
+        {"positive": 3, "Positive": 1, " positive": 1},
+        {"Calm": 1, "calm": 1},
+        {"a": 1, "A": 1},
+    ]
+    assert spelled_alike([1, "1", "b", "c"]) == []

@@ -217,7 +217,7 @@ def test_model_folders_that_are_none(home, change, words):
         ('{"text": null, "label": 0}', ("column 'text' must be text, read None",)),
         ('{"text": "a", "label": {"x": 1}}', ("column 'label' must be",)),
         ('{"text": "a", "label": true}', ("column 'label' must be", "read True")),
-        ('{"text": "a", "label": 0}\n{"text": "b", "label": 7}', ("row 2: the label 7 is not one of the model's",)),  # noqa: E501
+        ('{"text": "a", "label": 0}\n{"text": "b", "label": 7}', ("data.jsonl:2: the label 7 is not one of the model's",)),  # noqa: E501
         ('{"text": "a", "label": "LABEL_O"}', ("the label 'LABEL_O'", "Did you mean 'LABEL_")),
         ('{"text": "half \\ud83d", "label": 0}', ("column 'text' holds '\\ud83d', half of a surrogate pair",)),  # noqa: E501
         ('{"text": "a", "label": 0}\n' + "\x1b[2J{", ("data.jsonl:2: broken JSON", "\\x1b[2J")),

@@ -213,22 +213,22 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
             ['"calm"', '"agry"', '"x"'],
             {},
             "",
-            "recipe.yaml:4: data.test: data.jsonl: row 2: the label 'agry' is not one of the model's 3"
-            " labels: calm, angry, glad or 0 to 2. Did you mean 'angry'? Likewise row 3.",
+            "recipe.yaml:4: data.test: data.jsonl:2: the label 'agry' is not one of the model's 3"
+            " labels: calm, angry, glad or 0 to 2. Did you mean 'angry'? Likewise line 3.",
         ),
         (
             ['["calm"]', '["glad", "sad"]'],
             {},
             "",
-            "row 2: the label 'sad' is not one of the model's 3 labels",
+            "data.jsonl:2: the label 'sad' is not one of the model's 3 labels",
         ),
-        (["0", "3"], {}, "", "row 2: the label 3 is not one of the model's 3 labels"),
-        (["0.5"], {}, "", "row 1: the label 0.5 is not one of the model's 3 labels"),
+        (["0", "3"], {}, "", "data.jsonl:2: the label 3 is not one of the model's 3 labels"),
+        (["0.5"], {}, "", "data.jsonl:1: the label 0.5 is not one of the model's 3 labels"),
         (
             ['["calm"]'],
             {"problem_type": SINGLE},
             "",
-            "row 1: the label ['calm'] is a list, and the model gives one label to a text",
+            "data.jsonl:1: the label ['calm'] is a list, and the model gives one label to a text",
         ),
         (
             ['"good"'],
@@ -295,4 +295,4 @@ def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
     result = smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
     assert result.exit_code == 2
-    assert "row 1: the label 'nobody'" in result.output
+    assert "x.jsonl:1: the label 'nobody'" in result.output

@@ -124,7 +124,10 @@ def test_eval_cuts_the_text_as_it_is_told(home, report):
     [
         ({"windows": "length: 100"}, "longer than the 64 tokens"),
         ({"windows": "length: 8, stride: 9"}, "stride 9 would leave out text"),
-        ({"task": "translation"}, "a gpt2 model is not supported for translation by this version; it is for language-modeling"),
+        (
+            {"task": "translation"},
+            "a gpt2 model is not supported for translation by this version; it is for language",
+        ),
         ({"limit": "min: 3"}, "does not fit 'perplexity', which takes max_drop or max"),
         ({"metric": "bleu"}, "'bleu' belongs to"),
     ],

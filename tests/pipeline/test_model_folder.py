@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,6 +196,7 @@ def test_fetch_model_asks_the_hub_for_safe_files_only(bert: Path, monkeypatch: p
         return str(bert)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("smelt.model_folder.hub_lacks", lambda: None)
     assert fetch_model("a/b", bert.parent, "text-classification") == bert
     assert asked[0] == "a/b"
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in asked)
@@ -223,3 +228,30 @@ def test_each_family_of_classifiers_needs_its_own_tokenizer_files(
     found, _ = check_model_folder(bert, "text-classification")
     assert [text for text in found if not any(part in text for part in expected)] == []
     assert len(found) == len(expected)
+
+
+def test_hub_ids_fail_in_seconds_when_there_is_no_network(tmp_path: Path, monkeypatch: Any) -> None:
+    from huggingface_hub import constants
+
+    from smelt.core import hub
+    from smelt.core.data import Columns, read_split
+    from smelt.model_folder import fetch_model
+    from smelt.model_look import look
+
+    never = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: never.wait(20))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setattr(hub, "_asked", {})
+    started = time.monotonic()
+    for ask in (
+        lambda: fetch_model("nobody/nothing", tmp_path, "translation"),
+        lambda: look("nobody/nothing", base=tmp_path),
+        lambda: read_split("nobody/nothing", "translation", Columns(), tmp_path),
+    ):
+        with pytest.raises(
+            InputError, match=r"nobody/nothing: .*invalid cannot be reached from here \(no conn"
+        ):
+            ask()
+    assert time.monotonic() - started < 12  # 3 for all; and `datasets` is imported
+    never.set()

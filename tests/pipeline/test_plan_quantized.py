@@ -49,7 +49,7 @@ def plan(folder: Path, stages: str) -> Plan:
         ("[quantize: {group_size: 64}]", "group_size means nothing to scheme int8-dynamic; remove it"),
         ("[quantize: {scheme: binary, group_size: 16}]", "binary groups hold 32, 64 or 128 weights"),
         ("[quantize: {scheme: int4, group_size: 48}]", "expected one of 16, 32, 64, 128"),
-        ("[quantize: {scheme: int3}]", "Did you mean 'int4'?"),
+        ("[quantize: {scheme: itn4}]", "Did you mean 'int4'?"),
     ],
 )
 def test_what_cannot_be_is_said_before_work_starts(folder, stages, message):

@@ -1,0 +1,57 @@
+"""Text files as smelt reads them: UTF-8, packed with gzip or not, whole or as a stream."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from smelt.core.errors import InputError
+
+
+def file_kind(path: Path) -> str:
+    """Return the suffix that says what a file holds: that before .gz, if there is one."""
+    suffixes = [s.lower() for s in path.suffixes]
+    if suffixes[-1:] == [".gz"] and len(suffixes) > 1:
+        return suffixes[-2]
+    return suffixes[-1] if suffixes else ""
+
+
+def read_text_file(path: Path) -> str:
+    """Return the text of a UTF-8 file, unpacked where its name ends in .gz.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
+        return raw.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: not UTF-8 text at byte {error.start}. Convert the file to UTF-8."
+        ) from error
+
+
+@contextmanager
+def open_text(path: Path, newline: str) -> Iterator[io.TextIOBase]:
+    r"""Open a UTF-8 file as a stream of text, unpacked where its name ends in .gz.
+
+    newline: as for `open`; line ends are never translated with "" and "\n".
+
+    Raises:
+        InputError: it cannot be read; also while it is being read inside of this context.
+    """
+    packed = path.suffix.lower() == ".gz"
+    try:
+        with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig", newline=newline) as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        read_text_file(path)  # raises, and names the byte
+        raise

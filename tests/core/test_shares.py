@@ -1,0 +1,131 @@
+"""One file as several splits: the same draw everywhere, no copy on both sides, classes in proportion."""
+
+import hashlib
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.shares import divide
+from smelt.core.windows import Windows
+
+SHARES = {"test": 0.1, "validation": 0.2}
+
+
+def _split(rows, windows=None):
+    return Split("a.csv", tuple(rows), windows)
+
+
+def _labelled(**counts):
+    rows = [Example(f"{label} {i}", label=label) for label, n in counts.items() for i in range(n)]
+    random.Random(3).shuffle(rows)
+    return _split(rows)
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["x", "y", 1, "1", 2.5, None])), min_size=40),
+    seed=st.integers(0, 3),
+    shares=st.sampled_from([{"test": 0.1}, SHARES, {"test": 0.5, "validation": 0.4}]),
+)
+def test_splits_are_disjoint_complete_and_share_no_text(rows, seed, shares):
+    whole = _split(Example(f"t{text}", label=label, line=at) for at, (text, label) in enumerate(rows))
+    if len({e.text for e in whole.examples}) <= len(shares):
+        return
+    parts = divide(whole, shares, seed)
+    assert set(parts) == {"train", *shares}
+    assert sorted(e.line for part in parts.values() for e in part.examples) == list(range(len(rows)))
+    texts = [{e.text for e in part.examples} for part in parts.values()]
+    assert sum(map(len, texts)) == len(set.union(*texts))
+    assert all(texts)
+    for part in parts.values():
+        assert [e.line for e in part.examples] == sorted(e.line for e in part.examples)
+
+
+def test_every_class_gives_its_share():
+    parts = divide(_labelled(a=500, b=300, c=200), SHARES, 0)
+    assert Counter(e.label for e in parts["test"].examples) == {"a": 50, "b": 30, "c": 20}
+    assert Counter(e.label for e in parts["validation"].examples) == {"a": 100, "b": 60, "c": 40}
+
+
+def test_what_rounding_leaves_goes_to_the_largest_remainders():
+    parts = divide(_labelled(a=46, b=27, c=27), {"test": 0.1}, 0)  # 4.6, 2.7, 2.7
+    assert Counter(e.label for e in parts["test"].examples) == {"a": 4, "b": 3, "c": 3}
+
+
+def test_a_class_with_one_text_stays_in_train():
+    parts = divide(_labelled(a=60, b=39, rare=1), {"test": 0.5, "validation": 0.4}, 0)
+    assert "rare" in {e.label for e in parts["train"].examples}
+    assert {e.label for e in parts["train"].examples} == {"a", "b", "rare"}
+
+
+def test_numbers_are_one_class_however_they_are_written():
+    rows = [
+        Example(f"{i}", label=(1, "1", "1.0")[i % 3] if i % 2 else (0, "0", " 0")[i % 3]) for i in range(200)
+    ]
+    drawn = divide(_split(rows), {"test": 0.1}, 0)["test"].examples
+    assert sum(float(e.label) for e in drawn) == 10
+
+
+def test_sets_of_labels_count_as_classes_and_rare_ones_together():
+    rows = [Example(f"{i}", label=("a", "b") if i % 2 else ("b", "a")) for i in range(100)]
+    rows += [Example(f"r{i}", label=(f"x{i}",)) for i in range(100)]
+    drawn = divide(_split(rows), {"test": 0.1}, 0)["test"].examples
+    assert len(drawn) == 20
+    assert sum(e.label in (("a", "b"), ("b", "a")) for e in drawn) == 10
+
+
+def test_amounts_are_drawn_as_they_come():
+    for kind in (float, str):
+        rows = [Example(f"{i}", label=kind(i + 0.5)) for i in range(100)]
+        assert len(divide(_split(rows), {"test": 0.1}, 0)["test"]) == 10
+
+
+def test_draw_depends_on_seed_and_texts_and_on_nothing_else():
+    """The digest was recorded: other versions and machines must draw the same rows."""
+    rows = [Example(f"text {i}", (f"t{i}",)) for i in range(1000)]
+    drawn = [e.text for e in divide(_split(rows), SHARES, 7)["test"].examples]
+    assert len(drawn) == 100
+    assert hashlib.sha256("\n".join(drawn).encode()).hexdigest()[:16] == "c470d9cc7584d251"
+    backwards = divide(_split(rows[::-1]), SHARES, 7)["test"]
+    assert sorted(e.text for e in backwards.examples) == sorted(drawn)
+    other = {e.text for e in divide(_split(rows), SHARES, 8)["test"].examples}
+    assert 0 < len(other & set(drawn)) < 30  # 10 by chance
+
+
+def test_running_text_is_drawn_in_whole_stretches():
+    lines = _split((Example(f"line {i}", line=i) for i in range(5000)), Windows(separator="\n"))
+    parts = divide(lines, SHARES, 0)
+    assert {name: len(part) for name, part in parts.items()} == {
+        "train": 3500,
+        "test": 500,
+        "validation": 1000,
+    }
+    numbers = [e.line for e in parts["test"].examples]
+    assert all(
+        numbers[at : at + 50] == list(range(numbers[at], numbers[at] + 50)) for at in range(0, 500, 50)
+    )
+    assert parts["test"].windows == lines.windows
+    few = _split((Example(f"{i}") for i in range(10)), Windows(separator="\n"))
+    assert len(divide(few, {"test": 0.1}, 0)["test"]) == 1
+
+
+def test_documents_that_are_copies_stay_together():
+    rows = [Example(f"{i // 4}") for i in range(400)]
+    parts = divide(_split(rows, Windows(separator="\n\n")), {"test": 0.1}, 0)
+    assert len(parts["test"]) == 40
+    assert not {e.text for e in parts["test"].examples} & {e.text for e in parts["train"].examples}
+
+
+def test_too_few_texts_are_refused():
+    with pytest.raises(InputError, match=r"a\.csv: 2 different texts cannot be divided into 3 splits\."):
+        divide(_split([Example("a"), Example("b"), Example("a")]), SHARES, 0)
+    assert {n: len(p) for n, p in divide(_split([Example(c) for c in "abc"]), SHARES, 0).items()} == {
+        "test": 1,
+        "validation": 1,
+        "train": 1,
+    }

@@ -109,8 +109,8 @@ def _times(step: Step, size: int) -> tuple[str, str]:
 
 
 def _size(step: Step, base: Step | None) -> str:
-    ratio = view.ratio_of_size(step, base)
-    return view.megabytes(step.size_bytes) + (f" ({100 * ratio:.0f} %)" if ratio is not None else "")
+    ratio = view.ratio_text(step, base)
+    return view.megabytes(step.size_bytes) + (f" ({ratio})" if ratio else "")
 
 
 def _quality(report: Report) -> str:

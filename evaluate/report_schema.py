@@ -124,6 +124,7 @@ class Step(_Part):
     settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
     parameters: int | None = Field(default=None, ge=0)
     size_bytes: int | None = Field(default=None, ge=0)
+    float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
     warnings: Annotated[list[str], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
@@ -161,6 +162,7 @@ class Report(_Part):
     environment: dict[str, Any]
     status: RunStatus
     baseline: str | None = None
+    warnings: list[str] = Field(default_factory=list)
     steps: list[Step]
     frontier: list[str] = Field(default_factory=list)
 

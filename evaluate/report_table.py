@@ -97,6 +97,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
     failed += [f"'{step.name}': {step.error}" for step in untimed]
+    failed += [f"warning: {text}" for text in report.warnings]
     for text in failed:
         lines += textwrap.wrap(text, width)
     return [*lines, f"status: {report.status}"]

@@ -140,8 +140,11 @@ def signatures(report: Report) -> list[tuple[str, str]]:
 
 
 def notes(report: Report) -> list[tuple[str, str, str]]:
-    """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings of each step."""
-    found = []
+    """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings.
+
+    What concerns the whole run comes first, under the step's name `run`.
+    """
+    found = [("run", "warning", text) for text in report.warnings]
     for step in report.steps:
         said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
         found += [(step.name, kind, text) for kind, text in said if text]
@@ -228,3 +231,12 @@ def ratio_of_size(step: Step, base: Step | None) -> float | None:
     if base is None or not base.size_bytes or step.size_bytes is None:
         return None
     return step.size_bytes / base.size_bytes
+
+
+def ratio_text(step: Step, base: Step | None) -> str:
+    """Return `153 %`, with the type of the step's floating-point weights where the baseline's is another."""
+    ratio = ratio_of_size(step, base)
+    if ratio is None or base is None:
+        return ""
+    other = None not in (step.float_dtype, base.float_dtype) and step.float_dtype != base.float_dtype
+    return f"{100 * ratio:.0f} %" + (f", {step.float_dtype}" if other else "")

@@ -121,14 +121,21 @@ def run(
     sys.exit(result.exit_code)
 
 
-@main.command()
+@main.command(short_help="Check RECIPE and show what it would do, without doing it.")
 @click.argument("recipe")
 @_overrides
 def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
-    """Check RECIPE and show what it would do, without doing it."""
+    """Check RECIPE and show what it would do, without doing it.
+
+    Exits with 2 where something is wrong, or a step cannot run on this machine.
+    """
+    from smelt.core.errors import InputError
     from smelt.plan import describe_plan, load_plan
 
-    _show(describe_plan(load_plan(recipe, overrides, until)))
+    made = load_plan(recipe, overrides, until)
+    _show(describe_plan(made))
+    if made.blocked:
+        sys.exit(InputError.exit_code)
 
 
 @main.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from smelt.lengths import require_lengths
 from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
 from smelt.run_result import Result, write_report
+from smelt.run_warnings import data_warnings, decoding_warnings
 from smelt.scoring import Scorer
 from smelt.steps import Labels, Workshop
 from smelt.store_runs import at_work
@@ -64,7 +65,8 @@ def run_plan(plan: Plan, options: Options) -> Result:
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
         raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
-    data = plan.read_data(options.limit)
+    whole = plan.read_data()
+    data = {name: split.head(options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     store = Store(options.store or folder.parent / ".store")
     with ExitStack() as stack:
@@ -83,7 +85,9 @@ def run_plan(plan: Plan, options: Options) -> Result:
             from smelt.compress.training_state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())
-        return _Run(plan, options, data, folder, store, display).go()
+        run = _Run(plan, options, data, folder, store, display)
+        run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
+        return run.go()
 
 
 def _refuse(folder: Path, holder: str) -> None:
@@ -127,6 +131,12 @@ class _Run:
         self.artifacts: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit)
 
+    def warn(self, texts: Sequence[str]) -> None:
+        """Take what a person should know into the report; say what the plan could not."""
+        for text in texts:
+            if self.report.warn(text):
+                self.display.line(f"warning: {text}")
+
     def go(self) -> Result:
         """Work through the tree; whatever happens, the report tells it."""
         started = time.monotonic()
@@ -169,6 +179,7 @@ class _Run:
         file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
         labels = self._labels(file) if recipe.task == "text-classification" else None
         rules, _ = text_rules(recipe, folder)
+        self.warn(decoding_warnings(recipe, folder))
         if isinstance(model, str):
             artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
         else:

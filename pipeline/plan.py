@@ -44,6 +44,11 @@ class Step:
         return self.cls.produces
 
     @property
+    def trains(self) -> bool:
+        """Whether it learns from the training rows."""
+        return "train" in self.cls.needs
+
+    @property
     def stands_on(self) -> tuple[str, ...]:
         """The steps that must be there before this one: its parent and those that its settings name."""
         return (self.parent, *self.settings.references().values())
@@ -66,6 +71,7 @@ class Plan:
     steps: in the recipe's order, parents first; the untouched model is not among them. With `until`
     only that step and those above it. splits: the rows that were read already, because their files
     are small. text: the recipe as it stands in its file. left_out: the steps that `until` cuts off.
+    warnings: what a person should know; the report says it too. notes: what only the plan's reader needs.
     problem: what a classifier does, where model and data are at hand.
     """
 
@@ -76,6 +82,7 @@ class Plan:
     text: str
     splits: Mapping[str, Split] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     until: str | None = None
     left_out: tuple[str, ...] = ()
     problem: ProblemType | None = None
@@ -110,19 +117,23 @@ class Plan:
         """Return the steps that go on from the step `name` (`model` for the untouched one)."""
         return [step for step in self.steps if step.parent == name]
 
+    @property
+    def blocked(self) -> list[Step]:
+        """The steps that cannot run on this machine and are not optional."""
+        return [step for step in self.steps if step.unavailable and not step.optional]
+
     def require_runnable(self) -> None:
         """Make sure that all that is to be done can be done on this machine.
 
         Raises:
             MissingDependencyError: a step that is not optional cannot run; every such step is named.
         """
-        missing = [step for step in self.steps if step.unavailable and not step.optional]
-        if missing:
+        if self.blocked:
             raise MissingDependencyError(
                 "\n".join(
                     f"{self.recipe.path}:{step.line}: step '{step.name}' cannot run here: {step.unavailable}"
                     " With `optional: true` beside the stage it is skipped."
-                    for step in missing
+                    for step in self.blocked
                 )
             )
 
@@ -174,6 +185,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     from smelt.plan_gates import baseline, cut, gates
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
+    from smelt.run_warnings import data_warnings, decoding_warnings
     from smelt.untrained import check_untrained
 
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
@@ -184,22 +196,26 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     kept = cut(checker, until)
     judged = gates(checker, kept)
     baseline(checker, kept)
-    folder = check_model(read, mistakes, bad, checker.warnings)
+    folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
     check_untrained(read, every, mistakes, bad)
     check_fit(every, checker.places, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     mistakes.raise_all()
+    steps = tuple(step for step in every if step.name in kept)
+    doubts = data_warnings(read, any(step.trains for step in steps), splits)
+    doubts += decoding_warnings(read, folder) if folder else []
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,
-        steps=tuple(step for step in every if step.name in kept),
+        steps=steps,
         gates=judged,
         local_model=folder,
         text=text,
         splits=splits,
-        warnings=tuple(checker.warnings),
+        warnings=(*checker.warnings, *doubts),
+        notes=tuple(checker.notes),
         until=until,
         left_out=tuple(step.name for step in every if step.name not in kept),
         problem=problem,

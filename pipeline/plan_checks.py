@@ -21,7 +21,7 @@ _NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
 
 
 @dataclass
-class Draft:
+class _Draft:
     """A step as far as it is known.
 
     settings: None where they are no settings at all; wrong ones have their defaults there, and stand in
@@ -55,7 +55,7 @@ class Draft:
 
 
 class Checker:
-    """Checks one recipe; mistakes go to `mistakes`, advice to `warnings`.
+    """Checks one recipe; mistakes go to `mistakes`, advice to `warnings` and `notes`.
 
     bad: what is wrong already, as dotted paths, and of which nothing more is said.
     """
@@ -63,7 +63,8 @@ class Checker:
     def __init__(self, recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
         self.recipe, self.mistakes, self.bad = recipe, mistakes, bad
         self.warnings: list[str] = []
-        self.drafts: dict[str, Draft] = {}
+        self.notes: list[str] = []
+        self.drafts: dict[str, _Draft] = {}
         self._given = step_names(list(recipe.stages))
         self._unread = _unread_names(recipe) if "stages" in bad else set()
 
@@ -100,7 +101,7 @@ class Checker:
             # after a step that could not be read nobody knows what this one goes on from
             before = entries[position - 1].index if position else -1
             previous = previous if entry.index == before + 1 else None
-            draft = Draft(entry, name, self._parent(entry, previous))
+            draft = _Draft(entry, name, self._parent(entry, previous))
             self.drafts[name] = draft
             self._load(draft)
             self._check(draft)
@@ -121,13 +122,13 @@ class Checker:
             self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}")
         return None
 
-    def _load(self, draft: Draft) -> None:
+    def _load(self, draft: _Draft) -> None:
         draft.cls = stage_table.load_stage(draft.entry.word)
         settings_type: type[Settings] = draft.cls.settings_type
         draft.settings, wrong = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
         draft.wrong = frozenset(str(place[0]) for place in wrong if place)
 
-    def _check(self, draft: Draft) -> None:
+    def _check(self, draft: _Draft) -> None:
         """Check order, task, data and machine for one step whose parents were checked."""
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
@@ -139,6 +140,7 @@ class Checker:
             unknown = touches(self.bad, f"data.{need}", "data.split")
             if need in draft.cls.needs and need not in given and not unknown:
                 self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
+        self._check_references(draft)
         draft.unavailable = unavailable_reason(draft.cls)
         draft.unscored = unscored_reason(draft.cls.produces)
         if draft.parent is None:
@@ -147,9 +149,8 @@ class Checker:
         if parent and parent.unavailable and not draft.unavailable:
             draft.unavailable = f"it goes on from '{parent.name}', which cannot run here."
         self._check_order(draft)
-        self._check_references(draft)
 
-    def _check_references(self, draft: Draft) -> None:
+    def _check_references(self, draft: _Draft) -> None:
         """Settings that name a step must name an earlier one that gives a torch model."""
         earlier = [name for name in self.names if name != draft.name]
         fit = [name for name in earlier if self._format(name) in ("torch", None)]
@@ -163,7 +164,7 @@ class Checker:
                 what = f"no earlier step '{name[:60]}'."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{nearest(name, fit)}")
 
-    def _check_order(self, draft: Draft) -> None:
+    def _check_order(self, draft: _Draft) -> None:
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
         above = self._above(draft)
@@ -185,7 +186,7 @@ class Checker:
         self._check_target(draft, parent, quantized)
         self._advise(draft, above)
 
-    def _check_target(self, draft: Draft, parent: Draft | None, quantized: Draft | None) -> None:
+    def _check_target(self, draft: _Draft, parent: _Draft | None, quantized: _Draft | None) -> None:
         """TensorRT reads only graphs that were made for it, and none but ort-cpu runs quantized layers."""
         target = draft.target
         if draft.entry.word == "onnx" and target in ("tensorrt", "ort-cuda") and quantized:
@@ -208,7 +209,7 @@ class Checker:
                 " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
             )
 
-    def _advise(self, draft: Draft, above: list[Draft]) -> None:
+    def _advise(self, draft: _Draft, above: list[_Draft]) -> None:
         """Warn about orders that run but are known to be poor."""
         words = [d.entry.word for d in above]
         where = f"line {draft.entry.line}: {draft.name}"
@@ -230,9 +231,9 @@ class Checker:
                     " distil to fewer layers first."
                 )
 
-    def _above(self, draft: Draft) -> list[Draft]:
+    def _above(self, draft: _Draft) -> list[_Draft]:
         """Return the steps above `draft`, the nearest first."""
-        found: list[Draft] = []
+        found: list[_Draft] = []
         name = draft.parent
         while name is not None and name in self.drafts:
             found.append(self.drafts[name])
@@ -242,7 +243,7 @@ class Checker:
     def _format(self, name: str) -> Format | None:
         return "torch" if name == ROOT else self.drafts[name].format
 
-    def _advice(self, draft: Draft, given: Format, above: list[Draft]) -> str:
+    def _advice(self, draft: _Draft, given: Format, above: list[_Draft]) -> str:
         """Say how `draft` comes to a parent whose format it accepts."""
         assert draft.cls is not None
         accepts = draft.cls.accepts
@@ -270,12 +271,12 @@ def _unread_names(recipe: Recipe) -> set[str]:
     return found if isinstance(items, list) else {"*"}
 
 
-def _scheme(draft: Draft) -> str:
+def _scheme(draft: _Draft) -> str:
     """Return the scheme of a quantize step, or `quantized` where that is not known."""
     return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", "int8-dynamic"))
 
 
-def _finish(draft: Draft) -> Step | None:
+def _finish(draft: _Draft) -> Step | None:
     if draft.cls is None or draft.settings is None or draft.parent is None:
         return None
     entry = draft.entry

@@ -44,5 +44,5 @@ def check_fit(
         found, after = check(step.settings, before) if check else ([], before)
         for setting, message in found:
             mistakes.add((*places[step.name], *setting.split(".")), message)
-        if not step.wrong:  # what a mistaken setting would have left nobody knows
+        if check is None or not step.wrong:  # what a mistaken setting would have left nobody knows
             configs[step.name] = after

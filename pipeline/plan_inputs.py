@@ -19,10 +19,13 @@ _READ_AT_ONCE_BYTES = 8_000_000
 _OF_TEXTS = ("data.prefix", "data.source_language", "data.target_language")
 
 
-def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[str]) -> Path | None:
+def check_model(
+    recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[str], notes: list[str]
+) -> Path | None:
     """Check the model's folder; return it, or None for an id on the hub.
 
-    bad: what is wrong already, as dotted paths, and of which nothing more is said.
+    bad: what is wrong already, as dotted paths, and of which nothing more is said. warnings, notes: get
+    what the user should know of the model, and of the plan alone.
     """
     model = recipe.model
     if touches(bad, "model"):
@@ -35,7 +38,7 @@ def check_model(recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: lis
     try:
         folder = local_folder(model, recipe.base)
         if folder is None:
-            warnings.append(f"model: '{model}' is no folder here; the run fetches it from the hub.")
+            notes.append(f"'{model}' is no folder here; the run fetches it from the hub.")
             return None
         problems, advice = check_model_folder(folder, None if touches(bad, "task") else recipe.task)
     except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
@@ -65,7 +68,7 @@ def check_device(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
 def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, Split]:
     """Check that the files of the data are there, and read the small ones."""
     # of rows nothing can be said without the task and the names of their columns
-    readable = not touches(bad, "task", "data.columns", "data.split")
+    readable = not touches(bad, "task", "data.columns")
     splits: dict[str, Split] = {}
     for name, origin in recipe.data.files().items():
         path = recipe.base / origin

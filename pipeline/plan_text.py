@@ -24,7 +24,9 @@ def plan_text(plan: Plan) -> str:
     lines += _wrapped(f"model       {_model(recipe.model)}", 12)
     for name, origin in recipe.data.splits().items():
         rows = f" ({_count(len(plan.splits[name]), 'row')})" if name in plan.splits else ""
-        lines += _wrapped(f"{name:<12}{origin}{rows}", 12)
+        share = recipe.data.split.given().get(name)
+        said = origin if share is None else f"{100 * share:.4g} % of train, seed {recipe.seed}"
+        lines += _wrapped(f"{name:<12}{said}{rows}", 12)
     for said in text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
         lines += _wrapped(f"texts       {said}", 12)
     lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
@@ -35,12 +37,14 @@ def plan_text(plan: Plan) -> str:
         lines += _wrapped(f"gate        {gate.metric}: {sign} {gate.limit:,.10g} at {', '.join(gate.at)}", 12)
     if plan.until:
         lines += _wrapped(f"until       {plan.until}; left out: {', '.join(plan.left_out) or 'nothing'}", 12)
+    for note in plan.notes:
+        lines += _wrapped(f"note        {note}", 12)
     for warning in plan.warnings:
         lines += _wrapped(f"warning     {warning}", 12)
-    blocked = [step.name for step in plan.steps if step.unavailable and not step.optional]
-    if blocked:
+    if plan.blocked:
+        names = ", ".join(step.name for step in plan.blocked)
         lines += _wrapped(
-            f"cannot run here as it is: {', '.join(blocked)}. Install what is missing, or write"
+            f"cannot run here as it is: {names}. Install what is missing, or write"
             " `optional: true` beside the stage to skip it.",
             0,
         )

@@ -22,6 +22,7 @@ _EMPTY: dict[str, Any] = {
     "key": None,
     "parameters": None,
     "size_bytes": None,
+    "float_dtype": None,
     "seconds": None,
     "peak_memory_bytes": None,
 }
@@ -44,11 +45,18 @@ class ReportBuilder:
             "environment": environment(),
             "status": self.status,
             "baseline": plan.recipe.baseline,
+            "warnings": list(plan.warnings),
             "steps": [_blank("model", "model", None, {})]
             + [_blank(s.name, s.stage, s.parent, s.settings.model_dump(mode="json")) for s in plan.steps],
             "frontier": [],
         }
         self._steps = {step["name"]: step for step in self.data["steps"]}
+
+    def warn(self, text: str) -> bool:
+        """Add a warning about the whole run; return whether it is new."""
+        new = text not in self.data["warnings"]
+        self.data["warnings"] += [text] if new else []
+        return new
 
     def done(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
         """Fill in a finished step."""
@@ -109,8 +117,22 @@ class ReportBuilder:
             ]
         if self.status == "passed" and any(self._misses_a_gate(step) for step in self.data["steps"]):
             self._set_status("gate-failed")
+        self._compare_dtypes()
         self.data["frontier"] = frontier(self.data["steps"])
         self.finished = True
+
+    def _compare_dtypes(self) -> None:
+        """Say which sizes are not of the same kind of number as the baseline's."""
+        base = self._steps.get(self.data["baseline"], {}).get("float_dtype")
+        others: dict[str, list[str]] = {}
+        for step in self.data["steps"]:
+            if base and step["float_dtype"] not in (None, base):
+                others.setdefault(step["float_dtype"], []).append(step["name"])
+        for dtype, names in others.items():
+            self.warn(
+                f"sizes: '{self.data['baseline']}' is stored in {base}, {', '.join(names)} in {dtype}, so"
+                " their sizes are not compared like with like."
+            )
 
     def _misses_a_gate(self, step: Mapping[str, Any]) -> bool:
         """Tell whether `step` misses a gate; one that cannot be judged counts if the step is not optional."""
@@ -168,6 +190,8 @@ def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) 
 
 def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
     """Return what the report tells of an artifact, scored or not."""
+    from smelt.evaluate.stored_floats import float_dtype
+
     manifest = artifact.manifest
     return {
         "status": "cached" if cached else "done",
@@ -177,6 +201,7 @@ def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
         "key": artifact.key,
         "parameters": manifest.facts.get("parameters"),
         "size_bytes": artifact.size_bytes,
+        "float_dtype": float_dtype(artifact),
         "seconds": manifest.seconds,
         "warnings": list(manifest.warnings),
         "facts": {k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},

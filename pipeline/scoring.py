@@ -17,7 +17,9 @@ from smelt.machine import device_of
 from smelt.runtime.generation import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 2
+VERSION = 3
+# Outputs that did not end by themselves are warned of from this share on.
+CUT_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,12 @@ class Scorer:
             value["artifact"] = artifact.key
             for scored in value["quality"].values():
                 scored["signature"] += f"|device:{runner.device}"
-        value["warnings"] = (
-            [f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"]
-            if too_long
-            else []
-        )
+        warnings = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
+        if too_long:
+            warnings.insert(
+                0, f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"
+            )
+        value["warnings"] = warnings
         self.store.write_score(key, value)
         return value
 
@@ -96,9 +99,12 @@ class Scorer:
         from smelt.runtime.predict import generate_texts
 
         texts = [e.text for e in split.examples]
-        predictions = generate_texts(runner, texts, self.generation, self.batch_size, progress)
+        stopped: list[tuple[int, int]] = []
+        predictions = generate_texts(
+            runner, texts, self.generation, self.batch_size, progress, lambda *found: stopped.append(found)
+        )
         scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
-        value = {**_dump(scores), "predictions": predictions}
+        value = {**_dump(scores), "predictions": predictions, "warnings": _of_lengths(stopped, len(texts))}
         for scored in value["quality"].values():
             scored["signature"] += f"|{settle(self.generation, runner).describe()}"
         return value
@@ -154,6 +160,28 @@ def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:
         "quality": {name: score.public() for name, score in scores.items()},
         "statistics": {name: score.statistics.dump() for name, score in scores.items()},
     }
+
+
+def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[str]:
+    """Say how many outputs were cut; fewer than one in a hundred change no score that is worth a word."""
+    cut = sum(count for count, _ in stopped)
+    if cut < max(1, CUT_SHARE * texts):
+        return []
+    longest = max(tokens for _, tokens in stopped)
+    return [
+        f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
+        " (max_new_tokens) and were cut"
+    ]
+
+
+def _of_device(artifact: Artifact, device: str) -> list[str]:
+    """Say where a graph was not scored on what it was made for."""
+    facts = artifact.manifest.facts
+    if device != "cpu" or facts.get("target") != "ort-cuda":
+        return []
+    half = facts.get("dtype") == "fp16"
+    how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
+    return [f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be others"]
 
 
 def _count_too_long(runner: Any, examples: Sequence[Example]) -> int:

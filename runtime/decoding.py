@@ -6,6 +6,7 @@ transformers reads them. How to search (`beams`, `do_sample`) is never taken fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -84,6 +85,15 @@ class Decoding(BaseModel):
             most = prompt_length + MAX_NEW_TOKENS
         # the last token is never fed, so it needs no place of its own
         return most if self.positions is None else max(prompt_length + 1, min(most, self.positions + 1))
+
+    def stops(self, new: Sequence[int]) -> bool:
+        """Say whether the output `new` ended because it was as long as it may be, not by itself.
+
+        new: the tokens of an encoder-decoder model behind its first one. Where the last place is forced to
+        be the end (`forced_eos_token_id`), an output of full length is taken for one that was cut.
+        """
+        full = len(new) >= self.longest(1) - 1
+        return full and (bool(self.forced_eos_token_id) or new[-1] not in self.eos)
 
     def shortest(self, prompt_length: int) -> int:
         """Return the length, its prompt counted, below which a text may not end."""

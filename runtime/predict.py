@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 from smelt.runtime.causal import is_causal
 from smelt.runtime.checkpoint import load_tokenizer
+from smelt.runtime.decoding import settle
 from smelt.runtime.generation import Generation, generate
 from smelt.runtime.prompts import continue_texts
 from smelt.runtime.runner import Batch, Runner
@@ -135,8 +136,12 @@ def generate_texts(
     generation: Generation,
     batch_size: int = 32,
     progress: Progress = silent,
+    stopped: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """Translate (or otherwise rewrite) `texts`, in their order; a language model continues them."""
+    """Translate (or otherwise rewrite) `texts`, in their order; a language model continues them.
+
+    stopped: is told of how many texts the output was as long as it may be, and how many tokens that is.
+    """
     if is_causal(runner.config):
         return continue_texts(runner, texts, generation, batch_size, progress)
     if "decoder_start_token_id" not in {**runner.config, **runner.generation_config}:
@@ -145,12 +150,16 @@ def generate_texts(
     results = [""] * len(texts)
     done = 0
     batches = make_batches(texts, tokenizer, batch_size, length_limit(tokenizer, runner.config))
+    decoding, endless = settle(generation, runner), 0
     for part, (rows, batch) in enumerate(batches):
         tokens = generate(runner, batch, generation, part)
+        endless += sum(decoding.stops(row) for row in tokens)
         for i, text in zip(rows, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True):
             results[i] = text
         done += len(rows)
         progress(done, len(texts), "sentences")
+    if stopped is not None:
+        stopped(endless, decoding.longest(1) - 1)
     return results
 
 

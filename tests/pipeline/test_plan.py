@@ -71,8 +71,11 @@ def prepare(folder: Path) -> Path:
     save_file({"w": np.ones(2, np.float32)}, model / "model.safetensors")
     for name in ("source.spm", "target.spm", "vocab.json"):
         (model / name).touch()
-    for name, rows in {"train": 3, "test": 2}.items():
-        lines = "".join(json.dumps({"source": f"a {i}", "target": f"b {i}"}) + "\n" for i in range(rows))
+    for name, rows in {"train": 120, "test": 101}.items():
+        start = "a" if name == "train" else "c"
+        lines = "".join(
+            json.dumps({"source": f"{start} {i}", "target": f"b {i}"}) + "\n" for i in range(rows)
+        )
         (folder / f"{name}.jsonl").write_text(lines)
     return folder
 
@@ -333,7 +336,9 @@ def test_models_are_checked(folder: Path, model: str, message: str) -> None:
 def test_hub_ids_are_left_to_the_run(folder: Path) -> None:
     made = plan(folder, "[]", "model=someone/something", "data.train=someone/rows")
     assert made.local_model is None
-    assert "someone/something" in made.warnings[0]
+    assert made.notes == ("'someone/something' is no folder here; the run fetches it from the hub.",)
+    assert "note        'someone/something' is no folder" in describe_plan(made)
+    assert made.warnings == ()
     assert list(made.splits) == ["test"]
 
 
@@ -425,8 +430,8 @@ def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPa
 recipe.yaml: translation, 8 steps
 
 model       model
-train       train.jsonl (3 rows)
-test        test.jsonl (2 rows)
+train       train.jsonl (120 rows)
+test        test.jsonl (101 rows)
 
 model
 distill -> torch  {student: {decoder_layers: 1}}  reads train

@@ -139,7 +139,7 @@ def test_a_missed_gate_gives_exit_code_3_and_says_so(home, tmp_path):
         "--until",
         "prune",
         "--set",
-        "gates={bleu: {min: 101}}",
+        "gates={bleu: {min: 101, at: prune}}",
     )
     assert result.exit_code == 3
     report = _report(tmp_path / "r")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.runtime.decoding import settle
+from smelt.runtime.decoding import Decoding, settle
 from smelt.runtime.generation import Generation
 
 CONFIG = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}
@@ -131,3 +131,21 @@ def test_settings_of_sampling_do_not_matter_to_other_searches():
 )
 def test_the_signature_tells_what_is_in_force(own, wishes, expected):
     assert settle(Generation(**wishes), runner(own)).describe() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "new", "stops"),
+    [
+        ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 7], True),
+        ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 2], False),
+        ({"max_new_tokens": 3, "eos": [2]}, [5, 2], False),
+        ({"max_length": 4, "eos": [2]}, [5, 6, 7], True),
+        ({"max_length": 5, "eos": [2]}, [5, 6, 7], False),
+        ({"max_new_tokens": 9, "positions": 3, "eos": [2]}, [5, 6, 7], True),
+        # the end was forced upon a text that had not come to one
+        ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 6, 2], True),
+        ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 2], False),
+    ],
+)
+def test_output_that_was_cut_is_told_from_one_that_ended(settings, new, stops):
+    assert Decoding(start=1, **settings).stops(new) is stops

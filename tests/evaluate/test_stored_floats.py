@@ -1,0 +1,37 @@
+"""The type of stored weights is read from headers and facts alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import save_file
+
+from smelt.core.artifact import FileRecord
+from smelt.evaluate.stored_floats import float_dtype
+
+
+def _artifact(folder, tensors=None, **changes):
+    made = tiny.artifact(folder, **changes.pop("facts", {}))
+    files = {}
+    for number, part in enumerate(tensors or []):
+        save_file(part, folder / f"{number}.safetensors")
+        files[f"{number}.safetensors"] = FileRecord(sha256="", size_bytes=1)
+    return dataclasses.replace(made, manifest=made.manifest.model_copy(update={"files": files, **changes}))
+
+
+def test_type_is_that_of_most_floats_over_all_files(tmp_path):
+    half, whole = {"a": np.ones(5, np.float16)}, {"b": np.ones(3, np.float32), "codes": np.ones(99, np.uint8)}
+    assert float_dtype(_artifact(tmp_path, [half, whole])) == "float16"
+    assert float_dtype(_artifact(tmp_path, [whole])) == "float32"
+    assert float_dtype(_artifact(tmp_path, [{"codes": np.ones(9, np.uint8)}])) is None
+
+
+def test_file_that_is_no_part_of_the_artifact_is_not_looked_at(tmp_path):
+    save_file({"x": np.ones(999, np.float16)}, tmp_path / "stray.safetensors")
+    assert float_dtype(_artifact(tmp_path, [{"b": np.ones(3, np.float32)}])) == "float32"
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])
+def test_graph_says_it_itself(tmp_path, dtype, said):
+    assert float_dtype(_artifact(tmp_path, format="onnx", facts={"dtype": dtype})) == said

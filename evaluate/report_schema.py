@@ -113,6 +113,7 @@ class Step(_Part):
     stage: str
     parent: str | None = None
     status: StepStatus
+    earlier: bool = False
     reason: str | None = None
     error: str | None = None
     format: str | None = None

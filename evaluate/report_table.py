@@ -97,6 +97,8 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
     failed += [f"'{step.name}': {step.error}" for step in untimed]
+    if earlier := [step.name for step in report.steps if step.earlier]:
+        failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
     failed += [f"warning: {text}" for text in report.warnings]
     for text in failed:
         lines += textwrap.wrap(text, width)

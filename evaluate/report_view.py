@@ -154,6 +154,8 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
             if gate.reason and (gate.passed is None or gate.reason not in (step.error, step.reason))
         ]
         found += [(step.name, "warning", text) for text in step.warnings]
+        if step.earlier:
+            found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
     return found
 
 

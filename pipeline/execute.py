@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.errors import InputError, SmeltError
-from smelt.core.files import unfinished_in, write_atomically
 from smelt.core.locks import lock
 from smelt.core.store import Store
 from smelt.display import Display, duration
@@ -24,6 +21,7 @@ from smelt.latency_scores import LatencyScores
 from smelt.lengths import require_lengths
 from smelt.machine import unscored_reason
 from smelt.report_data import ReportBuilder
+from smelt.run_folder import RunFolder
 from smelt.run_result import Result, write_report
 from smelt.run_warnings import data_warnings, decoding_warnings
 from smelt.scoring import Scorer
@@ -114,6 +112,7 @@ class _Run:
         recipe = plan.recipe
         self.plan, self.options, self.data = plan, options, data
         self.folder, self.store, self.display = folder, store, display
+        self.place = RunFolder(folder)
         score = recipe.score
         self.scorer = Scorer(
             store,
@@ -129,6 +128,7 @@ class _Run:
             store, recipe.task, data, recipe.seed, recipe.threads, self.scorer, display, device=recipe.device
         )
         self.artifacts: dict[str, Artifact] = {}
+        self.kept: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit)
 
     def warn(self, texts: Sequence[str]) -> None:
@@ -140,11 +140,12 @@ class _Run:
     def go(self) -> Result:
         """Work through the tree; whatever happens, the report tells it."""
         started = time.monotonic()
-        self._copy_recipe()
+        self._begin()
         try:
             self._root()
             for step in self.plan.steps:
                 self._step(step)
+            self._earlier()
             self._latency()
             self.report.finish()
         except KeyboardInterrupt:
@@ -160,15 +161,9 @@ class _Run:
         self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
         return Result(self.report.data, self.folder)
 
-    def _copy_recipe(self) -> None:
+    def _begin(self) -> None:
         try:
-            if (self.folder / "artifacts").is_dir():
-                shutil.rmtree(self.folder / "artifacts")  # links of an earlier run into the store
-            for name in ("report.json", "report.md", "report.html"):
-                (self.folder / name).unlink(missing_ok=True)  # they tell of those artifacts
-            for path in unfinished_in(self.folder):
-                path.unlink(missing_ok=True)  # of a run that was killed: this one has the folder alone
-            write_atomically(self.folder / "recipe.yaml", self.plan.text)
+            self.place.begin(self.plan, self.store.root)
         except OSError as error:
             raise explain(error, "recipe.yaml", self.folder, self.display.log_path) from error
 
@@ -219,7 +214,8 @@ class _Run:
         self.display.begin(step.name)
         started = time.monotonic()
         try:
-            artifact, cached = self.shop.run_step(step, self._ancestors(step), self._is_fresh(step.name))
+            above = {name: self.artifacts[name] for name in self.plan.above(step)}
+            artifact, cached = self.shop.run_step(step, above, self._is_fresh(step.name))
             self._finished(step.name, artifact, cached, time.monotonic() - started)
         except Exception as error:
             failure = self._explain(error, step.name)
@@ -236,10 +232,7 @@ class _Run:
 
     def _finished(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Link, score and report a finished artifact."""
-        link = self.folder / "artifacts" / name
-        link.parent.mkdir(exist_ok=True)
-        link.unlink(missing_ok=True)
-        os.symlink(os.path.relpath(artifact.path, link.parent), link)
+        self.place.link(name, artifact)
         untrained = NOT_SCORED if artifact.manifest.facts.get("untrained") else None
         if reason := untrained or unscored_reason(artifact.format):
             self.artifacts[name] = artifact
@@ -258,24 +251,26 @@ class _Run:
             f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB"
         )
 
+    def _earlier(self) -> None:
+        """Report what an earlier run in this folder did of the steps that `--until` leaves out."""
+        self.kept = self.place.keep(self.plan, self.shop, self.artifacts)
+        for step in self.plan.rest:
+            if artifact := self.kept.get(step.name):
+                reason = unscored_reason(artifact.format)
+                score = None if reason else self.scorer.kept(artifact, self.data["test"])
+                self.report.earlier(step, artifact, score, reason)
+                self.display.line(f"{step.name}: kept from an earlier run in this folder")
+
     def _waits(self, what: str) -> Callable[[str], None]:
         return lambda holder: self.display.line(f"{what}: waits for {holder}, which is measuring")
-
-    def _ancestors(self, step: Step) -> dict[str, Artifact]:
-        parents = {s.name: s.parent for s in self.plan.steps}
-        names, name = [], step.parent
-        while name != ROOT:
-            names.append(name)
-            name = parents[name]
-        named = [n for n in step.stands_on if n != ROOT and n not in names]
-        return {n: self.artifacts[n] for n in [ROOT, *named, *reversed(names)]}
 
     def _is_fresh(self, name: str) -> bool:
         return bool(self.options.fresh & {"*", name})
 
     def _latency(self) -> None:
         settings = self.plan.recipe.score.latency
-        scored = {name: a for name, a in self.artifacts.items() if name in self.report.statistics}
+        every = self.artifacts | self.kept
+        scored = {name: a for name, a in every.items() if name in self.report.statistics}
         if settings is None or self.plan.recipe.baseline not in scored:
             return
         self.display.begin("latency")
@@ -283,7 +278,11 @@ class _Run:
         try:
             with self.store.lock("latency", self._waits("latency")):  # two at once disturb each other
                 measured = scores.measure(
-                    scored, self.plan.recipe.baseline, self.display.progress, self._is_fresh("*")
+                    scored,
+                    self.plan.recipe.baseline,
+                    self.display.progress,
+                    self._is_fresh("*"),
+                    frozenset(self.kept),
                 )
             self.report.add_latency(measured)
         except Exception as error:

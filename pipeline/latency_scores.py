@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from smelt.core.artifact import Artifact
@@ -21,14 +21,23 @@ class LatencyScores:
         self.store, self.recipe, self.split = store, recipe, split
 
     def measure(
-        self, artifacts: Mapping[str, Artifact], baseline: str, progress: Progress, fresh: bool = False
+        self,
+        artifacts: Mapping[str, Artifact],
+        baseline: str,
+        progress: Progress,
+        fresh: bool = False,
+        known_alone: Set[str] = frozenset(),
     ) -> dict[str, dict[str, Any]]:
-        """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or text}`."""
+        """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or text}`.
+
+        known_alone: steps that are not timed now; what the store knows of them is returned.
+        """
         from smelt.evaluate.latency import measure
 
         keys = {name: self._key(artifact, artifacts[baseline]) for name, artifact in artifacts.items()}
-        kept = {name: None if fresh else self.store.read_score(key) for name, key in keys.items()}
-        missing = [name for name, value in kept.items() if value is None]
+        anew = keys.keys() - known_alone if fresh else set()
+        kept = {name: None if name in anew else self.store.read_score(key) for name, key in keys.items()}
+        missing = [name for name, value in kept.items() if value is None and name not in known_alone]
         if missing:
             wanted = {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}}
             score = self.recipe.score

@@ -15,6 +15,7 @@ from smelt.core.shares import divide
 from smelt.core.stage import Settings, Stage
 from smelt.model_folder import fetch_model
 from smelt.recipe import Recipe, examine, find_recipe
+from smelt.recipe_stages import ROOT
 from smelt.recipe_yaml import read_yaml
 
 
@@ -70,7 +71,8 @@ class Plan:
 
     steps: in the recipe's order, parents first; the untouched model is not among them. With `until`
     only that step and those above it. splits: the rows that were read already, because their files
-    are small. text: the recipe as it stands in its file. left_out: the steps that `until` cuts off.
+    are small. text: the recipe as it stands in its file. rest: the steps that `until` cuts off. order: the
+    names of all steps, as the recipe has them.
     warnings: what a person should know; the report says it too. notes: what only the plan's reader needs.
     problem: what a classifier does, where model and data are at hand.
     """
@@ -84,8 +86,14 @@ class Plan:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     until: str | None = None
-    left_out: tuple[str, ...] = ()
+    rest: tuple[Step, ...] = ()
+    order: tuple[str, ...] = ()
     problem: ProblemType | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the steps that `until` cuts off."""
+        return tuple(step.name for step in self.rest)
 
     @property
     def path(self) -> Path:
@@ -121,6 +129,16 @@ class Plan:
     def blocked(self) -> list[Step]:
         """The steps that cannot run on this machine and are not optional."""
         return [step for step in self.steps if step.unavailable and not step.optional]
+
+    def above(self, step: Step) -> list[str]:
+        """Return what `step` may look at: the model, the steps that it names, those it goes on from."""
+        parents = {s.name: s.parent for s in self.steps}
+        line, name = list[str](), step.parent
+        while name != ROOT:
+            line.append(name)
+            name = parents[name]
+        named = [name for name in step.stands_on if name != ROOT and name not in line]
+        return [ROOT, *named, *reversed(line)]
 
     def require_runnable(self) -> None:
         """Make sure that all that is to be done can be done on this machine.
@@ -217,7 +235,8 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
         warnings=(*checker.warnings, *doubts),
         notes=tuple(checker.notes),
         until=until,
-        left_out=tuple(step.name for step in every if step.name not in kept),
+        rest=tuple(step for step in every if step.name not in kept),
+        order=tuple(step.name for step in every),
         problem=problem,
     )
 

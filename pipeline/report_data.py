@@ -9,7 +9,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 
 if TYPE_CHECKING:
-    from smelt.plan import Plan
+    from smelt.plan import Plan, Step
 
 _EMPTY: dict[str, Any] = {
     "reason": None,
@@ -74,6 +74,23 @@ class ReportBuilder:
         if name == self.data["baseline"]:  # steps that were scored before it can be compared only now
             for other in self.statistics:
                 self._steps[other]["against_baseline"] = self._compare(other, name)
+
+    def earlier(
+        self, step: Step, artifact: Artifact, score: Mapping[str, Any] | None, reason: str | None
+    ) -> None:
+        """Add a step that this run leaves out and an earlier one did, with what the store knows of it.
+
+        reason: why it cannot be scored on this machine, or None.
+        """
+        entry = _blank(step.name, step.stage, step.parent, step.settings.model_dump(mode="json"))
+        self._steps[step.name] = entry
+        if score is None:
+            self.unscored(step.name, artifact, reason or "the run that made it did not score it so", True)
+        else:
+            self.done(step.name, artifact, score, True)
+        entry["earlier"] = True
+        order = ["model", *(name for name in self.plan.order if name in self._steps)]
+        self.data["steps"] = [self._steps[name] for name in order]
 
     def unscored(self, name: str, artifact: Artifact, reason: str, cached: bool) -> None:
         """Fill in a finished step that cannot be run, and so not be scored, on this machine."""
@@ -176,6 +193,7 @@ def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) 
         "stage": stage,
         "parent": parent,
         "status": "not-reached",
+        "earlier": False,
         **_EMPTY,
         "settings": settings,
         "warnings": [],

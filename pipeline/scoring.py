@@ -45,11 +45,9 @@ class Scorer:
         """
         from smelt.runtime.runner import open_runner
 
-        key = self._key(artifact, split)
-        kept = self.store.read_score(key)
+        kept = self.kept(artifact, split)
         if kept is not None:
-            # the order of the metrics is the recipe's: the first one leads the report
-            return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
+            return kept
         with open_runner(artifact, self.threads, self.device) as runner:
             # running text is cut in windows, so none of it is too long
             too_long = 0 if self.task == "language-modeling" else _count_too_long(runner, split.examples)
@@ -74,8 +72,16 @@ class Scorer:
                 0, f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"
             )
         value["warnings"] = warnings
-        self.store.write_score(key, value)
+        self.store.write_score(self._key(artifact, split), value)
         return value
+
+    def kept(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:
+        """Return what `score` gave earlier for the same artifact, rows and settings; None for nothing."""
+        kept = self.store.read_score(self._key(artifact, split))
+        if kept is None:
+            return None
+        # the order of the metrics is the recipe's: the first one leads the report
+        return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
 
     def _key(self, artifact: Artifact, split: Split) -> str:
         return hash_of(

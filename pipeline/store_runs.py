@@ -61,7 +61,7 @@ def runs_of(store: Path) -> list[Run]:
         marker = note.with_suffix(OWNER)
         if marker.exists() and is_present(marker):
             busy.add(folder)
-    runs = [Run(folder, _steps(store, folder), folder in busy) for folder in folders]
+    runs = [Run(folder, linked_keys(store, folder), folder in busy) for folder in folders]
     return sorted((run for run in runs if run.steps or run.busy), key=lambda run: str(run.folder))
 
 
@@ -77,7 +77,7 @@ def _folder_in(note: Path) -> Path | None:
         return None
 
 
-def _steps(store: Path, folder: Path) -> dict[str, str]:
+def linked_keys(store: Path, folder: Path) -> dict[str, str]:
     """Return the keys of the artifacts in `store` that the run's links lead to, also where they are gone."""
     place = (store / "artifacts").resolve()
     found = {}

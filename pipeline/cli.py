@@ -182,7 +182,12 @@ def _device(command: Any) -> Any:
     "--column", "columns", multiple=True, metavar="ROLE=NAME", help="Where a column has another name."
 )
 @click.option("--batch-size", default=32, show_default=True, type=click.IntRange(min=1))
-@click.option("--window", type=click.IntRange(min=2), metavar="N", help="Tokens a language model sees.")
+@click.option(
+    "--window",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Tokens a language model sees (default: as in its run).",
+)
 @click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Tokens from window to window.")
 @_search
 @click.option("--threads", type=click.IntRange(min=1))
@@ -193,7 +198,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (a folder of a run's artifacts) on data of your own."""
     from smelt.use import evaluate_artifact, quality_lines
 
-    scores = evaluate_artifact(artifact, **options)
+    scores = evaluate_artifact(artifact, **options, say=lambda text: _show(text, err=True))
     if as_json:
         import json
 

@@ -20,12 +20,13 @@ from smelt.failures import explain, trace
 from smelt.latency_scores import LatencyScores
 from smelt.lengths import require_lengths
 from smelt.machine import unscored_reason
+from smelt.plan_labels import settle_labels
 from smelt.report_data import ReportBuilder
 from smelt.run_folder import RunFolder
 from smelt.run_result import Result, write_report
 from smelt.run_warnings import data_warnings, decoding_warnings
 from smelt.scoring import Scorer
-from smelt.steps import Labels, Workshop
+from smelt.steps import Workshop
 from smelt.store_runs import at_work
 from smelt.text_rules import text_rules
 from smelt.untrained import NOT_SCORED, config_file, start
@@ -125,7 +126,15 @@ class _Run:
             recipe.device,
         )
         self.shop = Workshop(
-            store, recipe.task, data, recipe.seed, recipe.threads, self.scorer, display, device=recipe.device
+            store,
+            recipe.task,
+            data,
+            recipe.seed,
+            recipe.threads,
+            self.scorer,
+            display,
+            device=recipe.device,
+            windows=recipe.data.windows if recipe.task == "language-modeling" else None,
         )
         self.artifacts: dict[str, Artifact] = {}
         self.kept: dict[str, Artifact] = {}
@@ -172,7 +181,11 @@ class _Run:
         recipe, model = self.plan.recipe, self.plan.recipe.model
         folder = self.plan.model_folder if isinstance(model, str) else recipe.base / model.config
         file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
-        labels = self._labels(file) if recipe.task == "text-classification" else None
+        labels = None
+        if recipe.task == "text-classification":
+            labels, metrics = settle_labels(recipe, file, self.data, self.plan.problem)
+            self.scorer = replace(self.scorer, metrics=metrics)
+            self.shop = replace(self.shop, validation=self.scorer)
         rules, _ = text_rules(recipe, folder)
         self.warn(decoding_warnings(recipe, folder))
         if isinstance(model, str):
@@ -182,25 +195,6 @@ class _Run:
         if recipe.strict:
             require_lengths(artifact.path, recipe.task, self.data)
         self._finished(ROOT, artifact, cached, 0.0)
-
-    def _labels(self, file: Path) -> Labels:
-        """Find out what kind of classification this is, check all labels, and choose the metrics.
-
-        Raises:
-            InputError: labels or metrics do not fit the model.
-        """
-        from smelt.model_folder import read_config_file
-        from smelt.plan_labels import settle_metrics
-        from smelt.problem import new_names, problem_of
-        from smelt.untrained import read_outline
-
-        trained = isinstance(self.plan.recipe.model, str)
-        config, _ = (read_config_file if trained else read_outline)(file)
-        problem = self.plan.problem or problem_of(config, self.data)
-        metrics = settle_metrics(self.plan.recipe, config, self.data, problem)
-        self.scorer = replace(self.scorer, metrics=metrics)
-        self.shop = replace(self.shop, validation=self.scorer)
-        return problem, new_names(self.data, problem)
 
     def _step(self, step: Step) -> None:
         if step.unavailable:

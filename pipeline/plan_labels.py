@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from smelt.core.data import Split
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
-from smelt.model_folder import read_config
+from smelt.model_folder import read_config, read_config_file
 from smelt.problem import (
     METRICS_OF,
     gate_mistakes,
     has_classifier,
     label_mistakes,
     metric_mistakes,
+    new_names,
     problem_of,
 )
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, touches
+from smelt.untrained import read_outline
 
 
 def check_classifier(
@@ -69,18 +70,29 @@ def check_classifier(
     return recipe.model_copy(update={"score": score}), problem if whole else None
 
 
-def settle_metrics(
-    recipe: Recipe, config: Mapping[str, Any], data: Mapping[str, Split], problem: ProblemType
-) -> tuple[str, ...]:
-    """Return the metrics of a classification whose model and data are there now.
+def settle_labels(
+    recipe: Recipe, file: Path, data: Mapping[str, Split], problem: ProblemType | None
+) -> tuple[tuple[ProblemType, list[str]], tuple[str, ...]]:
+    """Find out what kind of classification this is, check all labels, and choose the metrics.
+
+    Args:
+        recipe: the recipe.
+        file: the model's config.json.
+        data: the rows of every split.
+        problem: where the plan could tell it.
+
+    Returns:
+        The problem type with the names of the outputs that a new classifier gets, and the metrics.
 
     Raises:
         InputError: labels, metrics or gates do not fit the model; every mistake, one per line.
     """
+    config, _ = (read_config_file if isinstance(recipe.model, str) else read_outline)(file)
+    problem = problem or problem_of(config, data)
     found = [text for _, text in label_mistakes(config, data, problem)]
     found += [f"score.quality: {text}" for _, text in metric_mistakes(recipe.score.quality, problem)]
     metrics = recipe.score.quality or METRICS_OF[problem]
     found += [f"gates: {text}" for _, text in gate_mistakes(recipe.gates, metrics, problem)]
     if found:
         raise InputError("\n".join(found))
-    return metrics
+    return (problem, new_names(data, problem)), metrics

@@ -17,6 +17,7 @@ from smelt.core.files import hash_of, sha256_of
 from smelt.core.labels import ProblemType
 from smelt.core.stage import Context
 from smelt.core.store import Store
+from smelt.core.windows import Windows
 from smelt.failures import explain
 from smelt.machine import gpu_names
 from smelt.scoring import Scorer, library_versions
@@ -45,7 +46,11 @@ Labels = tuple[ProblemType, list[str]]
 
 @dataclass(frozen=True)
 class Workshop:
-    """What all steps of one run share. `validation` scores on the validation data."""
+    """What all steps of one run share.
+
+    validation: scores on the validation data. windows: how the recipe has the text of a language model cut;
+    the artifacts remember it, so that `smelt eval` scores as the run did.
+    """
 
     store: Store
     task: Any
@@ -56,6 +61,12 @@ class Workshop:
     display: Display
     versions: Mapping[str, str] = field(default_factory=lambda: library_versions(_LIBRARIES))
     device: str = "auto"
+    windows: Windows | None = None
+
+    @property
+    def remembered(self) -> dict[str, Any]:
+        """What the manifests of the run's artifacts say of its windows; nothing for other tasks."""
+        return {} if self.windows is None else {"windows": self.windows.model_dump(exclude_none=True)}
 
     def import_root(
         self, source: Path, labels: Labels | None, rules: TextRules, fresh: bool
@@ -78,6 +89,7 @@ class Workshop:
                 "problem_type": labels and labels[0],
                 "text": rules.model_dump(),
                 "seed": self.seed,
+                **self.remembered,
             }
         )
 
@@ -97,7 +109,11 @@ class Workshop:
                 parent=None,
                 versions=dict(self.versions),
                 warnings=notes,
-                facts={"parameters": count_parameters(out), **rules.model_dump(exclude_defaults=True)},
+                facts={
+                    "parameters": count_parameters(out),
+                    **rules.model_dump(exclude_defaults=True),
+                    **self.remembered,
+                },
             )
             return self.store.commit(out, manifest, replace=fresh)
 
@@ -185,6 +201,7 @@ class Workshop:
             finally:
                 for line in chatter.getvalue().splitlines():
                     self.display.record(line)
+        ctx.facts.update(self.remembered)
         ctx.facts.setdefault("parameters", parent.manifest.facts.get("parameters"))
         if step.cls.produces == "torch":
             from smelt.runtime.checkpoint import count_parameters

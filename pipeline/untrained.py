@@ -133,6 +133,7 @@ def start(
             "text": rules.model_dump(),
             "seed": shop.seed,
             "libraries": dict(shop.versions),
+            **shop.remembered,
         }
     )
 
@@ -198,7 +199,7 @@ def _commit(
 
     write_text_rules(out, rules)
     how = tokenizer if isinstance(tokenizer, str) else tokenizer.model_dump()
-    facts = {"parameters": count_parameters(out), "untrained": True}
+    facts = {"parameters": count_parameters(out), "untrained": True, **shop.remembered}
     manifest = Manifest(
         key=key,
         format="torch",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ def evaluate_artifact(
     device: str = "auto",
     window: int | None = None,
     stride: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
 
-    window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`.
+    window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`;
+    what is not said is as it was in the run that made the artifact. say: is told what was taken from there,
+    and what a person should know of the scores.
 
     Raises:
         InputError: no artifact there, unknown metrics or columns, unreadable data, or windows that do not
@@ -53,7 +57,8 @@ def evaluate_artifact(
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
-    split = _cut(read_split(data, task, _columns(columns), Path.cwd()).head(limit), window, stride)
+    split = read_split(data, task, _columns(columns), Path.cwd()).head(limit)
+    split = _cut(split, artifact, window, stride, say)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
             Store(Path(scratch)),
@@ -64,20 +69,38 @@ def evaluate_artifact(
             threads,
             device=device,
         )
-        quality: dict[str, Any] = scorer.score(artifact, split)["quality"]
+        score = scorer.score(artifact, split)
+    for warning in score["warnings"]:
+        say(f"warning: {warning}")
+    quality: dict[str, Any] = score["quality"]
     return quality
 
 
-def _cut(split: Split, window: int | None, stride: int | None) -> Split:
-    """Return `split`, its text to be cut in windows as said."""
-    if window is None and stride is None:
-        return split
+def _cut(
+    split: Split, artifact: Artifact, window: int | None, stride: int | None, say: Callable[[str], None]
+) -> Split:
+    """Return `split`, its text to be cut in windows as said, else as the run of `artifact` had it."""
     if split.windows is None:
-        raise InputError("--window and --stride are for language models; this one takes rows as they are.")
-    if window is not None and stride is not None and stride > window:
-        raise InputError(f"--stride {stride} would leave out text between windows of {window} tokens.")
+        if window is not None or stride is not None:
+            raise InputError(
+                "--window and --stride are for language models; this one takes rows as they are."
+            )
+        return split
+    own: dict[str, Any] = dict(artifact.manifest.facts.get("windows") or {})
+    if window is not None:  # a stride is chosen for a window
+        own = {name: value for name, value in own.items() if name == "separator"}
     said = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
-    return replace(split, windows=split.windows.model_copy(update=said))
+    taken = own | said
+    if taken.get("stride", 1) > taken.get("length", math.inf):
+        raise InputError(
+            f"--stride {taken['stride']} would leave out text between windows of {taken['length']} tokens."
+        )
+    if kept := {name: value for name, value in taken.items() if name not in said}:
+        words = ", ".join(
+            f"{'window' if name == 'length' else name} {value!r}" for name, value in kept.items()
+        )
+        say(f"as in the run that made it: {words}")
+    return replace(split, windows=split.windows.model_copy(update=taken))
 
 
 def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...]:

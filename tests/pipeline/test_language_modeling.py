@@ -97,17 +97,40 @@ def test_eval_and_predict_work_on_every_format(home, report):
     for name in ("prune", "onnx"):
         folder = home / "run" / "artifacts" / name
         result = _smelt("eval", folder, "--data", home / "t.txt", "--metric", "perplexity", "--json")
-        assert json.loads(result.output)["perplexity"]["n"] > 300
+        assert json.loads(result.stdout)["perplexity"]["n"] > 300
         result = _smelt("predict", folder, "The old house", "A man in a", "--max-new-tokens", 4)
         lines = result.output.splitlines()
         assert result.exit_code == 0
         assert lines[0].startswith("The old house")
 
 
+def test_eval_scores_as_the_run_did_unless_it_is_told_otherwise(home, report):
+    for step in report["steps"]:
+        folder = home / "run" / step["artifact"]
+        result = _smelt("eval", folder, "--data", home / "t.txt", "--json")
+        assert "as in the run that made it: window 32, stride 16" in result.stderr
+        assert json.loads(result.stdout) == step["quality"]
+    other = _smelt("eval", folder, "--data", home / "t.txt", "--window", 8)
+    assert "as in the run" not in other.output
+    assert "window:8|stride:8" in other.output
+    part = _smelt("eval", folder, "--data", home / "t.txt", "--stride", 4)
+    assert "as in the run that made it: window 32\n" in part.stderr
+    assert "window:32|stride:4" in part.output
+
+
+def test_artifact_of_other_windows_is_another_artifact(home, report, tmp_path):
+    """Or the second run would find the windows of the first in what it takes from the store."""
+    more = ["--until", "model", "--set", "data.windows={length: 16}", "--set", "score.latency=false"]
+    result = _smelt("run", home / "recipe.yaml", "--out", tmp_path / "r", "--store", home / ".store", *more)
+    assert result.exit_code == 0, result.output
+    again = _smelt("eval", tmp_path / "r" / "artifacts" / "model", "--data", home / "t.txt")
+    assert "window:16|stride:16" in again.output
+
+
 def test_eval_cuts_the_text_as_it_is_told(home, report):
     def score(*options):
         result = _smelt("eval", folder, *rows, "--metric", "perplexity", "--json", *options)
-        return json.loads(result.output)["perplexity"]
+        return json.loads(result.stdout)["perplexity"]
 
     folder, rows = home / "run" / "artifacts" / "prune", ("--data", home / "t.txt")
     apart, sliding = score("--window", 16), score("--window", 16, "--stride", 4)

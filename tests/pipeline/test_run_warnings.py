@@ -203,3 +203,7 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
         in half["warnings"][-1]
     )
     assert not [text for step in found["steps"][:2] for text in step["warnings"] if "for CUDA" in text]
+    folder = tmp_path / "r" / "artifacts" / "half"
+    scored = CliRunner().invoke(main, ["eval", str(folder), "--data", str(tmp_path / "data.jsonl"), "--json"])
+    assert "warning: this graph is for CUDA and was run on the CPU" in scored.stderr
+    assert json.loads(scored.stdout)["accuracy"]["n"] == 8

@@ -61,8 +61,11 @@ def test_another_generation_is_another_score_and_another_time(home):
 def test_eval_and_predict_take_beams(home):
     artifact = home / "run" / "artifacts" / "model"
     words = ("--max-new-tokens", 6, "--beams", 3)
-    scores = json.loads(
-        _smelt("eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words)
+    arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words]
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    scores = json.loads(result.stdout)
+    assert (
+        "8 of 8 outputs (100.0 %) did not end within 6 tokens (max_new_tokens) and were cut" in result.stderr
     )
     assert "gen:beam 3|length_penalty:1|early_stopping:false|max_new_tokens:6" in scores["bleu"]["signature"]
     with smelt.load(artifact) as model:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT, Columns, Task
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, nearest
 from smelt.core.rows import read_file
 from smelt.core.text_files import file_kind
 
+# Of the rows of one file, for each split that is taken out of it.
+SHARE = 0.1
 _KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 # What people call the splits; the first word that a file's name holds decides.
 _SPLITS = {
@@ -35,47 +36,84 @@ _NAMES = {
 class DataLook:
     """The files of the splits, by split, and the columns that are not called as smelt calls them.
 
-    notes: what was guessed or left out, for the user.
+    shares: of the rows of train, for the splits that have no file. notes: what was guessed or left out, for
+    the user.
     """
 
     splits: Mapping[str, Path]
     columns: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def look_at_data(given: Sequence[Path], task: Task) -> DataLook:
+def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] | None = None) -> DataLook:
     """Find the splits among `given`: files, or folders with files.
 
+    Args:
+        given: one file that is called after no split is divided.
+        task: what the rows are for.
+        columns: names that the user gives, by role; the others are guessed.
+
     Raises:
-        InputError: no such file, no data in a folder, or two files for one split.
+        InputError: no such file, no data in a folder, two files for one split, or a column that is needed and
+            not found.
     """
     files: list[Path] = []
     for path in given:
         if path.is_dir():
-            inside = [p for p in sorted(path.iterdir()) if p.is_file() and _split_of(p) and _fits(p, task)]
-            if not inside:
-                raise InputError(f"{path}: no file in this folder is called train, validation or test.")
-            files += inside
+            files += _inside(path, task)
         elif path.is_file():
             files.append(path)
         else:
             raise InputError(f"{path}: no such file or folder (--data).")
     splits: dict[str, Path] = {}
-    notes = []
     for path in files:
-        name = _split_of(path) or ("test" if len(files) == 1 else None)
+        name = _split_of(path) or ("train" if len(files) == 1 else None)
         if name is None:
             raise InputError(f"{path}: is it train, validation or test? Put the word into the file's name.")
         if name in splits:
             raise InputError(f"{path}: {splits[name]} is for {name} too. Name the right files one by one.")
         splits[name] = path
-    if "test" not in splits and "validation" in splits:
+    named = _columns(next(iter(splits.values())), task, columns or {})
+    shares, notes = {}, []
+    if "test" not in splits and "train" in splits:
+        shares = {name: SHARE for name in ("test", "validation") if name not in splits}
+        parts = " and ".join(shares)
+        notes.append(f"there is no file for {parts}, so a tenth of the rows of train is kept for each")
+    elif "test" not in splits:
+        if "validation" not in splits:
+            raise InputError(f"there is no file for test among {', '.join(p.name for p in files)} (--data).")
         splits["test"] = splits["validation"]
         notes.append(
             "there is no test file, so validation is scored; better keep rows that nothing else sees"
         )
-    columns = _columns(next(iter(splits.values())), task)
-    return DataLook(splits, columns, tuple(notes))
+    return DataLook(splits, named, shares, tuple(notes))
+
+
+def _inside(folder: Path, task: Task) -> list[Path]:
+    """Return the files of a folder that are called after a split, or its only file with data."""
+    data = [path for path in sorted(folder.iterdir()) if path.is_file() and _fits(path, task)]
+    named = [path for path in data if _split_of(path)]
+    if not named and len(data) != 1:
+        raise InputError(f"{folder}: no file in this folder is called train, validation or test.")
+    return named or data
+
+
+def parse_columns(given: Sequence[str]) -> Columns:
+    """Return the columns that `--column ROLE=NAME` names.
+
+    Raises:
+        InputError: no such role, or no name.
+    """
+    values = {}
+    for item in given:
+        role, sign, name = item.partition("=")
+        if not sign or not name or role not in Columns.model_fields:
+            known = ", ".join(Columns.model_fields)
+            hint = nearest(role, Columns.model_fields)
+            raise InputError(f"--column {item}: expected ROLE=NAME with a role of {known}.{hint}")
+        values[role] = name
+    return Columns(**values)
 
 
 def _fits(path: Path, task: Task) -> bool:
@@ -96,19 +134,25 @@ def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset(
     return next((name for name in _NAMES[role] if name in row and name not in taken), None)
 
 
-def _columns(path: Path, task: Task) -> dict[str, str]:
+def _columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the columns that the first row does not have under smelt's own names."""
-    if file_kind(path) == ".txt":
+    if file_kind(path) == ".txt" and task == "language-modeling":
         return {}
-    row = next((row for _, row in itertools.islice(read_file(path), 1)), {})
+    row = next((row for _, row in read_file(path)), {})
     own = Columns()
     roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT else ("text",)
     roles += ("text_pair", "label") if task == "text-classification" else ()
-    found: dict[str, str] = {}
+    found = dict(given)
     for role in roles:
-        if getattr(own, role) in row or (role == "target" and own.references in row):
+        if role in found or getattr(own, role) in row or (role == "target" and own.references in row):
             continue
         name = guess_column(row, role, set(found.values()))
         if name is not None:
             found[role] = name
+        elif role != "text_pair":
+            there = ", ".join(map(str, row)) or "none"
+            raise InputError(
+                f"{path}: no column looks like the {role}; there are: {there}."
+                f" Name it with --column {role}=NAME."
+            )
     return found

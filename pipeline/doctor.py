@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Group = Literal["machine", "packages", "runtimes", "processor"]
 _TITLES: dict[Group, str] = {
@@ -43,7 +43,7 @@ class Finding:
 def diagnose() -> list[Finding]:
     """Look at everything; takes a few seconds, since runtimes are imported and tried."""
     findings: list[Finding] = []
-    for look in (_machine, _packages, _torch, _onnxruntime, _extras, _processor):
+    for look in (_machine, _packages, _torch, _onnxruntime, _engines, _processor):
         findings += _safely(look)
     return findings
 
@@ -113,12 +113,17 @@ def _machine() -> Iterator[Finding]:
         yield Finding("machine", "gpu", None, "no NVIDIA GPU (nvidia-smi is missing or does not answer)")
 
 
+# Their versions stand in every report; no target runs on them.
+_NOT_USED = frozenset({"openvino", "bitsandbytes"})
+
+
 def _packages() -> Iterator[Finding]:
     from smelt.evaluate.environment import versions
 
     found = versions()
     for name, number in found.items():
-        yield Finding("packages", name, True, number)
+        if name not in _NOT_USED:
+            yield Finding("packages", name, True, number)
     required = {"torch", "transformers", "onnx", "onnxsim", "onnxscript", "numpy", "sacrebleu"}
     for name in sorted(required - found.keys()):
         yield Finding("packages", name, False, "missing", f"pip install {name}")
@@ -141,7 +146,7 @@ def _torch() -> Iterator[Finding]:
             raise RuntimeError("a product of two matrices came out wrong")
         return ""
 
-    yield _attempt("torch cpu", lambda: product("cpu") + f"{torch.get_num_threads()} threads")
+    yield _attempt("torch cpu", lambda: product("cpu") + _threads(torch.get_num_threads()))
     yield _attempt("torch cpu bf16", _bf16, "nothing to install; training takes fp32 by itself")
     if torch.version.cuda is None and torch.version.hip is None:
         yield Finding(
@@ -156,6 +161,10 @@ def _torch() -> Iterator[Finding]:
         yield _attempt("torch cuda", lambda: product("cuda") + torch.cuda.get_device_name(), remedy)
 
 
+def _threads(number: int) -> str:
+    return f"{number} thread{'' if number == 1 else 's'}"
+
+
 def _bf16() -> str:
     from smelt.runtime.device import bf16_works
 
@@ -167,25 +176,24 @@ def _bf16() -> str:
 def _onnxruntime() -> Iterator[Finding]:
     import onnxruntime
 
+    from smelt.machine import has_cuda
+
     onnxruntime.set_default_logger_severity(4)  # failing providers write to the terminal otherwise
     model = _tiny_graph()
-    wanted = ["CPUExecutionProvider", "CUDAExecutionProvider"]
-    available = onnxruntime.get_available_providers()
-    for provider in dict.fromkeys([*wanted, *available]):
-        if provider in _NOT_USED:
-            continue
-        name = f"onnxruntime {provider.removesuffix('ExecutionProvider').lower()}"
-        if provider in available:
-            yield _attempt(name, lambda p=provider: _session(model, p), _REMEDIES.get(provider, ""))  # type: ignore[misc]
+    for target, provider in _PROVIDERS.items():
+        name = f"onnxruntime {target.removeprefix('ort-')}"
+        remedy = _REMEDIES.get(provider, "")
+        if provider not in onnxruntime.get_available_providers():
+            yield Finding("runtimes", name, False, "not in this build", remedy)
+        elif provider == "CUDAExecutionProvider" and not has_cuda():
+            yield Finding("runtimes", name, False, "no NVIDIA GPU with a working driver", remedy)
         else:
-            yield Finding("runtimes", name, False, "not in this build", _REMEDIES.get(provider, ""))
+            yield _attempt(name, lambda p=provider, t=target: _session(model, p, t), remedy)  # type: ignore[misc]
 
 
+# What the targets of `onnx` run on; whatever else a build brings along, no target of smelt uses.
+_PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 _REMEDIES = {"CUDAExecutionProvider": "with an NVIDIA GPU: pip install 'onnxruntime-gpu[cuda,cudnn]'"}
-# Azure's calls a service and computes nothing here; engines run through TensorRT itself.
-_NOT_USED = frozenset(
-    {"AzureExecutionProvider", "TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider"}
-)
 
 
 def _tiny_graph() -> bytes:
@@ -198,7 +206,7 @@ def _tiny_graph() -> bytes:
     return bytes(helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString())
 
 
-def _session(model: bytes, provider: str) -> str:
+def _session(model: bytes, provider: str, target: str) -> str:
     import numpy as np
     import onnxruntime
 
@@ -206,17 +214,15 @@ def _session(model: bytes, provider: str) -> str:
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model, options, providers=[provider])
     if provider not in session.get_providers():
-        raise RuntimeError("its libraries (CUDA, cuDNN, TensorRT) cannot be loaded")
+        raise RuntimeError("its libraries (CUDA, cuDNN) cannot be loaded")
     (result,) = session.run(None, {"x": np.array([1.0, 2.0], dtype=np.float32)})
     if result.tolist() != [2.0, 4.0]:
         raise RuntimeError("a sum came out wrong")
-    return f"onnxruntime {onnxruntime.__version__}"
+    return f"onnxruntime {onnxruntime.__version__}, for target {target}"
 
 
-def _extras() -> Iterator[Finding]:
+def _engines() -> Iterator[Finding]:
     yield _attempt("tensorrt", _tensorrt, "with an NVIDIA GPU: pip install tensorrt")
-    yield _attempt("openvino", _openvino, "pip install openvino")
-    yield _attempt("bitsandbytes", _bitsandbytes, "pip install bitsandbytes")
 
 
 def _tensorrt() -> str:
@@ -231,28 +237,6 @@ def _tensorrt() -> str:
         raise RuntimeError(f"{trt.__name__} {trt.__version__} is installed, but finds no usable GPU")
     runs = "" if cuda_lacks() is None else "; engines cannot be run here: no CUDA GPU that torch can use"
     return f"{trt.__name__} {trt.__version__}: a builder can be made{runs}"
-
-
-def _openvino() -> str:
-    import openvino  # type: ignore[import-not-found,unused-ignore]
-
-    core = openvino.Core()
-    model: Any = core.compile_model(core.read_model(_tiny_graph()), "CPU")
-    if list(model([[1.0, 2.0]])[0]) != [2.0, 4.0]:
-        raise RuntimeError("a sum came out wrong")
-    return f"openvino {openvino.__version__}, devices {', '.join(core.available_devices)}"
-
-
-def _bitsandbytes() -> str:
-    import bitsandbytes  # type: ignore[import-not-found,unused-ignore]
-    import torch
-    from bitsandbytes import functional
-
-    codes, state = functional.quantize_4bit(torch.ones(64, 64), quant_type="nf4")
-    back = functional.dequantize_4bit(codes, state)
-    if not torch.allclose(back, torch.ones(64, 64), atol=0.1):
-        raise RuntimeError("4-bit weights came back wrong")
-    return f"bitsandbytes {bitsandbytes.__version__}"
 
 
 # Linux's names of instruction sets (arch/x86/include/asm/cpufeatures.h, arch/arm64 hwcap) and what they do.

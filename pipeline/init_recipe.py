@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from smelt.core.data import TEXT_TO_TEXT, SplitName, Task
+from smelt.core.data import TEXT_TO_TEXT, Columns, Label, SplitName, Task
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
+from smelt.core.labels import decide_problem
+from smelt.core.rows import read_file
 from smelt.data_look import DataLook, look_at_data
 from smelt.model_look import ModelLook, look
+from smelt.problem import METRICS_OF
 from smelt.recipe_yaml import parse_yaml
 from smelt.stage_table import load_stage
+from smelt.text_rules import MULTILINGUAL
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
 _ROWS = {
@@ -30,12 +35,9 @@ _QUALITY = {
     "summarization": "[rouge1, rouge2, rougeL]",
     "language-modeling": "[perplexity, bits_per_byte]",
 }
-_MAY_LOSE = {
-    "translation": ("bleu", 1.0),
-    "summarization": ("rougeL", 1.0),
-    "text-classification": ("accuracy", 1.0),
-    "language-modeling": ("perplexity", 1.0),
-}
+_LEADS = {"translation": "bleu", "summarization": "rougeL", "language-modeling": "perplexity"}
+# Rows that are looked at to see what the labels are.
+_SEEN_ROWS = 2000
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,15 @@ class Machine:
     cores: int
     gpu: bool
     tensorrt: bool
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user says beside the model. columns: by role. languages: source and target, of mBART."""
+
+    task: Task | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    languages: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -76,29 +87,69 @@ def init_recipe(
     out: str | None = None,
     task: Task | None = None,
     force: bool = False,
+    wishes: Wishes | None = None,
 ) -> tuple[str, Path | None]:
-    """Write a recipe for `model`; return its text and where it was written (`-`: nowhere).
+    """Write a recipe for `model` that `smelt plan` accepts; return its text and where it was written.
 
     Args:
         model: a folder or a hub id.
         data: files or folders with the splits; none: names to be filled in.
-        out: the recipe's file (default: NAME.yaml here), or `-`.
+        out: the recipe's file (default: NAME.yaml here), or `-`: nowhere, and the path returned is None.
         task: what the model is for, where its family can be for several things.
         force: write over a file that is there.
+        wishes: what else the user says.
 
     Raises:
         InputError: no model that smelt can start from, unusable data, or the file exists.
     """
-    seen = look(model, task)
-    found = look_at_data(data, seen.task) if data else None
+    wishes = wishes or Wishes(task)
+    seen = look(model, task or wishes.task)
+    seen = replace(seen, languages=_languages(seen, wishes))
+    found = look_at_data(data, seen.task, wishes.columns) if data else None
+    if seen.new_head and found and "train" not in found.splits:
+        raise InputError(
+            f"{model}: this model has no classifier yet, and there are no rows to train one on; name a file"
+            " with training rows too (--data)."
+        )
     path = None if out == "-" else Path(out or f"{_stem(model)}.yaml")
     if path is not None and path.exists() and not force:
         raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
     base = (path.parent if path is not None else Path()).resolve()
     text = recipe_text(model, seen, found, look_at_machine(), base, path or Path("RECIPE.yaml"))
+    if found:
+        _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
     if path is not None:
         write_atomically(path, text)
     return text, path
+
+
+def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]:
+    """Return the languages that the recipe has to say: of a multilingual model both."""
+    if seen.family not in MULTILINGUAL:
+        if any(wishes.languages):
+            raise InputError(f"--source-language, --target-language: a {seen.family} model takes none.")
+        return None, None
+    source, target = (mine or its for mine, its in zip(wishes.languages, seen.languages, strict=True))
+    if source is None or target is None:
+        raise InputError(
+            f"a {seen.family} model has to be told its languages, as its tokenizer writes them:"
+            " --source-language en_XX --target-language de_DE."
+        )
+    return source, target
+
+
+def _require_plan(text: str, path: Path) -> None:
+    """Make sure that the recipe `text`, written at `path`, is one that can be planned.
+
+    Raises:
+        InputError: it is not: rows that are broken, labels that the model does not know, ...
+    """
+    from smelt.plan import make_plan
+
+    try:
+        make_plan(parse_yaml(text, path.name), path)
+    except InputError as error:
+        raise InputError(f"no recipe is written, because it could not be carried out:\n{error}") from error
 
 
 def recipe_text(
@@ -116,19 +167,42 @@ def recipe_text(
     for name in (n for n in get_args(SplitName) if n in splits):
         file = splits[name]
         lines.append(f"  {name}: {_scalar(_relative(file, base) if data else file.as_posix())}")
+    if data and data.shares:
+        parts = ", ".join(f"{name}: {share}" for name, share in data.shares.items())
+        lines.append(f"  split: {{{parts}}}    # drawn out of train by the seed")
     if data and data.columns:
         named_columns = ", ".join(f"{role}: {_scalar(name)}" for role, name in data.columns.items())
         lines.append(f"  columns: {{{named_columns}}}    # guessed from the first row")
+    if all(seen.languages):
+        source, target = map(_scalar, map(str, seen.languages))
+        lines += [f"  source_language: {source}", f"  target_language: {target}"]
     lines += ["stages:", *(line for step in steps for line in _lines(step))]
     lines += _score(seen, machine)
     if seen.new_head:
         lines += ["baseline: tuned    # before it the classifier is random"]
-    metric, drop = _MAY_LOSE[seen.task]
+    metric = _leading_metric(seen, data)
     lines += [
         "# A limit that must be kept, or the run exits with 3:",
-        f"# gates: {{{metric}: {{max_drop: {drop}}}, speedup: {{min: 1.5, at: onnx-int8}}}}",
+        f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: onnx-int8}}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _leading_metric(seen: ModelLook, data: DataLook | None) -> str:
+    """Return the metric that leads the report; of a classifier its labels decide, as far as they are seen."""
+    if seen.task in _LEADS:
+        return _LEADS[seen.task]
+    labels: list[Label] = []
+    if data:
+        column = data.columns.get("label", Columns().label)
+        for _, row in itertools.islice(read_file(next(iter(data.splits.values()))), _SEEN_ROWS):
+            value = row.get(column)
+            if isinstance(value, int | float | str):
+                labels.append(value)
+            elif isinstance(value, list):
+                labels.append(tuple(map(str, value)))
+    config = None if seen.new_head or not seen.config else seen.config
+    return METRICS_OF[decide_problem(config, labels)][0]
 
 
 def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, path: Path) -> Iterator[str]:

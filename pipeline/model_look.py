@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class ModelLook:
     folder: None for an id on the hub, of which only the config was read. family: the config's model_type.
     task: what it is for; tasks: all that its family can be for. parameters: values in its weights;
     None where they were not read. dtype: of most of them. limit: tokens that it has room for.
-    new_head: it has no classifier yet.
+    new_head: it has no classifier yet. config: its Hugging Face config. languages: source and target, as its
+    tokenizer calls them, where its files say them.
     """
 
     folder: Path | None
@@ -50,6 +52,8 @@ class ModelLook:
     dtype: str | None
     limit: int | None
     new_head: bool
+    config: Mapping[str, Any] = field(default_factory=dict)
+    languages: tuple[str | None, str | None] = (None, None)
 
 
 def look(model: str, task: Task | None = None, base: Path | None = None) -> ModelLook:
@@ -80,6 +84,8 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         dtype=dtype,
         limit=_limit(config),
         new_head=chosen == "text-classification" and not has_classifier(config),
+        config=config,
+        languages=_languages(folder) if folder is not None else (None, None),
     )
 
 
@@ -106,6 +112,17 @@ def _choose(config: Mapping[str, Any], family: str, tasks: tuple[Task, ...], wan
         return named.pop()
     usual = _USUAL.get(family, tasks[0])
     return usual if usual in tasks else tasks[0]
+
+
+def _languages(folder: Path) -> tuple[str | None, str | None]:
+    """Return the languages that the tokenizer was saved with (mBART's `src_lang` and `tgt_lang`)."""
+    try:
+        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = [said.get(name) for name in ("src_lang", "tgt_lang")]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None, None
+    source, target = (name if isinstance(name, str) else None for name in found)
+    return source, target
 
 
 def _limit(config: Mapping[str, Any]) -> int | None:

@@ -16,7 +16,7 @@ from smelt.core.stage import Settings, Stage
 from smelt.model_folder import fetch_model
 from smelt.recipe import Recipe, examine, find_recipe
 from smelt.recipe_stages import ROOT
-from smelt.recipe_yaml import read_yaml
+from smelt.recipe_yaml import Document, read_yaml
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,18 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
         InputError: every mistake in the recipe, the model's folder and the data, one per line, each
             with file and line.
     """
+    path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
+    return make_plan(read_yaml(path), path, overrides, until)
+
+
+def make_plan(
+    document: Document, path: Path, overrides: Sequence[str] = (), until: str | None = None
+) -> Plan:
+    """Check the recipe that `document` is, as if it stood at `path`.
+
+    Raises:
+        InputError: as `load_plan`.
+    """
     from smelt.plan_checks import Checker
     from smelt.plan_engines import fit_engines
     from smelt.plan_fit import check_fit
@@ -206,8 +218,6 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     from smelt.run_warnings import data_warnings, decoding_warnings
     from smelt.untrained import check_untrained
 
-    path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
-    document = read_yaml(path)
     read, mistakes, bad = examine(document, path, overrides)
     checker = Checker(read, mistakes, bad)
     every = fit_engines(checker.steps(), read, checker.places, mistakes)

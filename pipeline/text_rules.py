@@ -12,7 +12,7 @@ from smelt.recipe import Recipe
 from smelt.runtime.text_rules import FILE, TextRules, read_text_rules
 
 # Families whose tokenizer knows languages by their codes.
-_MULTILINGUAL = ("mbart",)
+MULTILINGUAL = ("mbart",)
 
 
 def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
@@ -32,7 +32,7 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
         return TextRules(), []
     config = _config(folder)
     kind = config.get("model_type")
-    if kind in _MULTILINGUAL:
+    if kind in MULTILINGUAL:
         return _languages(recipe, folder, str(kind))
     if data.prefix is not None:
         return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (the recipe's)"]

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Example, Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.store import Store
+from smelt.data_look import parse_columns
 from smelt.label_scores import answers
 from smelt.problem import METRICS_OF, metric_mistakes
 from smelt.recipe import DEFAULT_METRICS, METRICS
@@ -57,7 +58,7 @@ def evaluate_artifact(
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
-    split = read_split(data, task, _columns(columns), Path.cwd()).head(limit)
+    split = read_split(data, task, parse_columns(columns), Path.cwd()).head(limit)
     split = _cut(split, artifact, window, stride, say)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
@@ -183,15 +184,3 @@ def _open(folder: Path) -> Artifact:
     artifact = read_artifact(folder)
     artifact.verify()
     return artifact
-
-
-def _columns(given: Sequence[str]) -> Columns:
-    values = {}
-    for item in given:
-        role, sep, name = item.partition("=")
-        if not sep or role not in Columns.model_fields:
-            known = ", ".join(Columns.model_fields)
-            hint = nearest(role, Columns.model_fields)
-            raise InputError(f"--column {item}: expected ROLE=NAME with a role of {known}.{hint}")
-        values[role] = name
-    return Columns(**values)

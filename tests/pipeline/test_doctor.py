@@ -1,4 +1,3 @@
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,11 +17,48 @@ def test_diagnose_tries_torch_and_onnxruntime_on_the_cpu() -> None:
 
 
 def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    (finding,) = [f for f in doctor._extras() if f.name == "openvino"]
+    monkeypatch.setattr("smelt.runtime.tensorrt_module.find_tensorrt", lambda: None)
+    (finding,) = doctor._engines()
     assert finding == Finding(
-        "runtimes", "openvino", False, "openvino is not installed", "pip install openvino"
+        "runtimes",
+        "tensorrt",
+        False,
+        "tensorrt is not installed",
+        "with an NVIDIA GPU: pip install tensorrt",
     )
+
+
+def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    from smelt.export.onnx_stage import OnnxSettings
+
+    every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)
+    monkeypatch.setattr("smelt.evaluate.environment.version", lambda name: "1.0")  # all is installed
+    findings = diagnose()
+    named = {f.name for f in findings if f.group == "runtimes"}
+    assert named == {
+        "torch cpu",
+        "torch cpu bf16",
+        "torch cuda",
+        "onnxruntime cpu",
+        "onnxruntime cuda",
+        "tensorrt",
+    }
+    targets = set(OnnxSettings.model_json_schema()["properties"]["target"]["enum"])
+    assert targets == {*doctor._PROVIDERS, "tensorrt"}
+    assert not {"openvino", "bitsandbytes"} & {f.name for f in findings}
+
+
+def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr("smelt.machine.has_cuda", lambda: False)
+    (finding,) = [f for f in doctor._onnxruntime() if f.name == "onnxruntime cuda"]
+    assert (finding.ok, finding.detail) == (False, "no NVIDIA GPU with a working driver")
 
 
 def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """`smelt init`: a recipe that plans, for every family and task, and says what was seen."""
 
+import gzip
 import json
+import shutil
 
 import families
 import pytest
@@ -29,6 +31,11 @@ def models(tmp_path_factory):
     for family in untrained.CONFIGS:
         labels = ["0", "1"] if untrained.CONFIGS[family][0] == "text-classification" else []
         made[family] = untrained.made(tmp_path_factory.mktemp(family), family, labels=labels)[0]
+    made["mbart"] = families.bart(tmp_path_factory.mktemp("mbart") / "m", kind="mbart")
+    made["bare"] = shutil.copytree(made["bert"], tmp_path_factory.mktemp("bare") / "m")
+    path = made["bare"] / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in ("id2label", "problem_type")}))
     return made
 
 
@@ -56,6 +63,169 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
     assert [step.stage for step in plan.steps] == ["prune", "distill", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"
     assert all(text.startswith("test has 8 rows") or " test rows " in text for text in plan.warnings)
+
+
+# Files, by the names that people give them; the last is called after no split.
+LAYOUTS = [
+    ("train", "dev", "test"), ("train", "test"), ("train", "dev"), ("train",), ("dev",), ("test",),
+    ("dev", "test"), ("train", "calib"), ("reviews",),
+]  # fmt: skip
+KINDS = [".jsonl", ".json", ".csv", ";.csv", ".tsv", ".parquet", ".jsonl.gz"]
+
+
+def _row(task, at, label):
+    word = f"{tiny.SENTENCES[at % 10]} {tiny.SENTENCES[at // 10 % 10]}"
+    if task == "text-classification":
+        return {"text": word, "label": label(at)}
+    return {"text": word} if task == "language-modeling" else {"source": word, "target": word[::-1]}
+
+
+def _write(path, kind, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = path.with_name(path.name + kind.removeprefix(";"))
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif "csv" in kind or "tsv" in kind:
+        mark = {".csv": ",", ";.csv": ";", ".tsv": "\t"}[kind]
+        fields = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
+        path.write_text("\n".join(map(mark.join, fields)))
+    elif kind == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        text = "\n".join(map(json.dumps, rows)).encode()
+        path.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
+    return path
+
+
+def _plans(model, data, path, task=None):
+    """Write a recipe, plan it as it is and with its gates, and return the plan."""
+    text, _ = init_recipe(str(model), data, str(path), task, force=True)
+    plan = load_plan(path)
+    assert not plan.blocked
+    path.write_text(text.replace("\n# gates:", "\ngates:"))
+    assert load_plan(path).gates
+    return plan
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize(
+    ("family", "task"), [*CASES, ("mbart", "translation"), ("bare", "text-classification")]
+)
+def test_what_init_writes_plans_for_every_family_and_layout_of_data(tmp_path, models, family, task, layout):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    # every kind of file comes with every layout, not with every family
+    kind = KINDS[(LAYOUTS.index(layout) + len(family)) % len(KINDS)]
+    rows = [_row(task, at, lambda at: at % 2) for at in range(30)]
+    files = [_write(folder / name, kind, rows) for name in layout]
+    refused = "no rows to train one on" if family == "bare" and "train" not in layout else ""
+    if family == "bare" and layout == ("reviews",):
+        refused = ""
+    for data in ([folder], files):
+        if refused:
+            with pytest.raises(InputError, match=refused):
+                init_recipe(str(models[family]), data, str(tmp_path / "r.yaml"), task)
+            continue
+        plan = _plans(models[family], data, tmp_path / "r.yaml", task)
+        assert "test" in plan.splits
+        trains = [step.stage for step in plan.steps if step.trains]
+        assert bool(trains) == ("train" in plan.splits)
+        texts = {name: {e.text for e in split.examples} for name, split in plan.splits.items()}
+        if "train" in texts and "test" not in layout:
+            assert not texts["test"] & texts["train"]  # drawn out of it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("label", "config", "metric"),
+    [
+        (lambda at: at % 2, {}, "accuracy"),
+        (lambda at: float(at % 2), {}, "accuracy"),
+        (lambda at: f"class {at % 3}", None, "accuracy"),
+        (lambda at: at % 3 + 1, None, "accuracy"),
+        (lambda at: at / 7, None, "pearson"),
+        (lambda at: "a|b" if at % 2 else "b", None, "f1_micro"),
+        (lambda at: at / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
+    ],
+)
+def test_what_init_writes_plans_for_every_kind_of_label(tmp_path, models, kind, label, config, metric):
+    model = models["bare"]
+    if config is not None:
+        model = shutil.copytree(models["bert"], tmp_path / "m")
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    file = _write(tmp_path / "reviews", kind, [_row("text-classification", at, label) for at in range(60)])
+    plan = _plans(model, [file], tmp_path / "r.yaml")
+    assert f"gates: {{{metric}: " in (tmp_path / "r.yaml").read_text()
+    assert {name: len(split) for name, split in plan.splits.items()} == {
+        "train": 48,
+        "validation": 6,
+        "test": 6,
+    }
+
+
+@pytest.mark.parametrize("machine", [Machine(2, False, False), Machine(2, True, False), _GPU], ids=str)
+def test_what_init_writes_plans_on_every_machine(tmp_path, models, monkeypatch, machine):
+    monkeypatch.setattr("smelt.init_recipe.look_at_machine", lambda: machine)
+    plan = _plans(models["bert"], [_data(tmp_path / "rows", "text-classification")], tmp_path / "r.yaml")
+    assert ("tensorrt" in [step.stage for step in plan.steps]) == machine.gpu
+
+
+def test_plain_text_in_one_file_is_divided(tmp_path, models):
+    (tmp_path / "corpus.txt").write_text("\n".join(f"{s} {i}" for i in range(30) for s in tiny.SENTENCES))
+    plan = _plans(models["gpt2"], [tmp_path / "corpus.txt"], tmp_path / "r.yaml")
+    assert {name: len(split) for name, split in plan.splits.items()} == {
+        "train": 240,
+        "validation": 30,
+        "test": 30,
+    }
+
+
+def test_data_that_cannot_be_planned_with_are_refused_and_nothing_is_written(tmp_path, models):
+    rows = [{"text": f"a {at}", "label": "x" if at == 2 else at % 2} for at in range(9)]
+    _write(tmp_path / "train", ".jsonl", rows)
+    with pytest.raises(
+        InputError, match=r"no recipe is written.*\n.*train.jsonl:3: the label 'x' is not one of"
+    ):
+        init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
+    _write(tmp_path / "train", ".jsonl", rows[:2])
+    with pytest.raises(InputError, match=r"2 different texts cannot be divided into 3 splits"):
+        init_recipe(str(models["bert"]), [tmp_path / "train.jsonl"], str(tmp_path / "r.yaml"))
+    assert not (tmp_path / "r.yaml").exists()
+
+
+def test_columns_and_languages_are_taken_from_the_command_line(tmp_path, models, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "all.csv").write_text("xx;yy\n" + "".join(f"a {i};{i % 2}\n" for i in range(20)))
+
+    def smelt(*arguments):
+        result = CliRunner().invoke(main, ["init", *map(str, arguments)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    refused = smelt(models["bert"], "--data", "all.csv")
+    assert refused.exit_code == 2
+    assert (
+        "no column looks like the text; there are: xx, yy. Name it with --column text=NAME." in refused.output
+    )
+    done = smelt(
+        models["bert"], "--data", "all.csv", "--column", "text=xx", "--column", "label=yy", "--out", "r.yaml"
+    )
+    assert done.exit_code == 0, done.output
+    assert load_plan(tmp_path / "r.yaml").recipe.data.columns.text == "xx"
+    assert "Did you mean 'label'" in smelt(models["bert"], "--column", "lable=yy").output
+    other = shutil.copytree(models["mbart"], tmp_path / "mbart")
+    path = other / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tgt_lang"}))
+    tiny.pairs(tmp_path / "train.jsonl", 20)
+    assert "--source-language en_XX --target-language de_DE" in smelt(other, "--data", "train.jsonl").output
+    done = smelt(other, "--data", "train.jsonl", "--target-language", "de_DE", "--out", "m.yaml")
+    assert done.exit_code == 0, done.output
+    data = load_plan(tmp_path / "m.yaml").recipe.data
+    assert (data.source_language, data.target_language) == ("en_XX", "de_DE")
+    assert "a bert model takes none" in smelt(models["bert"], "--source-language", "en").output
 
 
 @pytest.mark.parametrize(("family", "task"), [("bert", "text-classification"), ("marian", "translation")])

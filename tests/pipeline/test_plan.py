@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 from safetensors.numpy import save_file
 
 from smelt import machine, stage_table
+from smelt.cli import main
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Settings, StepName
 from smelt.plan import Plan, describe_plan, load_plan
@@ -175,6 +177,124 @@ def test_a_step_stands_on_the_steps_that_its_settings_name(folder: Path) -> None
     assert [s.name for s in made.steps] == ["tuned", "prune", "distill"]
     assert made.step("distill").stands_on == ("prune", "tuned")
     assert made.step("prune").stands_on == ("model",)
+
+
+def test_gate_without_at_is_not_moved_to_another_step_by_until(folder: Path) -> None:
+    gates = "\ngates: {bleu: {max_drop: 1}, chrf: {max_drop: 1, at: [prune, onnx]}, size_bytes: {max: 9}}"
+    stages = "[prune, {quantize: {}, name: small}, onnx, {onnx: {}, from: prune, name: other}]" + gates
+    every = plan(folder, stages)
+    assert [(g.metric, g.at) for g in every.gates] == [
+        ("bleu", ("onnx", "other")),
+        ("chrf", ("prune", "onnx")),
+        ("size_bytes", ("onnx", "other")),
+    ]
+    assert every.warnings == ()
+    part = plan(folder, stages, until="small")
+    assert [(g.metric, g.at) for g in part.gates] == [("chrf", ("prune",))]
+    assert part.warnings == (
+        "the gate on bleu is not judged at onnx, other, which --until leaves out.",
+        "the gate on chrf is not judged at onnx, which --until leaves out.",
+        "the gate on size_bytes is not judged at onnx, other, which --until leaves out.",
+    )
+    branch = plan(folder, stages, until="other")
+    assert [(g.metric, g.at) for g in branch.gates] == [
+        ("bleu", ("other",)),
+        ("chrf", ("prune",)),
+        ("size_bytes", ("other",)),
+    ]
+
+
+def test_drop_is_not_judged_when_the_baseline_is_left_out(folder: Path) -> None:
+    stages = "[prune, {prune: {}, from: model, name: other}]"
+    stages += "\nbaseline: prune\ngates: {bleu: {max_drop: 1, min: 2}}"
+    made = plan(folder, stages, until="other")
+    assert [(g.metric, g.kind) for g in made.gates] == [("bleu", "min")]
+    assert made.warnings == ("the baseline 'prune' is left out, so nothing is compared with it.",)
+
+
+def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folder: Path) -> None:
+    stages = "[prune]\ngates: {speedup: {min: 2}, bleu: {min: 1}}"
+    made = plan(folder, stages, "score.latency=false")
+    assert [g.metric for g in made.gates] == ["bleu"]
+    assert made.warnings == ("the gate on speedup is not judged, because latency is switched off.",)
+    assert "gate on speedup is not judged" in " ".join(describe_plan(made).split())
+    assert mistakes(folder, stages + "\nscore: {latency: false}") == [
+        "5: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate."
+    ]
+
+
+def test_names_that_only_an_unreadable_step_may_have_are_not_blamed(folder: Path) -> None:
+    [found] = mistakes(folder, "\n  - {onxn: {}, name: gone}\n  - {prune: {}, from: gone}\nbaseline: gone")
+    assert "unknown stage 'onxn'" in found
+    found = mistakes(
+        folder, "\n  - {onxn: {}}\n  - prune\nbaseline: onnx\ngates: {bleu: {min: 1, at: nowhere}}"
+    )
+    assert len(found) == 2
+    assert "no step 'nowhere'" in found[1]
+
+
+def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
+    """A setting that is wrong has its default while the rest is checked; nothing is concluded from that."""
+    assert len(mistakes(folder, "[{onnx: {target: tensort}}, tensorrt]")) == 1
+    found = mistakes(folder, "[{prune: {}, name: a}, {distill: {teacher: b, keep: 7, x: 1}}]")
+    assert [line.split(":")[1] for line in found] == [
+        " stages[1].distill.keep",
+        " stages[1].distill.x",
+        " stages[1].distill.teacher",
+    ]
+    head = HEAD.replace("train: train.jsonl", "train: [train.jsonl], columns: {source: 3}")
+    assert len(mistakes(folder, "[prune]", head=head)) == 2  # no word of missing training data, or columns
+
+
+def test_parts_of_one_file_are_planned(folder: Path) -> None:
+    head = (
+        "model: model\ntask: translation\ndata: {train: train.jsonl, split: {test: 0.1, validation: 0.05}}\n"
+    )
+    made = plan(folder, "[prune]", head=head)
+    assert {name: len(rows) for name, rows in made.splits.items()} == {
+        "train": 102,
+        "validation": 6,
+        "test": 12,
+    }
+    assert "test        10 % of train, seed 0 (12 rows)" in describe_plan(made)
+    assert list(made.read_data(5)) == ["train", "validation", "test"]
+    texts = [{e.text for e in rows.examples} for rows in made.splits.values()]
+    assert sum(map(len, texts)) == len(set.union(*texts))
+    again = plan(folder, "[]", "seed=1", head=head)
+    assert again.splits["test"].fingerprint != made.splits["test"].fingerprint
+    large = plan(folder, "[prune]", head=head)
+    assert large.read_data()["train"].fingerprint == made.splits["train"].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            "{train: train.jsonl}",
+            "data.test: missing; expected a file or a hub id (or beside train, `split: {test",
+        ),
+        ("{split: {test: 0.1}}", "data.split: takes rows out of train, and there is no train: name a file."),
+        ("{train: train.jsonl, split: {validation: 0.1}}", "data.test: missing; expected a file"),
+        (
+            "{train: train.jsonl, test: test.jsonl, split: {test: 0.1}}",
+            "data.split.test: 'test' has a file of its own. Remove one of the two.",
+        ),
+        ("{train: train.jsonl, split: {test: 1}}", "data.split.test: expected a number between 0 and 1"),
+        (
+            "{train: train.jsonl, split: {test: 0.5, validation: 0.5}}",
+            "data.split: the shares leave nothing to train on; together they must be less than 1.",
+        ),
+        (
+            "{train: train.jsonl, split: {calibration: 0.5, test: 0.1}}",
+            "data.split.calibration: unknown; known here",
+        ),
+        ("{train: few.jsonl, split: {test: 0.1}}", "1 different texts cannot be divided into 2 splits."),
+    ],
+)
+def test_splits_that_cannot_be_are_told(folder: Path, data: str, message: str) -> None:
+    (folder / "few.jsonl").write_text('{"source": "a", "target": "b"}\n' * 9)
+    [found] = mistakes(folder, "[]", head=f"model: model\ntask: translation\ndata: {data}\n")
+    assert message in found
 
 
 def test_overrides_are_applied_and_kept_in_the_text(folder: Path) -> None:
@@ -459,6 +579,17 @@ def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
     assert "CANNOT RUN: TensorRT is not installed" in text
     assert "cannot run here as it is: tensorrt." in text
     assert "until       tensorrt; left out: nothing" in text
+
+
+def test_command_ends_with_2_when_a_step_cannot_run_here(folder: Path) -> None:
+    path = folder / "recipe.yaml"
+    for optional, code in (("false", 2), ("true", 0)):
+        path.write_text(
+            f"{HEAD}stages: [{{onnx: {{target: tensorrt}}}}, {{tensorrt: {{}}, optional: {optional}}}]\n"
+        )
+        done = CliRunner().invoke(main, ["plan", str(path)])
+        assert done.exit_code == code
+        assert ("CANNOT RUN" in done.output) == (code == 2)
 
 
 _WORDS = st.sampled_from(["model", "test.jsonl", "prune", "onnx", "~nobody/x", "a" * 300, "x\0y", "..", ""])

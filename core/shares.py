@@ -55,8 +55,7 @@ def divide(split: Split, shares: Mapping[str, float], seed: int) -> dict[str, Sp
         )
     taken: dict[str, list[int]] = {}
     for name, share in shares.items():
-        target = max(1, round(share * len(split)))
-        drawn = _draw(groups, target)
+        drawn = _draw(groups, round(share * len(split)))
         taken[name] = sorted(row for group in drawn for row in group.rows)
         groups = [group for group in groups if group not in drawn]
     taken["train"] = sorted(row for group in groups for row in group.rows)
@@ -79,7 +78,7 @@ def _draw(groups: Sequence[_Group], target: int) -> set[_Group]:
             if spare and len(group.rows) <= left:
                 drawn.add(group)
                 left, spare = left - len(group.rows), spare - 1
-    # each class has one text, or each text has many copies: then the one with the fewest
+    # no share came to a row, or each text has many copies: then the text with the fewest
     return drawn or {min(groups, key=lambda group: (len(group.rows), group.rank))}
 
 

@@ -100,6 +100,8 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
     if earlier := [step.name for step in report.steps if step.earlier]:
         failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
     failed += [f"warning: {text}" for text in report.warnings]
+    if warned := [step.name for step in report.steps if step.warnings]:
+        failed.append(f"the report has warnings about {', '.join(warned)}")
     for text in failed:
         lines += textwrap.wrap(text, width)
     return [*lines, f"status: {report.status}"]

@@ -16,7 +16,7 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
     Running text is cut into windows anyway, so for language modeling nothing is too long.
 
     Raises:
-        InputError: some are too long; every split is named with its rows (counted from 1).
+        InputError: some are too long; every split is named with their lines (or rows, from 1).
     """
     from smelt.runtime.checkpoint import load_tokenizer, read_json
     from smelt.runtime.predict import length_limit
@@ -29,10 +29,14 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
     for name, split in splits.items():
         rows = sorted(_too_long(split, task, tokenizer, limit))
         if rows:
-            first = ", ".join(str(row + 1) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+            lines = [split.examples[row].line for row in rows[:5]]
+            named = [str(line or row + 1) for line, row in zip(lines, rows[:5], strict=True)]
+            first = (
+                ("line " if all(lines) else "row ") + ", ".join(named) + (", ..." if len(rows) > 5 else "")
+            )
             problems.append(
                 f"{split.origin} ({name}): {len(rows)} rows hold texts of more than {limit} tokens, the"
-                f" model's limit (strict: true): row {first}. Shorten them; without strict they are cut."
+                f" model's limit (strict: true): {first}. Shorten them; without strict they are cut."
             )
     if problems:
         raise InputError("\n".join(problems))

@@ -53,15 +53,15 @@ def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, b
     bad: what is wrong already, as dotted paths, and of which nothing more is said.
     """
     model = recipe.model
-    if touches(bad, "model") or not isinstance(model, Untrained):
+    if "model" in bad or not isinstance(model, Untrained):
         return
     config, problems = read_config_file(config_file(model, recipe.base))
-    for problem in problems:
+    for problem in () if touches(bad, "model.config") else problems:
         mistakes.add(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
     if config and not touches(bad, "task") and kind not in FAMILIES[recipe.task]:
         mistakes.add(("model", "config"), unknown_family(kind, recipe.task))
-    elif config:
+    elif config and not touches(bad, "model.tokenizer"):
         for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):
             mistakes.add(("model", "tokenizer", *where), problem)
     if "stages" not in bad:

@@ -28,7 +28,7 @@ def _file(folder, text, name="a.csv"):
         ("a,b;c;d\n1;2;3\n", ";"),
         ("id,text;label\n1,x;2\n", ","),  # nothing tells: the comma
         ("id,text;raw;x\n1,a\n2,b;c\n", ","),
-        ("text;n,m;label\n" + ("x" * 3000 + ",y;1;2\n") * 100, ";"),
+        ("text;n,m;label\n" + ("a," + "x" * 3000 + ";1;2\n") * 100, ";"),
         ("text\na; b\n", ","),
         ("", ","),
         ("text;label\n" + "x, y;1\n" * 20_000, ";"),

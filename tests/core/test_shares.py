@@ -63,12 +63,16 @@ def test_a_class_with_one_text_stays_in_train():
     assert {e.label for e in parts["train"].examples} == {"a", "b", "rare"}
 
 
+def test_no_class_is_drawn_as_a_whole():
+    parts = divide(_labelled(a=2, b=2), {"test": 0.9}, 0)
+    assert {e.label for e in parts["train"].examples} == {"a", "b"}
+
+
 def test_numbers_are_one_class_however_they_are_written():
-    rows = [
-        Example(f"{i}", label=(1, "1", "1.0")[i % 3] if i % 2 else (0, "0", " 0")[i % 3]) for i in range(200)
-    ]
+    rows = [Example(f"{i}", label=f"1.{'0' * i}") for i in range(40)]
+    rows += [Example(f"z{i}", label=0) for i in range(60)]
     drawn = divide(_split(rows), {"test": 0.1}, 0)["test"].examples
-    assert sum(float(e.label) for e in drawn) == 10
+    assert sum(float(e.label) for e in drawn) == 4
 
 
 def test_sets_of_labels_count_as_classes_and_rare_ones_together():

@@ -158,20 +158,26 @@ def test_outputs_that_were_cut_are_counted_for_each_step(report):
         [said] = [text for text in step["warnings"] if "(max_new_tokens)" in text]
         assert "of 5 outputs (" in said
         assert "did not end within 3 tokens" in said
+        assert said in " ".join(write_markdown(report[2]).replace("\\", "").split())
+    assert "the report has warnings about model, prune" in report[1]
 
 
-def test_rows_that_only_the_run_reads_are_doubted_by_the_run(tmp_path, monkeypatch):
+def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("smelt.plan_inputs._READ_AT_ONCE_BYTES", 10)
+    monkeypatch.setattr("smelt.plan.fetch_model", lambda *a: tmp_path / "m")
     tiny.marian(tmp_path / "m")
+    path = tmp_path / "m" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_beams": 3}))
     tiny.pairs(tmp_path / "data.jsonl", 8)
     (tmp_path / "r.yaml").write_text(
-        "model: m\ntask: translation\ndata: {test: data.jsonl}\nstages: []\nscore: {latency: false}\n"
+        "model: someone/m\ntask: translation\ndata: {test: data.jsonl}\nstages: []\nscore: {latency: false}\n"
     )
     planned = CliRunner().invoke(main, ["plan", str(tmp_path / "r.yaml")])
     assert "warning" not in planned.output
     ran = CliRunner().invoke(main, ["run", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "r")])
     assert ran.exit_code == 0, ran.output
-    assert ran.output.count("warning: test has 8 rows") == 2  # when it was seen, and under the table
+    for doubt in ("warning: test has 8 rows", "warning: the model's generation config asks for 3 beams"):
+        assert ran.output.count(doubt) == 2  # when it was seen, and under the table
 
 
 def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):

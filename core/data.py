@@ -78,6 +78,10 @@ class Split:
         rows = hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
         return rows if self.windows is None else hash_of([rows, self.windows.model_dump()])
 
+    def some(self, places: Iterable[int]) -> Split:
+        """Return the rows at `places`."""
+        return Split(self.origin, tuple(self.examples[i] for i in places), self.windows)
+
     def head(self, rows: int | None) -> Split:
         """Return the first `rows` rows (all for None)."""
         return self if rows is None else Split(self.origin, self.examples[:rows], self.windows)

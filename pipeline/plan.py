@@ -11,7 +11,7 @@ from smelt.core.artifact import Format
 from smelt.core.data import Split, read_split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
-from smelt.core.stage import Settings, Stage
+from smelt.core.stage import Need, Settings, Stage
 from smelt.model_folder import fetch_model
 from smelt.recipe import Recipe, examine, find_recipe
 from smelt.recipe_yaml import read_yaml
@@ -21,7 +21,7 @@ from smelt.recipe_yaml import read_yaml
 class Step:
     """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
 
-    unavailable: why it cannot run on this machine, or None. unscored: why what it makes cannot be scored
+    needs: data and machine, as its settings make it. unavailable: why it cannot run on this machine, or None. unscored: why what it makes cannot be scored
     on this machine, or None.
     """
 
@@ -34,6 +34,7 @@ class Step:
     line: int
     unavailable: str | None = None
     unscored: str | None = None
+    needs: frozenset[Need] = frozenset()
 
     @property
     def format(self) -> Format:

@@ -71,7 +71,7 @@ class Workshop:
         key = hash_of(
             {
                 "stage": "model",
-                "version": 2,
+                "version": 3,
                 "files": {p.name: sha256_of(p) for p in source_files(source)},
                 "task": self.task,
                 "labels": labels and labels[1],
@@ -158,7 +158,7 @@ class Workshop:
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
                 # an engine is made for the GPU that it was built on
-                **({"gpus": gpu_names()} if "tensorrt" in step.cls.needs else {}),
+                **({"gpus": gpu_names()} if "tensorrt" in step.needs else {}),
             }
         )
 
@@ -204,8 +204,8 @@ class Workshop:
             seconds=round(time.monotonic() - started, 3),
         )
 
-    def _validate(self, artifact: Artifact) -> Mapping[str, float]:
-        scores = self.validation.score(artifact, self.data["validation"])["quality"]
+    def _validate(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
+        scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
         # stages choose what scores highest, so where less is better the number is turned round
         return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
 

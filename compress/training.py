@@ -60,7 +60,9 @@ class TrainingSettings(Settings):
         " (0: none, the last is kept)",
     )
     validation_rows: int = Field(
-        default=1000, ge=1, description="at most so many rows (or windows) of the validation data, spread over it"
+        default=1000,
+        ge=1,
+        description="at most so many rows (or windows) of the validation data, spread over it",
     )
     select: str = Field(
         default=LOSS,
@@ -86,7 +88,7 @@ class TrainingSettings(Settings):
 
 
 def training_needs(settings: TrainingSettings) -> frozenset[Need]:
-    """Return what a stage that trains needs: rows to learn from, and some to choose by where a metric does."""
+    """Return what a stage that trains needs: rows to learn from; where a metric chooses, some to score."""
     return frozenset({"train"} if settings.select == LOSS else {"train", "validation"})
 
 
@@ -143,6 +145,7 @@ def train(
     """
     from smelt.compress.training_data import encode_split, spread_out
     from smelt.compress.training_loop import label_objective, run_training
+    from smelt.compress.training_rounding import Rounding
     from smelt.compress.training_score import CheckpointScore
     from smelt.runtime.checkpoint import load_tokenizer
 
@@ -173,6 +176,7 @@ def train(
             f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
             " FILE}."
         )
+    rounding = Rounding(model, src.path) if settings.dtype == "keep" else None
     run_training(
         model,
         rows,
@@ -183,3 +187,8 @@ def train(
         score=score,
         stage=stage,
     )
+    if rounding is not None and rounding.before:
+        share = rounding.share()
+        ctx.facts["training"]["rounding"] = round(share, 5)
+        if warning := rounding.warning(share):
+            ctx.warnings.append(f"{stage}: {warning}")

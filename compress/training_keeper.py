@@ -78,7 +78,9 @@ class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
         if self.best is None:
             return "No validation had been done before, so no checkpoint of it is known to be good."
         if self.best.step == 0:
-            return f"No checkpoint was better than the model as it came (validation loss {self.best.loss:.3f})."
+            return (
+                f"No checkpoint was better than the model as it came (validation loss {self.best.loss:.3f})."
+            )
         return (
             f"The last good checkpoint was that of step {self.best.step} (validation loss"
             f" {self.best.loss:.3f}); max_steps: {self.best.step} would end there."

@@ -102,9 +102,9 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
     """Trainer with a planned list of batches and an objective of ours.
 
     The gradient of an update is that of the mean over all items (tokens, rows) of its batches, on all
-    processes, as if they were one batch: each batch's mean counts by its share of the items. The versions
-    of transformers differ in when they divide a loss by the number of batches themselves (5.17 and 5.18
-    ask the model's signature, later ones the attribute), so both are told not to.
+    processes, as if they were one batch: each batch's mean counts by its share of the items. So Trainer
+    must not divide by the number of batches: from 5.19 on the attribute says so, and before that the
+    signature of the model's forward, which takes keywords in every family that is known here.
     """
 
     loss_is_scaled_for_ga = True
@@ -122,7 +122,6 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
     ) -> None:
         pack = partial(collate, config=model.config)
         super().__init__(model=model, args=args, train_dataset=rows, callbacks=[keeper], data_collator=pack)
-        self.model_accepts_loss_kwargs = True
         self.remove_callback(transformers.trainer_callback.PrinterCallback)
         self.plan, self.objective, self.keeper, self.precision = plan, objective, keeper, precision
 

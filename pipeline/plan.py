@@ -21,8 +21,8 @@ from smelt.recipe_yaml import read_yaml
 class Step:
     """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
 
-    needs: data and machine, as its settings make it. unavailable: why it cannot run on this machine, or None. unscored: why what it makes cannot be scored
-    on this machine, or None.
+    needs: data and machine, as its settings make it. unavailable: why it cannot run on this machine, or
+    None. unscored: why what it makes cannot be scored on this machine, or None.
     """
 
     name: str
@@ -163,7 +163,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     from smelt.plan_fit import check_fit
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
-    from smelt.untrained import check_untrained
+    from smelt.untrained import check_new_head, check_untrained
 
     path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
     document = read_yaml(path)
@@ -175,6 +175,7 @@ def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | No
     checker.baseline(kept)
     folder = check_model(read, mistakes, bad, checker.warnings)
     check_untrained(read, every, mistakes, bad)
+    check_new_head(read, every, folder, mistakes)
     check_fit(every, checker.places, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)

@@ -19,6 +19,8 @@ from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.failures import explain
 from smelt.machine import gpu_names
+from smelt.model_folder import read_config
+from smelt.problem import has_classifier
 from smelt.scoring import Scorer, library_versions
 
 if TYPE_CHECKING:
@@ -87,6 +89,9 @@ class Workshop:
             problem, names = labels or (None, None)
             notes = import_model(source, out, names, self.seed, problem)
             write_text_rules(out, rules)
+            facts = {"parameters": count_parameters(out), **rules.model_dump(exclude_defaults=True)}
+            if labels and not has_classifier(read_config(source)[0]):
+                facts["new_head"] = True  # random, so nothing can learn from it
             manifest = Manifest(
                 key=key,
                 format="torch",
@@ -97,7 +102,7 @@ class Workshop:
                 parent=None,
                 versions=dict(self.versions),
                 warnings=notes,
-                facts={"parameters": count_parameters(out), **rules.model_dump(exclude_defaults=True)},
+                facts=facts,
             )
             return self.store.commit(out, manifest, replace=fresh)
 

@@ -199,9 +199,7 @@ def tie_weights(model: Any) -> None:
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
 
 
-def save_model(
-    model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep"
-) -> list[str]:
+def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep") -> list[str]:
     """Write `model` into `out`: config, edits, weights; the tokenizer's files are copied from `src`.
 
     Tensors that share memory are stored once, under the first of their names. Codes and scales of

@@ -47,4 +47,7 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
         )
     require_body(name, info, src)
     notes = save_model(model, [], out, src)
-    return [*notes, "the checkpoint has no output head; the word embedding is taken for it, as its config says"]
+    return [
+        *notes,
+        "the checkpoint has no output head; the word embedding is taken for it, as its config says",
+    ]

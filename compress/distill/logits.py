@@ -170,6 +170,16 @@ def _load_teacher(name: str, ctx: Context) -> Any:
         raise InputError(
             f"distill: the teacher '{name}' is stored as {artifact.format}; it must be a torch step."
         )
+    facts = artifact.manifest.facts
+    if facts.get("untrained") or facts.get("new_head"):
+        what = "weights" if facts.get("untrained") else "classifier"
+        trained = [n for n, a in ctx.ancestors.items() if a.manifest.stage in ("finetune", "distill")]
+        how = (
+            f"teacher: {trained[0]}" if trained else "put a finetune before it, and name that as the teacher"
+        )
+        raise InputError(
+            f"distill: the {what} of the teacher '{name}' is random; name a trained step: {how}."
+        )
     teacher, _ = load_model(artifact.path)
     return teacher.requires_grad_(False)
 

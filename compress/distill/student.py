@@ -9,13 +9,18 @@ from torch import nn
 from smelt.core.errors import InputError
 from smelt.runtime.structure import Edit
 
-
 # By the number of layers there are, then by that of the student: LAYERS_TO_COPY of make_student.py, in
 # the examples that belong to Shleifer & Rush 2020, arXiv:2010.13002 (github.com/huggingface/transformers,
 # examples/research_projects/seq2seq-distillation): BART has 12, Pegasus 16, Marian 6 layers.
 _PUBLISHED: dict[int, dict[int, list[int]]] = {
     6: {2: [0, 5], 3: [0, 2, 5], 4: [0, 1, 3, 5]},
-    12: {2: [0, 6], 3: [0, 6, 11], 4: [0, 4, 8, 11], 6: [0, 2, 4, 7, 9, 11], 9: [0, 1, 2, 4, 5, 7, 9, 10, 11]},
+    12: {
+        2: [0, 6],
+        3: [0, 6, 11],
+        4: [0, 4, 8, 11],
+        6: [0, 2, 4, 7, 9, 11],
+        9: [0, 1, 2, 4, 5, 7, 9, 10, 11],
+    },
     16: {
         2: [0, 15],
         3: [0, 8, 15],

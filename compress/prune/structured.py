@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class PruneSettings(Settings):
-    """Settings of `prune`. In each layer the same fraction of units stays, the nearest whole number of
-    them (a half counts up); at least one head does.
+    """Settings of `prune`. In each layer the same fraction of units stays; at least one head does.
+
+    The number that stays is the nearest whole one; a half counts up.
     """
 
     what: list[Literal["heads", "ffn"]] = Field(

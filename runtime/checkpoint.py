@@ -78,6 +78,7 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
         InputError: weights are missing, damaged, or do not fit the config and the edits.
     """
     config = load_config(folder)
+    config.dtype = torch.float32  # in memory, whatever the file holds
     names = config.architectures or []
     kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):

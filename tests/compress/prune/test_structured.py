@@ -1,6 +1,8 @@
 """Pruning: the scores recomputed by hand, and cutting against masking."""
 
+import causal
 import pytest
+import tiny
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -24,7 +26,9 @@ from smelt.compress.prune.structured import (
     neurons_kept,
 )
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.stage import Context
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, needs_of
 from smelt.runtime.checkpoint import load_model, save_model
 from smelt.runtime.structure import replace_module
 
@@ -227,9 +231,99 @@ def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
 def test_counts_that_stay():
     assert heads_kept(4, PruneSettings(keep=0.1)) == 1
     assert heads_kept(8, PruneSettings(keep=0.5, keep_heads=0.75)) == 6
+    assert [heads_kept(n, PruneSettings(keep=0.5)) for n in (1, 3, 5, 7)] == [1, 2, 3, 4]  # a half counts up
     assert neurons_kept(1024, PruneSettings(keep=0.3)) == 304
     assert neurons_kept(1024, PruneSettings(keep=0.001)) == 8
     assert neurons_kept(6, PruneSettings(keep=0.9)) == 6
+    assert neurons_kept(40, PruneSettings(keep=0.5)) == 24
+
+
+def run(folder, out, data=None, task="translation", **settings):
+    more = {name: settings.pop(name) for name in ("threads", "device", "progress") if name in settings}
+    out.mkdir(parents=True)
+    ctx = Context(out=out, task=task, data=data or {}, seed=1, ancestors={}, score=lambda a: {}, **more)
+    Prune()(tiny.artifact(folder, task), PruneSettings(**settings), ctx)
+    return ctx
+
+
+def test_units_too_few_to_be_divided_are_told(tmp_path):
+    folder = causal.model(tmp_path / "llama", "llama")  # two key-value heads
+    magnitude = {"importance": "magnitude", "task": "language-modeling"}
+    ctx = run(folder, tmp_path / "a", what=["heads"], keep=0.75, **magnitude)
+    assert set(ctx.facts["kept_heads"].values()) == {2}
+    assert ctx.warnings == [
+        "prune: keep 0.75 of 2 heads, rounded to a multiple of 1, is all of them, so nothing goes in 2 of 2"
+        " layers. keep_heads: 0.5 takes 1 of 2."
+    ]
+    assert run(folder, tmp_path / "b", what=["heads"], keep=0.5, **magnitude).warnings == []
+    assert run(folder, tmp_path / "c", what=["heads"], keep=1.0, **magnitude).warnings == []
+    (warning,) = run(folder, tmp_path / "d", what=["ffn"], keep=0.9, round_to=48, **magnitude).warnings
+    assert "keep 0.9 of 96 neurons, rounded to a multiple of 48" in warning
+    assert warning.endswith("keep_ffn: 0.5 takes 48 of 96.")
+    one = run(folder, tmp_path / "e", what=["ffn"], keep=0.9, round_to=96, **magnitude)
+    assert one.warnings[0].endswith("so nothing goes in 2 of 2 layers.")
+
+
+def rows():
+    return Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
+
+
+def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they_were(tmp_path):
+    folder = tiny.bert(tmp_path / "bert")
+    before, seen = torch.get_num_threads(), []
+    run(
+        folder, tmp_path / "out", {"train": rows()}, "text-classification", threads=before + 1,
+        progress=lambda done, total, note="": seen.append(torch.get_num_threads()),
+    )  # fmt: skip
+    assert set(seen) == {before + 1}
+    assert torch.get_num_threads() == before
+
+
+def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("smelt.runtime.device.torch_device", lambda wanted: asked.append(wanted) or "cpu")
+    run(tiny.bert(tmp_path / "m"), tmp_path / "a", {"train": rows()}, "text-classification", device="cuda")
+    assert asked == ["cuda"]
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="device: cuda was asked for"):
+            run(tmp_path / "m", tmp_path / "b", {"train": rows()}, "text-classification", device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
+    folder = tiny.bert(tmp_path / "m")
+    kept = []
+    for device in ("cpu", "cuda"):
+        ctx = run(folder, tmp_path / device, {"train": rows()}, "text-classification", device=device)
+        kept.append(load_model(ctx.out)[0].state_dict())
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_any():
+    taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
+    assert needs_of(Prune, magnitude, {"train"}) == set()
+    assert needs_of(Prune, taylor, ()) == {"train"}
+    assert needs_of(Prune, taylor, {"train", "calibration"}) == {"calibration"}
+
+
+def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
+    from smelt.plan import describe_plan, load_plan
+
+    tiny.marian(tmp_path / "model")
+    tiny.pairs(tmp_path / "rows.jsonl")
+    recipe = tmp_path / "r.yaml"
+    text = (
+        "model: model\ntask: translation\ndata: {test: rows.jsonl}\nstages:\n  - prune: {importance: HOW}\n"
+    )
+    recipe.write_text(text.replace("HOW", "magnitude"))
+    assert "reads" not in describe_plan(load_plan(recipe))
+    recipe.write_text(text.replace("HOW", "taylor"))
+    with pytest.raises(InputError, match=r"prune needs train data; name a file with data: \{train: FILE\}"):
+        load_plan(recipe)
+    recipe.write_text(text.replace("HOW", "taylor").replace("test:", "calibration: rows.jsonl, test:"))
+    assert "reads calibration" in describe_plan(load_plan(recipe))
 
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):

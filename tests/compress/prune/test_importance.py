@@ -1,0 +1,104 @@
+"""Scores of units in layers that were factorized before: those of the products, as if they were whole."""
+
+import causal
+import families
+import pytest
+import tiny
+import torch
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.prune.groups import find_groups
+from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.training_loop import label_objective
+from smelt.core.stage import Context
+from smelt.runtime.checkpoint import load_model, save_model
+from smelt.runtime.low_rank import LowRankLinear
+
+RANK = 5
+MADE = {
+    "marian": lambda f: tiny.marian(f, d_model=64),
+    "bert": lambda f: tiny.bert(f, hidden_size=64),
+    "t5-gated": lambda f: families.t5(f, gated=True),
+    "gpt2": lambda f: causal.model(f, "gpt2"),
+    "llama": lambda f: causal.model(f, "llama"),
+}
+
+
+def context(out, **more):
+    out.mkdir(parents=True)
+    values = {"task": "translation", "data": {}, "seed": 0, "ancestors": {}, "score": lambda a: {}}
+    return Context(out=out, **(values | more))
+
+
+@pytest.fixture(params=MADE)
+def both(request, tmp_path):
+    """A model whose matrices have rank 5, and the same one factorized without any loss."""
+    folder = MADE[request.param](tmp_path / "first")
+    model, edits = load_model(folder)
+    torch.manual_seed(3)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
+            rows, columns = module.weight.shape
+            with torch.no_grad():
+                # rows and columns of very different lengths, so that the order of units is clear
+                left = torch.randn(rows, RANK) * torch.linspace(0.2, 3, rows)[:, None]
+                module.weight.copy_(left @ torch.randn(RANK, columns) / RANK)
+    (tmp_path / "whole").mkdir()
+    save_model(model, edits, tmp_path / "whole", folder)
+    source = tiny.artifact(tmp_path / "whole")
+    Factorize()(source, FactorizeSettings(rank=RANK), context(tmp_path / "pairs"))
+    return tmp_path / "whole", tmp_path / "pairs"
+
+
+def test_magnitude_of_a_pair_is_that_of_its_product(both):
+    whole, pairs = (load_model(folder)[0] for folder in both)
+    assert sum(isinstance(m, LowRankLinear) for m in pairs.modules()) >= 8
+    expected, got = (magnitude_scores(m, *find_groups(m)) for m in (whole, pairs))
+    for name, scores in {**expected.heads, **expected.neurons}.items():
+        torch.testing.assert_close({**got.heads, **got.neurons}[name], scores, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_path):
+    settings = PruneSettings(keep=0.5, importance="magnitude", round_to=1)
+    kept = []
+    for at, folder in enumerate(both):
+        ctx = context(tmp_path / str(at))
+        Prune()(tiny.artifact(folder), settings, ctx)
+        model, _ = load_model(ctx.out)
+        products = {}
+        for name, module in model.named_modules():
+            if isinstance(module, LowRankLinear):
+                products[name] = module.up.weight @ module.down.weight
+            elif isinstance(module, torch.nn.Linear) and not name.endswith((".up", ".down")):
+                products[name] = module.weight
+        kept.append(products)
+    assert kept[0].keys() == kept[1].keys()
+    for name, product in kept[0].items():
+        torch.testing.assert_close(
+            kept[1][name], product, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
+    """Both halves are differentiated, and w . dL/dw of a unit is the same on either side of the rank."""
+    folder = tiny.bert(tmp_path / "first", hidden_size=64)
+    model, edits = load_model(folder)
+    torch.manual_seed(3)
+    for module in model.bert.encoder.modules():
+        if isinstance(module, torch.nn.Linear):
+            with torch.no_grad():
+                rows, columns = module.weight.shape
+                module.weight.copy_(torch.randn(rows, RANK) @ torch.randn(RANK, columns) / RANK / 8)
+    (tmp_path / "whole").mkdir()
+    save_model(model, edits, tmp_path / "whole", folder)
+    Factorize()(tiny.artifact(tmp_path / "whole"), FactorizeSettings(rank=RANK), context(tmp_path / "pairs"))
+    ids = torch.arange(5, 25).view(2, 10)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    found = []
+    for name in ("whole", "pairs"):
+        made, _ = load_model(tmp_path / name)
+        found.append(taylor_scores(made, *find_groups(made), [batch], label_objective()))
+    for name, scores in {**found[0].heads, **found[0].neurons}.items():
+        got = {**found[1].heads, **found[1].neurons}[name]
+        torch.testing.assert_close(got, scores, rtol=2e-3, atol=1e-6)

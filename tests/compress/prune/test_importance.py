@@ -1,13 +1,14 @@
-"""Scores of units in layers that were factorized before: those of the products, as if they were whole."""
+"""Scores of units, recomputed by hand; those of factorized layers are those of the products."""
 
 import causal
 import families
 import pytest
 import tiny
 import torch
+from prunable import batch_for, bert, factorized, loss_of, marian
 
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
-from smelt.compress.prune.groups import find_groups
+from smelt.compress.prune.groups import columns_of, find_groups, rows_of
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.training_loop import label_objective
@@ -102,3 +103,52 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     for name, scores in {**found[0].heads, **found[0].neurons}.items():
         got = {**found[1].heads, **found[1].neurons}[name]
         torch.testing.assert_close(got, scores, rtol=2e-3, atol=1e-6)
+
+
+def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
+    model = bert().double()
+    attentions, blocks = find_groups(model)
+    batches = [batch_for(model), {k: v[:2] for k, v in batch_for(model).items()}]
+    scores = taylor_scores(model, attentions, blocks, batches, loss_of)
+    group, head, step = attentions[1], 2, 1e-4
+    weight = columns_of(model, group.out).weight
+    width = group.head_dim(model)
+    original = weight.detach().clone()
+    total = 0.0
+    for batch in batches:  # scaling a head's output is scaling its columns of the output product
+        values = []
+        for scale in (1 + step, 1 - step):
+            with torch.no_grad():
+                weight.copy_(original)
+                weight[:, head * width : (head + 1) * width] *= scale
+                values.append(float(loss_of(model, batch)))
+        total += abs(values[0] - values[1]) / (2 * step)
+    assert float(scores.heads[group.name][head]) == pytest.approx(total, rel=1e-2)
+
+
+@pytest.mark.parametrize("build", [bert, factorized])
+def test_taylor_neuron_score_is_dynaberts_formula(build):
+    model = build()
+    attentions, blocks = find_groups(model)
+    batch = batch_for(model)
+    scores = taylor_scores(model, attentions, blocks, [batch, batch], loss_of)
+    block = blocks[0]
+    first, second = rows_of(model, block.first), columns_of(model, block.second)
+    w1, b1, w2 = torch.autograd.grad(loss_of(model, batch), [first.weight, first.bias, second.weight])
+    model.requires_grad_(False)
+    n = 3
+    by_hand = abs(float((first.weight[n] * w1[n]).sum() + first.bias[n] * b1[n])) + abs(
+        float((second.weight[:, n] * w2[:, n]).sum())
+    )
+    assert float(scores.neurons[block.name][n]) == pytest.approx(2 * by_hand, rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
+    model = marian()
+    _, blocks = find_groups(model)
+    before = magnitude_scores(model, [], blocks).neurons[blocks[0].name]
+    with torch.no_grad():
+        rows_of(model, blocks[0].first).weight[4] *= 8
+        columns_of(model, blocks[0].second).weight[:, 4] /= 8
+    torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)

@@ -4,17 +4,10 @@ import causal
 import pytest
 import tiny
 import torch
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    BertForSequenceClassification,
-    MarianConfig,
-    MarianMTModel,
-)
+from prunable import batch_for, bert, factorized, loss_of, marian
+from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
-from smelt.compress.losses import mixed_loss
-from smelt.compress.prune.groups import columns_of, find_groups, rows_of
+from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import (
     Prune,
@@ -30,70 +23,11 @@ from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, needs_of
 from smelt.runtime.checkpoint import load_model, save_model
-from smelt.runtime.structure import replace_module
-
-
-def marian():
-    torch.manual_seed(0)
-    config = MarianConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=48,
-        max_position_embeddings=16,
-        pad_token_id=63,
-        decoder_start_token_id=63,
-        eos_token_id=0,
-        forced_eos_token_id=0,
-        init_std=0.2,
-    )
-    return MarianMTModel(config).eval()
-
-
-def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=16,
-        initializer_range=0.2,
-    )
-    return BertForSequenceClassification(config).eval()
-
-
-def factorized():
-    model = marian()
-    for name in ("encoder.layers.0.fc1", "encoder.layers.0.fc2", "decoder.layers.1.encoder_attn.v_proj"):
-        layer = model.get_submodule(f"model.{name}")
-        replace_module(model, f"model.{name}", factorize_layer(layer, FactorizeSettings(rank=9))[0])
-    return model
-
-
-def batch_for(model, rows=3):
-    g = torch.Generator().manual_seed(5)
-    batch = {"input_ids": torch.randint(1, 60, (rows, 7), generator=g)}
-    batch["attention_mask"] = torch.tensor([[1] * 7, [1] * 7, [1, 1, 1, 1, 0, 0, 0]])[:rows]
-    if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = torch.randint(1, 60, (rows, 5), generator=g)
-    return batch
 
 
 def outputs(model):
     with torch.no_grad():
         return model(**batch_for(model)).logits
-
-
-def loss_of(model, batch):
-    logits = model(**batch).logits
-    labels = torch.arange(logits[..., 0].numel()).view(logits.shape[:-1]) % logits.shape[-1]
-    return mixed_loss(logits, labels)
 
 
 def mask_units(model, heads, neurons):
@@ -177,55 +111,6 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
         for c in (True, False)
     )
     assert torch.equal(with_cache, without)
-
-
-def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
-    model = bert().double()
-    attentions, blocks = find_groups(model)
-    batches = [batch_for(model), {k: v[:2] for k, v in batch_for(model).items()}]
-    scores = taylor_scores(model, attentions, blocks, batches, loss_of)
-    group, head, step = attentions[1], 2, 1e-4
-    weight = columns_of(model, group.out).weight
-    width = group.head_dim(model)
-    original = weight.detach().clone()
-    total = 0.0
-    for batch in batches:  # scaling a head's output is scaling its columns of the output product
-        values = []
-        for scale in (1 + step, 1 - step):
-            with torch.no_grad():
-                weight.copy_(original)
-                weight[:, head * width : (head + 1) * width] *= scale
-                values.append(float(loss_of(model, batch)))
-        total += abs(values[0] - values[1]) / (2 * step)
-    assert float(scores.heads[group.name][head]) == pytest.approx(total, rel=1e-2)
-
-
-@pytest.mark.parametrize("build", [bert, factorized])
-def test_taylor_neuron_score_is_dynaberts_formula(build):
-    model = build()
-    attentions, blocks = find_groups(model)
-    batch = batch_for(model)
-    scores = taylor_scores(model, attentions, blocks, [batch, batch], loss_of)
-    block = blocks[0]
-    first, second = rows_of(model, block.first), columns_of(model, block.second)
-    w1, b1, w2 = torch.autograd.grad(loss_of(model, batch), [first.weight, first.bias, second.weight])
-    model.requires_grad_(False)
-    n = 3
-    by_hand = abs(float((first.weight[n] * w1[n]).sum() + first.bias[n] * b1[n])) + abs(
-        float((second.weight[:, n] * w2[:, n]).sum())
-    )
-    assert float(scores.neurons[block.name][n]) == pytest.approx(2 * by_hand, rel=1e-4)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
-    model = marian()
-    _, blocks = find_groups(model)
-    before = magnitude_scores(model, [], blocks).neurons[blocks[0].name]
-    with torch.no_grad():
-        rows_of(model, blocks[0].first).weight[4] *= 8
-        columns_of(model, blocks[0].second).weight[:, 4] /= 8
-    torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)
 
 
 def test_counts_that_stay():

@@ -17,6 +17,7 @@ from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.checkpoint import load_model, save_model
+from smelt.scoring import Scorer
 
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 TASK = "text-classification"
@@ -146,7 +147,14 @@ score: {{latency: false}}
 
 
 @pytest.mark.parametrize(("task", "metric"), [("translation", "chrf"), (TASK, "f1")])
-def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, task, metric):
+def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch, task, metric):
+    scored, real = [], Scorer.score
+
+    def score(self, artifact, split, *args):
+        scored.append((artifact.manifest.stage, len(split)))
+        return real(self, artifact, split, *args)
+
+    monkeypatch.setattr(Scorer, "score", score)
     (tiny.marian if task == "translation" else tiny.bert)(tmp_path / "model")
     (tiny.pairs if task == "translation" else tiny.labelled)(tmp_path / "rows.jsonl", rows=12)
     recipe = tmp_path / "recipe.yaml"
@@ -158,6 +166,7 @@ def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, task, metric
     training = manifest["facts"]["training"]
     best = max(training["validations"], key=lambda found: (found["score"], -found["loss"]))
     assert (training["kept_step"], len(training["validations"])) == (best["step"], 3)
+    assert scored == [("model", 12), *[("checkpoint", 6)] * 3, ("finetune", 12)]
 
 
 @pytest.mark.parametrize(

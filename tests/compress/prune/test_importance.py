@@ -152,3 +152,46 @@ def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
         rows_of(model, blocks[0].first).weight[4] *= 8
         columns_of(model, blocks[0].second).weight[:, 4] /= 8
     torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)
+
+
+GATED = {
+    "t5-gated": lambda f: families.t5(f, gated=True),
+    "llama": lambda f: causal.model(f, "llama"),
+    "qwen2": lambda f: causal.model(f, "qwen2"),
+}
+
+
+@pytest.fixture(params=GATED)
+def gated(request, tmp_path):
+    model, _ = load_model(GATED[request.param](tmp_path / "model"))
+    return model, find_groups(model)[1]
+
+
+def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
+    model, blocks = gated
+    batch = batch_for(model)
+    scores = taylor_scores(model, [], blocks, [batch], loss_of)
+    for block in blocks:
+        assert block.gate is not None
+        parts = [model.get_submodule(name).weight for name in (block.first, block.gate, block.second)]
+        slopes = torch.autograd.grad(loss_of(model, batch), parts)
+        terms = [
+            (part * slope).sum(dim=dim).abs().double()
+            for part, slope, dim in zip(parts, slopes, (1, 1, 0), strict=True)
+        ]
+        torch.testing.assert_close(scores.neurons[block.name], sum(terms).detach(), rtol=1e-3, atol=1e-7)
+        without = (terms[0] + terms[2]).detach()
+        assert not torch.allclose(scores.neurons[block.name], without, rtol=0.05)
+
+
+def test_magnitude_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
+    model, blocks = gated
+    before = magnitude_scores(model, [], blocks).neurons
+    for block in blocks:
+        with torch.no_grad():
+            model.get_submodule(block.gate).weight[3] *= 2
+    after = magnitude_scores(model, [], blocks).neurons
+    for block in blocks:
+        factor = torch.ones_like(before[block.name])
+        factor[3] = 2
+        torch.testing.assert_close(after[block.name], before[block.name] * factor)

@@ -256,13 +256,19 @@ def test_label_smoothing_reaches_the_training_and_not_the_validation(tmp_path, m
         torch.testing.assert_close(objective(model, batch), expected)
 
 
-def test_the_same_seed_trains_the_same_weights_and_another_one_others(tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "dropout"), [(10, 0.0), (1, 0.3)], ids=["which rows share a batch", "what dropout drops"]
+)
+def test_the_same_seed_trains_the_same_weights_and_another_one_others(tmp_path, rows, dropout):
     folder = tiny.bert(tmp_path / "model")
-    data = {"train": Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))}
+    examples = tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES[:rows]))
     written = []
     for at, seed in enumerate((1, 1, 2)):
+        data = {"train": Split("x", examples)}
         ctx = context(tmp_path / str(at), task="text-classification", data=data, seed=seed, threads=1)
-        settings = FinetuneSettings(max_steps=3, batch_size=4, precision="fp32", learning_rate=1e-3)
+        settings = FinetuneSettings(
+            max_steps=3, batch_size=4, precision="fp32", learning_rate=1e-3, dropout=dropout
+        )
         torch.rand(at)  # what was drawn before does not matter
         Finetune()(tiny.artifact(folder, "text-classification"), settings, ctx)
         written.append((ctx.out / "model.safetensors").read_bytes())

@@ -6,6 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.through_codes import load_trainable
 from smelt.compress.training_rounding import Rounding
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
@@ -37,6 +39,19 @@ def test_the_share_is_that_of_the_norms(tmp_path, dtype):
     changed = sum(float((p - start[n]).square().sum()) for n, p in now.items())
     assert watch.share() == pytest.approx((rounded / changed) ** 0.5, rel=1e-3)
     assert rounded > 0
+
+
+def test_weights_behind_codes_are_stored_as_codes_and_not_watched(tmp_path):
+    source = tiny.artifact(half(tmp_path / "model"), TASK)
+    (tmp_path / "q").mkdir()
+    ctx = Context(out=tmp_path / "q", task=TASK, data={}, seed=0, ancestors={}, score=lambda a: {})
+    Quantize()(source, QuantizeSettings(scheme="int4", group_size=16, skip=["classifier"]), ctx)
+    model, _ = load_trainable(tiny.artifact(ctx.out, TASK), ctx)
+    watched = set(Rounding(model, ctx.out).before)
+    floats = {n for n, t in load_file(ctx.out / "model.safetensors").items() if t.dtype == torch.float16}
+    assert watched == {n for n in floats if not n.endswith(".scales")}
+    assert {"classifier.weight", "bert.pooler.dense.bias"} <= watched
+    assert "bert.pooler.dense.weight" in dict(model.named_parameters())
 
 
 def test_a_model_of_32_bits_is_not_watched(tmp_path):

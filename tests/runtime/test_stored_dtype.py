@@ -80,6 +80,15 @@ def test_mixed_types_are_kept_tensor_by_tensor(tmp_path):
     assert said(tmp_path / "out") == "bfloat16"
 
 
+def test_a_tied_tensor_keeps_its_type_under_whichever_name_the_file_has_it(tmp_path):
+    folder = cast(tiny.marian(tmp_path / "model"), torch.float16, lambda name: name != "model.shared.weight")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.shared.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _, written = rewritten(folder, tmp_path / "out")
+    assert {n for n, t in written.items() if t.dtype == torch.float32} == {"model.shared.weight"}
+
+
 def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_path):
     stored = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(9, 9).half(), "h.0.c": torch.zeros(3)}
     save_file(stored, tmp_path / "model.safetensors")

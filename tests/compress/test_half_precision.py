@@ -4,6 +4,9 @@ import json
 
 import causal
 import families
+import numpy as np
+import onnx
+import onnx.numpy_helper
 import pytest
 import tiny
 import torch
@@ -17,7 +20,8 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.checkpoint import load_model, save_model
 
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)
 MADE = {
@@ -109,3 +113,27 @@ def test_what_stays_float_beside_codes_keeps_its_16_bits_and_loses_nothing(tmp_p
     trained, stored = run("finetune", ctx.out, "translation", tmp_path / "trained")
     assert {n: t.dtype for n, t in stored.items()} == {n: t.dtype for n, t in tensors.items()}
     assert "rounding" in trained.facts["training"]  # of biases and norms, which are no codes
+
+
+def test_a_graph_of_16_bit_weights_is_that_of_the_same_weights_in_32(tmp_path):
+    """The export computes in float32, whatever the checkpoint is stored in."""
+    source = half(tiny.marian(tmp_path / "model"), torch.float16)
+    (tmp_path / "wide").mkdir()
+    model, edits = load_model(source)
+    save_model(model, edits, tmp_path / "wide", source, "fp32")
+    graphs = []
+    for folder in (source, tmp_path / "wide"):
+        out = tmp_path / f"onnx-{folder.name}"
+        out.mkdir()
+        ctx = Context(
+            out=out, task="translation", data={"validation": TEXTS}, seed=0, ancestors={}, score=lambda a: {}
+        )
+        Onnx()(tiny.artifact(folder), OnnxSettings(simplify=False), ctx)
+        graphs.append({p.name: onnx.load(p).graph.initializer for p in sorted(out.glob("*.onnx"))})
+    assert graphs[0].keys() == graphs[1].keys()
+    for name, tensors in graphs[0].items():
+        wide = [onnx.numpy_helper.to_array(t) for t in graphs[1][name]]
+        narrow = [onnx.numpy_helper.to_array(t) for t in tensors]
+        assert {a.dtype for a in narrow} == {a.dtype for a in wide}
+        assert all(np.array_equal(a, b) for a, b in zip(narrow, wide, strict=True))
+        assert np.float16 not in {a.dtype.type for a in narrow}

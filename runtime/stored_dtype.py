@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from smelt.core.errors import InputError
 from smelt.core.stage import StoredDtype
+from smelt.runtime.weight_files import find_weights, has_weights, values_in, weight_tensors
 
 # safetensors' words; what is wider or narrower than these comes back as float32
 _TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _WORDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
 _HALF_OF_A_PAIR = re.compile(r"\.(up|down)(\.(?:weight|bias))$")
 
 
@@ -49,44 +49,33 @@ class StoredTypes:
         return self.common
 
 
-def headers(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield name, type (safetensors' word) and number of values of each tensor stored in `folder`.
-
-    Raises:
-        InputError: a file is not one of safetensors.
-    """
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    part = file.get_slice(name)
-                    count = 1
-                    for length in part.get_shape():
-                        count *= length
-                    yield name, part.get_dtype(), count
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a readable safetensors file: {error}") from error
-
-
 def weight_bytes(folder: Path) -> int:
     """Return the bytes that the files of weights in `folder` have."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in find_weights(folder).files)
 
 
 def stored_types(folder: Path, wanted: StoredDtype = "keep") -> StoredTypes:
     """Return how the model in `folder` is stored, or, unless `wanted` is keep, that one type for all.
 
     Without weights in `folder` it is float32.
+
+    Raises:
+        InputError: a file of the weights is missing or damaged.
     """
     if wanted != "keep":
         return StoredTypes({}, _WORDS[wanted])
     names: dict[str, torch.dtype] = {}
     values: Counter[torch.dtype] = Counter()
-    for name, word, count in headers(folder):
-        if word in _FLOATS:
-            names[name] = _TYPES.get(word, torch.float32)
-            values[names[name]] += count
+    for _, name, entry in weight_tensors(folder) if has_weights(folder) else ():
+        if entry["dtype"] in _FLOATS:
+            names[_OLD_NORM.sub(_as_now, name)] = kind = _TYPES.get(entry["dtype"], torch.float32)
+            values[kind] += values_in(entry)
     return StoredTypes(names, values.most_common(1)[0][0] if values else torch.float32)
+
+
+def _as_now(found: re.Match[str]) -> str:
+    """Return what a norm's `gamma` or `beta`, in files of the first BERTs, is called now."""
+    return {"gamma": "weight", "beta": "bias"}[found[0]]
 
 
 def narrowed(

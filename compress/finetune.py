@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
-from smelt.compress.training import TrainingSettings, train
+from smelt.compress.training import TrainingSettings, train, training_needs
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.stage import Context, Need
@@ -28,11 +29,16 @@ class Finetune:
     name: ClassVar[str] = "finetune"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def needs_with(cls, settings: FinetuneSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs with these settings."""
+        return training_needs(settings)
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
@@ -40,6 +46,6 @@ class Finetune:
         from smelt.runtime.checkpoint import save_model
 
         model, edits = load_trainable(src, ctx)
-        train(model, src, settings, ctx, stage=self.name)
+        train(model, src, settings, ctx, edits=edits, stage=self.name)
         settle(model, ctx)
-        save_model(model, edits, ctx.out, src.path)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))

@@ -6,19 +6,21 @@ so that the table of stages is quick to read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SplitName
+from smelt.core.data import Split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, Settings
+from smelt.core.stage import Context, Need, Settings, StoredDtype
 
 if TYPE_CHECKING:
     from smelt.compress.training_data import Row
     from smelt.compress.training_loop import Objective
     from smelt.runtime.structure import Edit
+
+LOSS = "loss"  # what `select` says where no metric decides
 
 
 class TrainingSettings(Settings):
@@ -44,24 +46,50 @@ class TrainingSettings(Settings):
     weight_decay: float = Field(default=0.01, ge=0, description="not applied to biases and norms")
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="weight of the uniform distribution")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
-    dropout: float | None = Field(default=None, ge=0, lt=1, description="instead of the model's own")
+    dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="instead of every dropout that the model has"
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="auto: bf16 autocast where the processor multiplies bf16 natively"
     )
     max_length: int | None = Field(default=None, ge=2, description="texts are cut to so many tokens")
     evals: int = Field(
-        default=4, ge=0, description="validations per run; the best checkpoint is kept (0: the last)"
+        default=4,
+        ge=0,
+        description="validations after the first, which comes before training; the best checkpoint is kept"
+        " (0: none, the last is kept)",
     )
-    validation_rows: int = Field(default=1000, ge=1, description="at most so many rows per validation")
+    validation_rows: int = Field(
+        default=1000,
+        ge=1,
+        description="at most so many rows (or windows) of the validation data, spread over it",
+    )
+    select: str = Field(
+        default=LOSS,
+        description="what the best checkpoint is best in: loss, or a metric of score.quality, for which each"
+        " validation generates or classifies the validation rows",
+    )
     ema: float | None = Field(
         default=None,
         gt=0,
         lt=1,
         description="decay of a moving average that replaces the weights",
     )
+    dtype: StoredDtype = "keep"
     report_to: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
         default=[], description="experiment trackers that the loss is sent to"
     )
+
+    @model_validator(mode="after")
+    def _selects(self) -> Self:
+        if self.select != LOSS and not self.evals:
+            raise ValueError(f"select: {self.select[:60]} chooses among validations; evals must be above 0")
+        return self
+
+
+def training_needs(settings: TrainingSettings) -> frozenset[Need]:
+    """Return what a stage that trains needs: rows to learn from; where a metric chooses, some to score."""
+    return frozenset({"train"} if settings.select == LOSS else {"train", "validation"})
 
 
 def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
@@ -94,6 +122,7 @@ def train(
     ctx: Context,
     *,
     objective: Objective | None = None,
+    edits: list[Edit] | None = None,
     stage: str = "finetune",
 ) -> None:
     """Train `model` in place on `ctx.data["train"]`; afterwards it is float32, on the CPU, in eval mode.
@@ -102,33 +131,64 @@ def train(
         model: a translation or classification model of transformers, its structure already edited.
         src: where the tokenizer lies.
         settings: length, batches, optimizer.
-        ctx: data, seed, progress; gets the facts (`train_loss`, `validation_loss`, `best_step`,
-            `steps`, `precision`) and the warnings (rows that were cut).
+        ctx: data, seed, progress; gets the facts (`train_loss`, `validation_loss`, `kept_step`,
+            `steps`, `precision`, `validations`) and the warnings (rows that were cut, a training that
+            gave nothing).
         objective: what is minimised; cross-entropy with the labels unless given.
+        edits: the model's structure, with which a checkpoint is stored to be scored (`select`).
         stage: the stage's word, for messages.
 
     Raises:
-        InputError: no training rows, or a label that the model does not know.
+        InputError: no training rows, no validation rows to select by, or a label that the model does
+            not know.
         RunError: the loss became infinite or not a number.
     """
-    from smelt.compress.training_data import encode_split
+    from smelt.compress.training_data import encode_split, spread_out
     from smelt.compress.training_loop import label_objective, run_training
+    from smelt.compress.training_rounding import Rounding
+    from smelt.compress.training_score import CheckpointScore
     from smelt.runtime.checkpoint import load_tokenizer
 
     if "train" not in ctx.data:
         raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
-    tokenizer, limit = load_tokenizer(src.path), settings.max_length
+    tokenizer = load_tokenizer(src.path)
 
-    def encode(name: SplitName, rows: int | None = None) -> list[Row]:
-        what = f"{stage}: {name}"
+    def encode(split: Split, name: str) -> list[Row]:
         return encode_split(
-            ctx.data[name].head(rows), model.config, tokenizer, ctx, max_length=limit, what=what
+            split, model.config, tokenizer, ctx, max_length=settings.max_length, what=f"{stage}: {name}"
         )
 
-    rows = encode("train")
-    validation = None
-    if settings.evals and "validation" in ctx.data:
-        validation = encode("validation", settings.validation_rows)
-    if objective is None:
-        objective = label_objective(settings.label_smoothing)
-    run_training(model, rows, validation, objective=objective, settings=settings, ctx=ctx)
+    rows = encode(ctx.data["train"], "train")
+    validation, score = None, None
+    if settings.evals and (split := ctx.data.get("validation")):
+        windows = ctx.task == "language-modeling"  # of one text, which is cut before any are chosen
+        if not windows:
+            split = split.some(spread_out(len(split), settings.validation_rows, ctx.seed))
+        validation = encode(split, "validation")
+        if windows:
+            validation = [
+                validation[i] for i in spread_out(len(validation), settings.validation_rows, ctx.seed)
+            ]
+        if settings.select != LOSS:
+            score = CheckpointScore(model, edits or [], src, split, settings, ctx)
+    elif settings.select != LOSS:
+        raise InputError(
+            f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
+            " FILE}."
+        )
+    rounding = Rounding(model, src.path) if settings.dtype == "keep" else None
+    run_training(
+        model,
+        rows,
+        validation,
+        objective=objective or label_objective(settings.label_smoothing),
+        settings=settings,
+        ctx=ctx,
+        score=score,
+        stage=stage,
+    )
+    if rounding is not None and rounding.before:
+        share = rounding.share()
+        ctx.facts["training"]["rounding"] = round(share, 5)
+        if warning := rounding.warning(share):
+            ctx.warnings.append(f"{stage}: {warning}")

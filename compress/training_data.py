@@ -90,10 +90,20 @@ def encode_split(
 
 
 def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
-    """Return the target side's ids (ending in the end token, also where cut) and how many were cut."""
-    full = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
-    cut = sum(len(ids) > limit for ids in full)
-    return [ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in full], cut
+    """Return the target side's ids and how many were cut at `limit` tokens.
+
+    The tokenizer cuts, because it knows which tokens belong around a text: the end (Marian, T5), beginning
+    and end (BART), a language's code before the text (mBART-50) or behind its end (mBART).
+    """
+    found: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
+    long = [i for i, ids in enumerate(found) if len(ids) > limit]
+    if long:
+        again = tokenizer(
+            text_target=[texts[i] for i in long], truncation=True, max_length=limit, verbose=False
+        )
+        for i, ids in zip(long, again["input_ids"], strict=True):
+            found[i] = ids
+    return found, len(long)
 
 
 def classifier_targets(
@@ -195,6 +205,17 @@ def _cut(order: list[int], rows: Sequence[Row], batch_size: int, tokens: int | N
         batch.append(i)
         longest = wider
     return [*batches, batch] if batch else batches
+
+
+def spread_out(count: int, wanted: int, seed: int) -> list[int]:
+    """Return `wanted` of the places 0 to `count` - 1 (all where there are fewer), rising.
+
+    One is drawn from each of `wanted` equal parts: a file whose rows are sorted is seen from end to end.
+    """
+    if wanted >= count:
+        return list(range(count))
+    draw = random.Random(seed)
+    return [draw.randrange(k * count // wanted, (k + 1) * count // wanted) for k in range(wanted)]
 
 
 def plan_batches(

@@ -1,6 +1,7 @@
 """Which weights of a training are kept: the best on validation, else the averaged, else the last.
 
-The best wait in memory, so nothing is written that outlives the run.
+The weights that the training begins with are a candidate too. The best wait in memory, so nothing is
+written that outlives the run.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,47 +19,100 @@ from torch import Tensor, nn
 from smelt.core.stage import Progress
 
 
+@dataclass(frozen=True)
+class Validation:
+    """What one validation found. step: 0 before the first update. score: of `select`, higher is better."""
+
+    step: int
+    loss: float
+    score: float | None = None
+
+    def beats(self, other: Validation | None) -> bool:
+        """Say whether this one is to be kept instead of `other`; equal scores are decided by the loss."""
+        if other is None:
+            return not math.isnan(self.loss)
+        return self._rank() > other._rank()
+
+    def _rank(self) -> tuple[float, float]:
+        return (0.0 if self.score is None else self.score, -self.loss)
+
+
 class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
     """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
 
     def __init__(self, model: nn.Module, ema: float | None, progress: Progress) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.evaluate: Callable[[], float] | None = None
+        self.score: Callable[[], float] | None = None
         self.evals, self.ema, self.progress = 0, ema, progress
         self.average: dict[str, Tensor] = {}
-        self.best: dict[str, Tensor] = {}
-        self.best_loss, self.best_step = math.inf, 0
-        self.recent: deque[float] = deque(maxlen=50)
+        self.best_weights: dict[str, Tensor] = {}
+        self.best: Validation | None = None
+        self.validations: list[Validation] = []
+        self.recent: deque[tuple[float, int]] = deque(maxlen=50)  # sums of losses, and of how many items
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Validate what the training begins with."""
+        if self.evals:
+            self._validate(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Average, report, and at the set steps validate."""
         step, total = state.global_step, state.max_steps
         if self.ema is not None:
             self._update_average(step)
-        self.progress(step, total, f"loss {sum(self.recent) / max(1, len(self.recent)):.3f}")
+        self.progress(step, total, f"loss {self.recent_loss():.3f}")
         if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
             self._validate(step)
 
     def finish(self) -> None:
         """Put the best weights (else the averaged, else leave the last) into the model."""
-        self._put(self.best or self.average)
+        self._put(self.best_weights or self.average)
+
+    def recent_loss(self) -> float:
+        """Return the mean loss over the items of the last batches."""
+        return sum(total for total, _ in self.recent) / max(1, sum(items for _, items in self.recent))
 
     def last_good(self) -> str:
         """Say which weights were the last that are known to be good."""
-        if not self.best:
+        if self.best is None:
             return "No validation had been done before, so no checkpoint of it is known to be good."
+        if self.best.step == 0:
+            return (
+                f"No checkpoint was better than the model as it came (validation loss {self.best.loss:.3f})."
+            )
         return (
-            f"The last good checkpoint was that of step {self.best_step} (validation loss"
-            f" {self.best_loss:.3f}); max_steps: {self.best_step} would end there."
+            f"The last good checkpoint was that of step {self.best.step} (validation loss"
+            f" {self.best.loss:.3f}); max_steps: {self.best.step} would end there."
+        )
+
+    def told(self) -> list[dict[str, Any]]:
+        """Return every validation as plain values, for the report."""
+        return [{k: v for k, v in asdict(found).items() if v is not None} for found in self.validations]
+
+    def gave_nothing(self, select: str) -> str | None:
+        """Say that the weights from before the training are the best that were met, where that is so."""
+        later = [found for found in self.validations if found.step]
+        if self.best is None or self.best.step or not later:
+            return None
+        other = max(later, key=Validation._rank)
+        word, before, after = "loss", self.best.loss, other.loss
+        if self.best.score is not None and other.score is not None and self.best.score != other.score:
+            word, before, after = select, self.best.score, other.score
+        return (
+            f"the training did not make the model better: the validation {word} was {before:.4g} before it"
+            f" and {after:.4g} at best afterwards (step {other.step}); the weights are those from before."
+            " Lower learning_rate, or give it more rows or steps"
         )
 
     def _validate(self, step: int) -> None:
         assert self.evaluate is not None
         last = self._copy() if self.average else {}
         self._put(self.average)
-        loss = self.evaluate()
-        if loss < self.best_loss:
-            self.best, self.best_loss, self.best_step = self._copy(), loss, step
+        found = Validation(step, self.evaluate(), self.score() if self.score else None)
+        self.validations.append(found)
+        if found.beats(self.best):
+            self.best_weights, self.best = self._copy(), found
         self._put(last)
 
     def _update_average(self, step: int) -> None:

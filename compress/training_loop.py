@@ -90,10 +90,24 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-class Loop(transformers.Trainer):  # type: ignore[misc]
-    """Trainer with a planned list of batches and an objective of ours."""
+def items_in(labels: Tensor) -> int:
+    """Return over how many items the objective of a batch with these labels is a mean.
 
-    loss_is_scaled_for_ga = False  # the objective is a mean per batch
+    -100 stands for padding among classes and tokens only; among numbers it is one.
+    """
+    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE).sum())
+
+
+class Loop(transformers.Trainer):  # type: ignore[misc]
+    """Trainer with a planned list of batches and an objective of ours.
+
+    The gradient of an update is that of the mean over all items (tokens, rows) of its batches, on all
+    processes, as if they were one batch: each batch's mean counts by its share of the items. So Trainer
+    must not divide by the number of batches: from 5.19 on the attribute says so, and before that the
+    signature of the model's forward, which takes keywords in every family that is known here.
+    """
+
+    loss_is_scaled_for_ga = True
 
     def __init__(
         self,
@@ -116,10 +130,16 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
         loader = DataLoader(self.train_dataset, batch_sampler=self.plan, collate_fn=self.data_collator)
         return self.accelerator.prepare(loader)
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of one update, and the number of items in those of all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        items = torch.tensor(sum(items_in(batch["labels"]) for batch in batches), device=device)
+        return batches, self.accelerator.gather(items).sum()
+
     def compute_loss(
         self, model: Any, inputs: TensorBatch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the objective's mean loss; stop where it is not finite."""
+        """Return the batch's part of the update's mean loss; stop where it is not finite."""
         with autocast(self.precision, self.args.device):
             loss = self.objective(model, inputs)
         value = float(loss.detach())
@@ -129,8 +149,10 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
                 f" of {self.state.max_steps}. {self.keeper.last_good()}"
                 " Lower learning_rate, raise warmup, or set precision: fp32."
             )
-        self.keeper.recent.append(value)
-        return loss
+        items = items_in(inputs["labels"])
+        self.keeper.recent.append((value * items, items))
+        # gradients are averaged over processes afterwards
+        return loss * (items * self.accelerator.num_processes / max(1, int(num_items_in_batch)))
 
 
 def mean_loss(
@@ -143,9 +165,7 @@ def mean_loss(
     with torch.no_grad(), autocast(precision, device):
         for batch in batches:
             there = {name: value.to(device) for name, value in batch.items()}
-            labels = batch["labels"]
-            # -100 stands for padding among classes only; among numbers it is one
-            items = labels.numel() if labels.is_floating_point() else int((labels != IGNORE).sum())
+            items = items_in(batch["labels"])
             total += float(objective(model, there)) * items
             count += items
     model.train(was_training)
@@ -160,8 +180,13 @@ def run_training(
     objective: Objective,
     settings: TrainingSettings,
     ctx: Context,
+    score: Callable[[], float] | None = None,
+    stage: str = "finetune",
 ) -> None:
-    """Train `model` in place (see `smelt.compress.training.train`)."""
+    """Train `model` in place (see `smelt.compress.training.train`).
+
+    score: of the model as it is at the moment; higher is better. None: the validation loss decides.
+    """
     plan = plan_batches(
         rows,
         settings.batch_size,
@@ -182,7 +207,7 @@ def run_training(
             groups = group_by_length(validation, settings.batch_size, settings.tokens_per_batch, None)
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
-            keeper.evals = settings.evals
+            keeper.evals, keeper.score = settings.evals, score
         require_training_memory(
             model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
         )
@@ -194,10 +219,13 @@ def run_training(
         "rows": len(rows),
         "precision": precision,
         "device": args.device.type,
-        "train_loss": sum(keeper.recent) / max(1, len(keeper.recent)),
-        "validation_loss": keeper.best_loss if keeper.best else None,
-        "kept_step": keeper.best_step if keeper.best else int(loop.state.global_step),
+        "train_loss": keeper.recent_loss(),
+        "validation_loss": keeper.best.loss if keeper.best else None,
+        "kept_step": keeper.best.step if keeper.best else int(loop.state.global_step),
+        "validations": keeper.told(),
     }
+    if warning := keeper.gave_nothing(settings.select):
+        ctx.warnings.append(f"{stage}: {warning}")
 
 
 def _require_finite(model: nn.Module, keeper: Keeper) -> None:

@@ -66,13 +66,20 @@ def training_state(model: Any, dropout: float | None, device: torch.device) -> I
 
 
 def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStack) -> None:
-    if isinstance(module, nn.Dropout):
-        undo.callback(setattr, module, "p", module.p)
-        module.p = value
-    # Marian keeps the rate as a number; that of its attention weights (there is head_dim) is another one
-    elif isinstance(getattr(module, "dropout", None), float) and not hasattr(module, "head_dim"):
-        undo.callback(setattr, module, "dropout", module.dropout)
-        module.dropout = value  # type: ignore[assignment]
+    """Let `module` drop with probability `value` wherever it drops anything.
+
+    The families keep the rate in a layer (BERT, GPT-2) or as a number beside the product that it belongs to
+    (`dropout`, `attention_dropout`, `activation_dropout` in Marian and Llama); a few have both.
+    """
+    names = ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if _is_rate(module, n)]
+    for name in names:
+        undo.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, value)
+
+
+def _is_rate(module: nn.Module, name: str) -> bool:
+    number = isinstance(vars(module)[name], int | float) and not isinstance(vars(module)[name], bool)
+    return number and (name == "dropout" or name.endswith("_dropout"))
 
 
 def _hold_pad_rows(model: Any) -> list[Any]:

@@ -7,7 +7,7 @@ Which column means what is a setting; several references per example are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -77,6 +77,10 @@ class Split:
         """SHA-256 over the rows' content; equal rows give equal keys wherever they lie."""
         rows = hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
         return rows if self.windows is None else hash_of([rows, self.windows.model_dump()])
+
+    def some(self, places: Iterable[int]) -> Split:
+        """Return the rows at `places`."""
+        return Split(self.origin, tuple(self.examples[i] for i in places), self.windows)
 
     def head(self, rows: int | None) -> Split:
         """Return the first `rows` rows (all for None)."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import Split, Task
@@ -34,6 +34,11 @@ class _Reference:
 
 
 StepName = Annotated[str, _Reference()]
+# A setting of stages that write float weights; they compute in float32 whatever it is.
+StoredDtype = Annotated[
+    Literal["keep", "fp32", "fp16", "bf16"],
+    Field(description="how float weights are stored; keep: as in the model that the step gets"),
+]
 
 
 class Progress(Protocol):
@@ -55,7 +60,8 @@ class Context:
     data: train, validation, calibration, as far as the recipe names them.
     ancestors: the finished artifacts above this step and those that its settings name as a `StepName`,
         by step name (`model` is the untouched one).
-    score: quality of an artifact on the validation data, by metric name; higher is better.
+    score: quality of an artifact on the validation data, or on a second argument's rows of them, by metric
+        name; higher is better.
     device: auto, cpu or cuda: where to train; auto is CUDA where torch sees one.
     warnings, facts: what the report should tell of this step; the stage adds to them.
     """
@@ -65,7 +71,7 @@ class Context:
     data: Mapping[str, Split]
     seed: int
     ancestors: Mapping[str, Artifact]
-    score: Callable[[Artifact], Mapping[str, float]]
+    score: Callable[..., Mapping[str, float]]
     progress: Progress = silent
     threads: int | None = None
     device: str = "auto"
@@ -79,6 +85,8 @@ SettingsT_contra = TypeVar("SettingsT_contra", bound=Settings, contravariant=Tru
 class Stage(Protocol[SettingsT_contra]):
     """One technique. The docstring of the class is what `smelt stages NAME` prints.
 
+    needs: all that it may need; where that depends on the settings, the class has a class method
+        `needs_with(settings, given)` besides (see `needs_of`).
     settings_type: the stage's own subclass of `Settings`.
     version: raised whenever the stage computes something else from the same input; part of the key.
     """
@@ -98,3 +106,10 @@ class Stage(Protocol[SettingsT_contra]):
         The pipeline turns `ctx.out` into an artifact with `Store.commit` once this returns; an
         exception leaves nothing behind.
         """
+
+
+def needs_of(stage: type[Stage[Any]], settings: Settings, given: Collection[str] = ()) -> frozenset[Need]:
+    """Return what `stage` needs with these settings where the recipe names the splits `given`."""
+    narrower = getattr(stage, "needs_with", None)
+    found: frozenset[Need] = narrower(settings, given) if narrower else stage.needs
+    return found

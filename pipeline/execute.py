@@ -80,7 +80,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
                 " Give another folder with --out."
             ) from error
         stack.callback(display.close)
-        if any("train" in step.cls.needs for step in plan.steps):
+        if any(step.needs & {"train", "calibration"} for step in plan.steps):
             from smelt.compress.training_state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())

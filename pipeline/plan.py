@@ -12,7 +12,7 @@ from smelt.core.data import Split, read_split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
 from smelt.core.shares import divide
-from smelt.core.stage import Settings, Stage
+from smelt.core.stage import Need, Settings, Stage
 from smelt.model_folder import fetch_model
 from smelt.recipe import Recipe, examine, find_recipe
 from smelt.recipe_stages import ROOT
@@ -23,9 +23,9 @@ from smelt.recipe_yaml import Document, read_yaml
 class Step:
     """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
 
-    wrong: settings that are mistakes and have their defaults here, while a recipe is being checked.
-    unavailable: why it cannot run on this machine, or None. unscored: why what it makes cannot be scored
-    on this machine, or None.
+    needs: data and machine, as its settings make it. wrong: settings that are mistakes and have their
+    defaults here, while a recipe is being checked. unavailable: why it cannot run on this machine, or None.
+    unscored: why what it makes cannot be scored on this machine, or None.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Step:
     unavailable: str | None = None
     unscored: str | None = None
     wrong: frozenset[str] = frozenset()
+    needs: frozenset[Need] = frozenset()
 
     @property
     def format(self) -> Format:
@@ -216,7 +217,7 @@ def make_plan(
     from smelt.plan_inputs import check_data, check_device, check_model
     from smelt.plan_labels import check_classifier
     from smelt.run_warnings import data_warnings, decoding_warnings
-    from smelt.untrained import check_untrained
+    from smelt.untrained import check_new_head, check_untrained
 
     read, mistakes, bad = examine(document, path, overrides)
     checker = Checker(read, mistakes, bad)
@@ -226,6 +227,7 @@ def make_plan(
     baseline(checker, kept)
     folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
     check_untrained(read, every, mistakes, bad)
+    check_new_head(read, every, folder, mistakes)
     check_fit(every, checker.places, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)

@@ -8,9 +8,10 @@ from typing import Any
 from smelt import stage_table
 from smelt.core.artifact import Format
 from smelt.core.errors import nearest
-from smelt.core.stage import Settings, Stage
+from smelt.core.stage import Need, Settings, Stage, needs_of
 from smelt.machine import unavailable_reason, unscored_reason
 from smelt.plan import Step
+from smelt.problem import LABEL_METRICS
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, check, touches
 from smelt.recipe_stages import ROOT, StageEntry, step_names
@@ -36,6 +37,7 @@ class _Draft:
     wrong: frozenset[str] = frozenset()
     unavailable: str | None = None
     unscored: str | None = None
+    needs: frozenset[Need] = frozenset()
 
     @property
     def format(self) -> Format | None:
@@ -136,11 +138,13 @@ class Checker:
             tasks = ", ".join(sorted(draft.cls.tasks))
             self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
         given = self.recipe.data.splits()
+        draft.needs = needs_of(draft.cls, draft.settings, given) if draft.settings else draft.cls.needs
         for need in ("train", "validation", "calibration"):
             unknown = touches(self.bad, f"data.{need}", "data.split")
-            if need in draft.cls.needs and need not in given and not unknown:
+            if need in draft.needs and need not in given and not unknown:
                 self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
         self._check_references(draft)
+        self._check_selection(draft)
         draft.unavailable = unavailable_reason(draft.cls)
         draft.unscored = unscored_reason(draft.cls.produces)
         if draft.parent is None:
@@ -163,6 +167,24 @@ class Checker:
             else:
                 what = f"no earlier step '{name[:60]}'."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{nearest(name, fit)}")
+
+    def _check_selection(self, draft: _Draft) -> None:
+        """A checkpoint can be chosen by its loss, or by a metric that the recipe scores."""
+        metric = getattr(draft.settings, "select", "loss")
+        if metric == "loss" or touches(self.bad, "task", "score"):
+            return
+        path = (*draft.entry.path, "select")
+        if self.recipe.task == "language-modeling":
+            self.mistakes.add(path, "a language model's metrics follow from its loss; write select: loss.")
+            return
+        # a classifier's own metrics, where none are named, are known when its labels were read
+        known = ("loss", *(self.recipe.score.quality or LABEL_METRICS))
+        if metric not in known:
+            self.mistakes.add(
+                path,
+                f"'{metric[:60]}' is not scored; known: {', '.join(known)}.{nearest(metric, known)}"
+                " Other metrics can be named in score: {quality: [...]}.",
+            )
 
     def _check_order(self, draft: _Draft) -> None:
         assert draft.cls is not None
@@ -291,4 +313,5 @@ def _finish(draft: _Draft) -> Step | None:
         draft.unavailable,
         draft.unscored,
         draft.wrong,
+        draft.needs,
     )

@@ -64,7 +64,7 @@ def _tree(plan: Plan, name: str, indent: str) -> Iterator[str]:
 def _step(step: Step, first: str, rest: str) -> Iterator[str]:
     given = step.settings.model_dump(mode="json", exclude_defaults=True)
     settings = ", ".join(f"{name}: {_value(value)}" for name, value in given.items())
-    reads = sorted(need for need in step.cls.needs if need in ("train", "validation", "calibration"))
+    reads = sorted(need for need in step.needs if need in ("train", "validation", "calibration"))
     title = step.name if step.name == step.stage else f"{step.name} ({step.stage})"
     parts = [f"{title} -> {step.format}"]
     parts += [f"{{{settings}}}"] if settings else []

@@ -39,10 +39,11 @@ def describe_stage(name: str) -> str:
     stage = table[name]
     tasks = ", ".join(sorted(stage.tasks))
     needs = ", ".join(sorted(stage.needs)) or "nothing else"
+    may = "may need" if hasattr(stage, "needs_with") else "needs"
     parts = [
         _prose(f"{name}: {inspect.cleandoc(stage.__doc__ or '')}"),
         textwrap.fill(
-            f"accepts {', '.join(sorted(stage.accepts))}; gives {stage.produces}; needs {needs}; for {tasks}",
+            f"accepts {', '.join(sorted(stage.accepts))}; gives {stage.produces}; {may} {needs}; for {tasks}",
             _WIDTH,
             break_on_hyphens=False,
         ),

@@ -20,6 +20,8 @@ from smelt.core.store import Store
 from smelt.core.windows import Windows
 from smelt.failures import explain
 from smelt.machine import gpu_names
+from smelt.model_folder import read_config
+from smelt.problem import has_classifier
 from smelt.scoring import Scorer, library_versions
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class Workshop:
         key = hash_of(
             {
                 "stage": "model",
-                "version": 2,
+                "version": 3,
                 "files": {p.name: sha256_of(p) for p in source_files(source)},
                 "task": self.task,
                 "labels": labels and labels[1],
@@ -99,6 +101,13 @@ class Workshop:
             problem, names = labels or (None, None)
             notes = import_model(source, out, names, self.seed, problem)
             write_text_rules(out, rules)
+            facts = {
+                "parameters": count_parameters(out),
+                **rules.model_dump(exclude_defaults=True),
+                **self.remembered,
+            }
+            if labels and not has_classifier(read_config(source)[0]):
+                facts["new_head"] = True  # random, so nothing can learn from it
             manifest = Manifest(
                 key=key,
                 format="torch",
@@ -109,11 +118,7 @@ class Workshop:
                 parent=None,
                 versions=dict(self.versions),
                 warnings=notes,
-                facts={
-                    "parameters": count_parameters(out),
-                    **rules.model_dump(exclude_defaults=True),
-                    **self.remembered,
-                },
+                facts=facts,
             )
             return self.store.commit(out, manifest, replace=fresh)
 
@@ -174,7 +179,7 @@ class Workshop:
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
                 # an engine is made for the GPU that it was built on
-                **({"gpus": gpu_names()} if "tensorrt" in step.cls.needs else {}),
+                **({"gpus": gpu_names()} if "tensorrt" in step.needs else {}),
             }
         )
 
@@ -221,8 +226,8 @@ class Workshop:
             seconds=round(time.monotonic() - started, 3),
         )
 
-    def _validate(self, artifact: Artifact) -> Mapping[str, float]:
-        scores = self.validation.score(artifact, self.data["validation"])["quality"]
+    def _validate(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
+        scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
         # stages choose what scores highest, so where less is better the number is turned round
         return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
 

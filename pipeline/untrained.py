@@ -12,7 +12,14 @@ from smelt.core.errors import InputError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import class_names
-from smelt.model_folder import FAMILIES, check_tokenizer, local_folder, read_config_file, unknown_family
+from smelt.model_folder import (
+    FAMILIES,
+    check_tokenizer,
+    local_folder,
+    read_config,
+    read_config_file,
+    unknown_family,
+)
 from smelt.problem import has_classifier
 from smelt.recipe import TRAINING_STAGES, Recipe
 from smelt.recipe_errors import Mistakes, touches
@@ -94,10 +101,35 @@ def _check_training(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes) -
         mistakes.add(("stages",), f"no step trains the model, whose weights are random; add {words}.")
     elif recipe.baseline == ROOT:
         mistakes.add(("baseline",), f"'{ROOT}' has random weights; name a step that is trained.")
-    for step in steps:
+    _refuse_as_teacher(steps, "has random weights", mistakes)
+
+
+def check_new_head(recipe: Recipe, steps: Sequence[Step], folder: Path | None, mistakes: Mistakes) -> None:
+    """Check that a bare encoder, which gets a classifier of random weights, is nobody's teacher.
+
+    folder: the model's, or None where it is still to be fetched or made; then the stage itself notices.
+    """
+    if recipe.task != "text-classification" or folder is None:
+        return
+    config, problems = read_config(folder)
+    if not problems and not has_classifier(config):
+        named = str((config.get("architectures") or ["encoder"])[0])
+        why = f"is a bare {named}, whose new classifier has random weights"
+        _refuse_as_teacher(steps, why, mistakes)
+
+
+def _refuse_as_teacher(steps: Sequence[Step], why: str, mistakes: Mistakes) -> None:
+    """Note every step that would learn from the untouched model."""
+    for at, step in enumerate(steps):
         for setting, name in step.settings.references().items():
             if name == ROOT and setting not in step.wrong:
-                what = f"{step.name}: {setting}: '{ROOT}' has random weights; name a step that is trained."
+                trained = [s.name for s in steps[:at] if s.stage in TRAINING_STAGES]
+                how = (
+                    f"name a step that is trained ({setting}: {trained[0]})"
+                    if trained
+                    else f"put a finetune before it and name that as the {setting}"
+                )
+                what = f"{step.name}: {setting}: '{ROOT}' {why}; {how}."
                 mistakes.add((), what, line=step.line)
 
 

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.stage import StoredDtype
 from smelt.runtime.conv1d import turned, use_linears
-from smelt.runtime.quantized import half_precision_names
+from smelt.runtime.quantized import matrix_types
+from smelt.runtime.stored_dtype import config_type, narrowed, stored_types
 from smelt.runtime.structure import Edit, apply_edits, read_edits, write_edits
 from smelt.runtime.text_rules import apply_text_rules, read_text_rules
 from smelt.runtime.unread_tensors import is_unread
@@ -76,6 +78,7 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
         InputError: weights are missing, damaged, or do not fit the config and the edits.
     """
     config = load_config(folder)
+    config.dtype = torch.float32  # in memory, whatever the file holds
     names = config.architectures or []
     kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -197,30 +200,57 @@ def tie_weights(model: Any) -> None:
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
 
 
-def save_model(model: Any, edits: list[Edit], out: Path, src: Path) -> None:
+def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep") -> list[str]:
     """Write `model` into `out`: config, edits, weights; the tokenizer's files are copied from `src`.
 
-    Tensors that share memory are stored once, under the first of their names.
+    Tensors that share memory are stored once, under the first of their names. Codes and scales of
+    quantized layers are stored in the types of their scheme.
+
+    Args:
+        model: float32.
+        edits: its structure.
+        out: a folder.
+        src: the folder of the model that it was made from.
+        dtype: how float weights are stored; keep: each as in `src` (float32 where `src` holds no weights).
+
+    Returns:
+        What the user should know: weights that do not fit into 16 bits.
     """
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    halves = half_precision_names(model)
-    seen: set[tuple[int, torch.Size]] = set()
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if name in ignored or (tensor.numel() and place in seen):
-            continue
-        seen.add(place)
-        stored = tensor.half() if name in halves else tensor
-        tensors[name] = stored.detach().cpu().contiguous()
-    save_file(turned(model, tensors), out / WEIGHTS, metadata={"format": "pt"})
+    tensors, names = _distinct(model)
+    types = stored_types(src, dtype)
+    fixed = matrix_types(model)
+    wanted = {
+        name: fixed[name] if name in fixed else types.of(names[name])
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+    }
+    stored, notes = narrowed(tensors, wanted)
+    save_file(turned(model, stored), out / WEIGHTS, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = "float32"
+    model.config.dtype = config_type(t for name, t in stored.items() if name not in fixed)
     model.config.save_pretrained(out)
     if model.can_generate():
         model.generation_config.save_pretrained(out)
     write_edits(out, edits)
     copy_tokenizer(src, out)
+    return notes
+
+
+def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the tensors that a file holds by the first of their names, and all names of each."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    first: dict[tuple[int, torch.Size], str] = {}
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        if name in ignored:
+            continue
+        place = (tensor.data_ptr(), tensor.shape)
+        known = first.setdefault(place, name) if tensor.numel() else name
+        names.setdefault(known, []).append(name)
+        if known == name:
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors, names
 
 
 def copy_tokenizer(src: Path, out: Path) -> None:

@@ -13,7 +13,7 @@ from smelt.core.files import write_json
 from smelt.core.labels import SINGLE, ProblemType
 from smelt.runtime.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, read_json, save_model
 from smelt.runtime.seq2seq_head import add_tied_head, lacks_head
-from smelt.runtime.weight_files import INDEX, find_weights, weight_tensors
+from smelt.runtime.weight_files import INDEX, find_weights
 from smelt.runtime.weights_fit import require_body
 
 
@@ -41,7 +41,7 @@ def import_model(
     if problem not in (None, SINGLE) and config.problem_type is None:
         values = read_json(out / "config.json")
         write_json(out / "config.json", values | {"problem_type": problem})
-    return _half_precision_note(out)
+    return []
 
 
 def source_files(src: Path) -> list[Path]:
@@ -55,17 +55,6 @@ def source_files(src: Path) -> list[Path]:
     left_out = {MANIFEST, INDEX} - ({weights.index.name} if weights.index else set())
     texts = [path for path in src.iterdir() if path.is_file() and path.suffix in TOKENIZER_SUFFIXES]
     return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
-
-
-def _half_precision_note(folder: Path) -> list[str]:
-    """Say why the torch steps of a half-precision checkpoint take more bytes than the checkpoint."""
-    kinds = {entry["dtype"] for _, _, entry in weight_tensors(folder)}
-    if not kinds & {"F16", "BF16"}:
-        return []
-    return [
-        "the checkpoint holds 16-bit weights; torch steps are kept as float32, 4 bytes a weight,"
-        " so that nothing is lost between stages"
-    ]
 
 
 def _with_new_head(
@@ -88,8 +77,9 @@ def _with_new_head(
             ignore_mismatched_sizes=True,  # of the head that it had; others are refused below
         )
     require_body(model.config.model_type, info, src, new_head=True)
-    save_model(model, [], out, src)
+    notes = save_model(model, [], out, src)
     return [
+        *notes,
         f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
-        f" label{'s' * (len(labels) != 1)} was added"
+        f" label{'s' * (len(labels) != 1)} was added",
     ]

@@ -73,7 +73,7 @@ def make_model(
     if kind == "marian":
         model.generation_config.bad_words_ids = [[config.pad_token_id]]  # as its checkpoints do
     model.eval()
-    save_model(model, [], out, tokenizer_folder)
+    save_model(model, [], out, tokenizer_folder, "fp32")
     return [
         f"{name} is {value}, as in the tokenizer; the config said {values[name]}"
         for name, value in agreed.items()

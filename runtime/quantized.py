@@ -231,17 +231,24 @@ def empty_quantized(module: nn.Module, scheme: str, **options: int | bool) -> An
     raise InputError(f"scheme {scheme}: a {type(module).__name__} cannot be quantized; expected {fit}.")
 
 
-def half_precision_names(model: nn.Module) -> set[str]:
-    """Return the names of the tensors that are stored as float16: the scales of groups."""
-    kinds = (Int4Matrix, BinaryMatrix)
-    found = model.named_modules(remove_duplicate=False)
-    return {f"{name}.scales" for name, module in found if isinstance(module, kinds)}
+def matrix_types(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the types in which codes and scales are stored, by tensor name.
+
+    Scales of groups are float16; those of int8's rows float32, as the runtime multiplies by them.
+    """
+    types = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Int8Matrix | Int4Matrix | BinaryMatrix):
+            for part, tensor in module.named_parameters():
+                half = part == "scales" and not isinstance(module, Int8Matrix)
+                types[f"{name}.{part}"] = torch.float16 if half else tensor.dtype
+    return types
 
 
-def stored_bytes(model: nn.Module) -> int:
-    """Return the bytes that the model's parameters take in a file, shared ones counted once."""
-    halves = half_precision_names(model)
-    return sum(p.numel() * (2 if n in halves else p.element_size()) for n, p in model.named_parameters())
+def matrix_bytes(model: nn.Module) -> int:
+    """Return the bytes that the codes and scales of `model` take in a file, shared ones counted once."""
+    types = matrix_types(model)
+    return sum(p.numel() * types[n].itemsize for n, p in model.named_parameters() if n in types)
 
 
 def joined(linears: Sequence[nn.Module]) -> AnyLinear | None:

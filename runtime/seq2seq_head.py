@@ -46,5 +46,8 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
             " embedding (tie_word_embeddings: false). Start from a checkpoint that generates text."
         )
     require_body(name, info, src)
-    save_model(model, [], out, src)
-    return ["the checkpoint has no output head; the word embedding is taken for it, as its config says"]
+    notes = save_model(model, [], out, src)
+    return [
+        *notes,
+        "the checkpoint has no output head; the word embedding is taken for it, as its config says",
+    ]

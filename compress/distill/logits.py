@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.distill.fit import check_student
-from smelt.compress.training import TrainingSettings, train
+from smelt.compress.training import TrainingSettings, train, training_needs
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, nearest
@@ -27,7 +27,7 @@ class StudentSettings(Settings):
     decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder")
     layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
     choose: Literal["spread", "first", "last"] = Field(
-        default="spread", description="which ones, where a number is given; spread includes first and last"
+        default="spread", description="which ones, where a number is given; spread: see docs/distill.md"
     )
 
     @field_validator("encoder_layers", "decoder_layers", "layers")
@@ -81,14 +81,19 @@ class Distill:
     name: ClassVar[str] = "distill"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = (
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs with these settings."""
+        return training_needs(settings)
 
     @classmethod
     def check_model(
@@ -117,9 +122,10 @@ class Distill:
                     edits, kept = keep_layers(model, edits, stack, choice, choose=settings.student.choose)
                     ctx.facts[f"kept_{stack}"] = kept
         ctx.facts["teacher"] = settings.teacher
-        train(model, src, settings, ctx, objective=distill_objective(teacher, settings), stage=self.name)
+        objective = distill_objective(teacher, settings)
+        train(model, src, settings, ctx, objective=objective, edits=edits, stage=self.name)
         settle(model, ctx)
-        save_model(model, edits, ctx.out, src.path)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
 def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
@@ -163,6 +169,16 @@ def _load_teacher(name: str, ctx: Context) -> Any:
     if artifact.format != "torch":
         raise InputError(
             f"distill: the teacher '{name}' is stored as {artifact.format}; it must be a torch step."
+        )
+    facts = artifact.manifest.facts
+    if facts.get("untrained") or facts.get("new_head"):
+        what = "weights" if facts.get("untrained") else "classifier"
+        trained = [n for n, a in ctx.ancestors.items() if a.manifest.stage in ("finetune", "distill")]
+        how = (
+            f"teacher: {trained[0]}" if trained else "put a finetune before it, and name that as the teacher"
+        )
+        raise InputError(
+            f"distill: the {what} of the teacher '{name}' is random; name a trained step: {how}."
         )
     teacher, _ = load_model(artifact.path)
     return teacher.requires_grad_(False)

@@ -9,13 +9,36 @@ from torch import nn
 from smelt.core.errors import InputError
 from smelt.runtime.structure import Edit
 
+# By the number of layers there are, then by that of the student: LAYERS_TO_COPY of make_student.py, in
+# the examples that belong to Shleifer & Rush 2020, arXiv:2010.13002 (github.com/huggingface/transformers,
+# examples/research_projects/seq2seq-distillation): BART has 12, Pegasus 16, Marian 6 layers.
+_PUBLISHED: dict[int, dict[int, list[int]]] = {
+    6: {2: [0, 5], 3: [0, 2, 5], 4: [0, 1, 3, 5]},
+    12: {
+        2: [0, 6],
+        3: [0, 6, 11],
+        4: [0, 4, 8, 11],
+        6: [0, 2, 4, 7, 9, 11],
+        9: [0, 1, 2, 4, 5, 7, 9, 10, 11],
+    },
+    16: {
+        2: [0, 15],
+        3: [0, 8, 15],
+        4: [0, 5, 10, 15],
+        6: [0, 3, 6, 9, 12, 15],
+        8: [0, 2, 4, 6, 8, 10, 12, 15],
+        9: [0, 1, 3, 5, 7, 9, 11, 13, 15],
+        12: [0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15],
+    },
+}
+
 
 def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
     """Return which `kept` of `layers` layers a student copies.
 
-    `spread` takes the first, the last and evenly spaced ones between (alternating layers, as
-    Shleifer & Rush 2020, arXiv:2010.13002: 12 to 6 gives 0, 2, 4, 7, 9, 11); a single one is the
-    first. `first` and `last` take one end.
+    `spread` takes those that were published for 6, 12 and 16 layers (12 to 6 gives 0, 2, 4, 7, 9, 11), and
+    for other numbers the first, the last and evenly spaced ones between; a single one is the first.
+    `first` and `last` take one end.
 
     Raises:
         InputError: not between 1 and `layers`.
@@ -28,6 +51,9 @@ def spread(kept: int, layers: int, choose: str = "spread") -> list[int]:
         return list(range(kept))
     if choose == "last":
         return list(range(layers - kept, layers))
+    published = _PUBLISHED.get(layers, {}).get(kept)
+    if published is not None:
+        return list(published)
     return [round(i * (layers - 1) / (kept - 1)) for i in range(kept)] if kept > 1 else [0]
 
 

@@ -12,7 +12,7 @@ from smelt.compress.training import load_float, stored_parameters
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Settings, StoredDtype
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +38,7 @@ class FactorizeSettings(Settings):
         default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
         description="patterns of names to leave alone",
     )
+    dtype: StoredDtype = "keep"
 
     @model_validator(mode="after")
     def _one(self) -> FactorizeSettings:
@@ -65,12 +66,18 @@ class Factorize:
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "Eckart & Young 1936, Psychometrika 1(3); Denton et al. 2014, arXiv:1404.0736"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
+        from smelt.compress.training_state import threads
+
+        with threads(ctx.threads):
+            self._factorize(src, settings, ctx)
+
+    def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         from smelt.runtime.checkpoint import save_model
         from smelt.runtime.structure import replace_module
 
@@ -105,7 +112,7 @@ class Factorize:
                 f"factorize: left all {len(layers)} layers alone, because no rank saves weights at these"
                 " settings; lower energy, rank or ratio"
             )
-        save_model(model, edits, ctx.out, src.path)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
 def choose_rank(sigma: Tensor, rows: int, columns: int, settings: FactorizeSettings) -> int:

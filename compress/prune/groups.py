@@ -46,7 +46,7 @@ class AttentionGroup:
 
     def value_rows(self, model: nn.Module) -> Tensor:
         """Return the weight of the value product, float [units * width, inputs]."""
-        weight = rows_of(model, self.value).weight
+        weight = whole_weight(model, self.value)
         return weight.chunk(3)[2] if self.query == self.value else weight
 
     def row_places(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
@@ -117,6 +117,14 @@ def rows_of(model: nn.Module, name: str) -> nn.Linear:
 def columns_of(model: nn.Module, name: str) -> nn.Linear:
     """Return the Linear whose columns are the inputs of `name`: itself, or the `down` half of a pair."""
     return _half(model.get_submodule(name), "down", name)
+
+
+def whole_weight(model: nn.Module, name: str) -> Tensor:
+    """Return the matrix that `name` multiplies by, float [outputs, inputs]; of a pair the product."""
+    module = model.get_submodule(name)
+    if isinstance(module, LowRankLinear):
+        return module.up.weight.detach() @ module.down.weight.detach()
+    return rows_of(model, name).weight.detach()
 
 
 def path_of(model: nn.Module, name: str, half: str) -> str:

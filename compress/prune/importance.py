@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of
+from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of, whole_weight
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,22 @@ def magnitude_scores(
 
     A head: |rows of v| * |columns of out|; a neuron: |row of fc1| * |column of fc2| (L2, biases not
     counted), times |row of the gate| where there is one. The product does not change when a scale moves
-    from one side to the other.
+    from one side to the other. A factorized layer counts as the product of its two halves, whose own norms
+    say nothing: any scale can move between them, along any direction of the rank.
     """
     heads = {}
     for group in attentions:
-        value = group.value_rows(model).detach().double()
-        out = columns_of(model, group.out).weight.detach().double()
+        value = group.value_rows(model).double()
+        out = whole_weight(model, group.out).double()
         count = group.count(model)
         into = value.square().sum(dim=1).view(count, -1).sum(dim=1).sqrt()
         heads[group.name] = into * out.square().sum(dim=0).view(count, -1).sum(dim=1).sqrt()
     neurons = {}
     for block in blocks:
-        second = columns_of(model, block.second).weight.detach().double()
+        second = whole_weight(model, block.second).double()
         neurons[block.name] = second.norm(dim=0)
         for name in block.inputs:
-            first = rows_of(model, name).weight.detach().double()
-            neurons[block.name] = neurons[block.name] * first.norm(dim=1)
+            neurons[block.name] = neurons[block.name] * whole_weight(model, name).double().norm(dim=1)
     return Scores(heads, neurons)
 
 
@@ -64,13 +64,14 @@ def taylor_scores(
     run_glue.py, compute_neuron_head_importance); a gate counts as w1 does.
 
     Args:
-        model: in eval mode.
+        model: in eval mode, on any device.
         attentions: what to score.
         blocks: what to score.
-        batches: calibration batches.
+        batches: calibration batches, on that device.
         loss_of: the mean loss of model and batch.
     """
-    masks = {g.name: torch.ones(g.count(model), requires_grad=True) for g in attentions}
+    there = next(model.parameters()).device
+    masks = {g.name: torch.ones(g.count(model), requires_grad=True, device=there) for g in attentions}
     heads = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     neurons = {b.name: torch.zeros(b.count(model), dtype=torch.float64) for b in blocks}
     hooks = [
@@ -83,7 +84,7 @@ def taylor_scores(
             loss_of(model, batch).backward()
             for name, mask in masks.items():
                 assert mask.grad is not None
-                heads[name] += mask.grad.abs().double()
+                heads[name] += mask.grad.abs().double().cpu()
                 mask.grad = None
             for block in blocks:
                 inputs = [rows_of(model, name) for name in block.inputs]
@@ -112,4 +113,4 @@ def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
         if first.bias is not None and first.bias.grad is not None:
             into = into + first.bias * first.bias.grad
         terms = terms + into.abs()
-    return terms.detach().double()
+    return terms.detach().double().cpu()

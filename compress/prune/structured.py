@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +13,7 @@ from smelt.compress.training import load_float, stored_parameters
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Settings, StoredDtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class PruneSettings(Settings):
-    """Settings of `prune`. In each layer the same fraction of units stays; at least one head does."""
+    """Settings of `prune`. In each layer the same fraction of units stays; at least one head does.
+
+    The number that stays is the nearest whole one; a half counts up.
+    """
 
     what: list[Literal["heads", "ffn"]] = Field(
         default=["heads", "ffn"], min_length=1, description="attention heads, feed-forward neurons"
@@ -36,6 +41,7 @@ class PruneSettings(Settings):
     rows: int = Field(default=256, ge=1, description="rows that taylor looks at (calibration, else train)")
     batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
     round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
+    dtype: StoredDtype = "keep"
 
 
 class Prune:
@@ -54,17 +60,30 @@ class Prune:
     name: ClassVar[str] = "prune"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
         " run_glue.py"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
+    @classmethod
+    def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs: taylor looks at rows, those for calibration if there are any."""
+        if settings.importance == "magnitude":
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""
+        from smelt.compress.training_state import threads
+
+        with threads(ctx.threads):
+            self._prune(src, settings, ctx)
+
+    def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         from smelt.compress.prune.groups import find_groups
         from smelt.runtime.checkpoint import save_model
 
@@ -74,6 +93,7 @@ class Prune:
         attentions = attentions if "heads" in settings.what else []
         blocks = blocks if "ffn" in settings.what else []
         scores = _score(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
         for group in attentions:
             _cut_heads(model, edits, group, scores.heads[group.name], settings)
         for block in blocks:
@@ -83,18 +103,49 @@ class Prune:
         ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
         ctx.facts["parameters_before"] = before
         ctx.facts["parameters_after"] = stored_parameters(model)
-        save_model(model, edits, ctx.out, src.path)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
 def heads_kept(count: int, settings: PruneSettings) -> int:
-    """Return how many of `count` heads stay; at least one."""
-    return max(1, round(count * (settings.keep_heads or settings.keep)))
+    """Return how many of `count` heads stay: the nearest number, at least one."""
+    return max(1, _nearest(count * (settings.keep_heads or settings.keep)))
 
 
 def neurons_kept(count: int, settings: PruneSettings) -> int:
     """Return how many of `count` neurons stay: the nearest multiple of `round_to`, at least one multiple."""
     wanted = count * (settings.keep_ffn or settings.keep)
-    return min(count, max(1, round(wanted / settings.round_to)) * settings.round_to)
+    return min(count, max(1, _nearest(wanted / settings.round_to)) * settings.round_to)
+
+
+def _nearest(wanted: float) -> int:
+    """Return the nearest whole number; of two that are equally near the larger one."""
+    return math.floor(wanted + 0.5)
+
+
+def _nothing_to_cut(
+    model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
+) -> list[str]:
+    """Say where `keep` is below 1 and yet everything stays, because so few units cannot be divided so."""
+    keep = {"heads": settings.keep_heads or settings.keep, "ffn": settings.keep_ffn or settings.keep}
+    sizes = {
+        "heads": [(n := g.count(model), heads_kept(n, settings)) for g in attentions],
+        "ffn": [(n := b.count(model), neurons_kept(n, settings)) for b in blocks],
+    }
+    found = []
+    for kind, counts in sizes.items():
+        whole = sorted({count for count, kept in counts if kept == count})
+        if keep[kind] == 1 or not whole:
+            continue
+        word = {"heads": "heads", "ffn": "neurons"}[kind]
+        step = 1 if kind == "heads" else settings.round_to
+        few = " or ".join(map(str, whole))
+        most = max(whole)
+        less = f" keep_{kind}: {(most - step) / most:.3g} takes {step} of {most}." if most > step else ""
+        found.append(
+            f"prune: keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, is all of them, so"
+            f" nothing goes in {sum(kept == count for count, kept in counts)} of {len(counts)} layers.{less}"
+        )
+    return found
 
 
 def _score(
@@ -113,6 +164,7 @@ def _score(
     from smelt.compress.training_data import collate, encode_split, group_by_length
     from smelt.compress.training_loop import label_objective
     from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.device import torch_device
 
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None:
@@ -127,16 +179,20 @@ def _score(
     if len(rows) > settings.rows and ctx.task == "language-modeling":
         rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.rows))]
     groups = group_by_length(rows, settings.batch_size, None, None)
-    done = 0
+    device, done = torch_device(ctx.device), 0
 
     def batches() -> Any:
         nonlocal done
         for group in groups:
-            yield collate([rows[i] for i in group], model.config)
+            batch = collate([rows[i] for i in group], model.config)
+            yield {name: value.to(device) for name, value in batch.items()}
             done += len(group)
             ctx.progress(done, len(rows), "importance")
 
-    return taylor_scores(model, attentions, blocks, batches(), label_objective())
+    try:
+        return taylor_scores(model.to(device), attentions, blocks, batches(), label_objective())
+    finally:
+        model.to("cpu")
 
 
 def _cut_heads(

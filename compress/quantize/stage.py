@@ -92,29 +92,30 @@ class Quantize:
         " com.microsoft::MatMulNBits and its quantizer (mlas/lib/q4_dq.cpp); Rastegari et al. 2016,"
         " XNOR-Net, arXiv:1603.05279 (Binary-Weight-Networks)"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""
         from smelt.runtime.checkpoint import load_model, save_model
-        from smelt.runtime.quantized import stored_bytes
+        from smelt.runtime.stored_dtype import weight_bytes
 
         model, edits = load_model(src.path)
         if any(edit["op"] == "quantize" for edit in edits):
             raise InputError(
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
-        before = stored_bytes(model)
         new = quantize_model(model, settings)
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
         kept = unused_patterns(model, settings.skip)
         if kept:
             ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
-        ctx.facts.update(facts_of(model), bytes_before=before, bytes_after=stored_bytes(model))
-        save_model(model, edits + new, ctx.out, src.path)
+        ctx.warnings.extend(save_model(model, edits + new, ctx.out, src.path))
+        ctx.facts.update(
+            facts_of(model), bytes_before=weight_bytes(src.path), bytes_after=weight_bytes(ctx.out)
+        )
 
 
 def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
@@ -187,11 +188,11 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
-    from smelt.runtime.quantized import AnyEmbedding, AnyLinear, stored_bytes
+    from smelt.runtime.quantized import AnyEmbedding, AnyLinear, matrix_bytes
 
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, AnyLinear | AnyEmbedding)]
     matrices = {id(m.matrix): (m.matrix, m) for _, m in layers}
-    bits = 8 * stored_bytes(nn.ModuleList(matrix for matrix, _ in matrices.values()))
+    bits = 8 * matrix_bytes(nn.ModuleList(matrix for matrix, _ in matrices.values()))
     weights = sum(
         m.in_features * m.out_features if isinstance(m, AnyLinear) else m.num_embeddings * m.embedding_dim
         for _, m in matrices.values()

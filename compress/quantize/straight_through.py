@@ -10,25 +10,22 @@ from torch import Tensor
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, values: Tensor, passes: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*(() if passes is None else (passes,)))
+    def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
         return values
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
-        gradient = outputs[0]
-        return (gradient * ctx.saved_tensors[0] if ctx.saved_tensors else gradient), None, None
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None]:
+        return outputs[0], None
 
 
-def straight_through(weight: Tensor, values: Tensor, passes: Tensor | None = None) -> Tensor:
-    """Return `values`; their gradient goes to `weight` where `passes` is true, and nowhere else.
+def straight_through(weight: Tensor, values: Tensor) -> Tensor:
+    """Return `values`; their gradient goes to `weight` as it is.
 
     Bengio et al. 2013, Estimating or Propagating Gradients Through Stochastic Neurons, arXiv:1308.3432.
 
     Args:
         weight: float32, what the optimizer moves.
         values: what the codes made of `weight` stand for, same shape.
-        passes: bool, same shape; None lets all gradients through.
     """
-    out: Tensor = _StraightThrough.apply(weight, values.detach(), passes)  # type: ignore[no-untyped-call]
+    out: Tensor = _StraightThrough.apply(weight, values.detach())  # type: ignore[no-untyped-call]
     return out

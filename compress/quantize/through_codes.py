@@ -14,7 +14,9 @@ activations of the other schemes move a product by 0.6 % of its spread, their we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -126,24 +128,54 @@ def settle(model: nn.Module, ctx: Context) -> None:
 
     `ctx.facts["codes_changed"]` says which fraction of all codes is another than before.
     """
-    filled: set[int] = set()
-    changed = total = 0
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, LatentLinear | LatentEmbedding):
-            continue
-        home = module.home
-        if id(home.matrix) not in filled:
-            before = _codes(home.matrix)
-            with torch.no_grad():
-                fill_(home.matrix, module.weight)
-            filled.add(id(home.matrix))
-            changed += int((_codes(home.matrix) != before).sum())
-            total += before.numel()
-        if isinstance(module, LatentLinear) and isinstance(home, AnyLinear) and home.bias is not None:
-            home.bias.data = module.bias.detach().clone()
-        replace_module(model, name, home.train(module.training))
-    if filled:
+    latents = _latents(model)
+    before = {id(m.home.matrix): _codes(m.home.matrix) for _, m in latents}
+    _put_back(model, latents, {name: latent.home for name, latent in latents})
+    if latents:
+        now = {id(m.home.matrix): _codes(m.home.matrix) for _, m in latents}
+        changed = sum(int((now[place] != before[place]).sum()) for place in before)
+        total = sum(codes.numel() for codes in before.values())
         ctx.facts["codes_changed"] = round(changed / max(1, total), 4)
+
+
+@contextlib.contextmanager
+def settled(model: nn.Module) -> Iterator[None]:
+    """Let `model` meanwhile be what `settle` would make of it; the layers of before are not touched."""
+    latents = _latents(model)
+    # in one copy, so that layers which share a matrix go on sharing it
+    _put_back(model, latents, copy.deepcopy({name: latent.home for name, latent in latents}))
+    try:
+        yield
+    finally:
+        for name, latent in latents:
+            replace_module(model, name, latent)
+
+
+def _latents(model: nn.Module) -> list[tuple[str, LatentLinear | LatentEmbedding]]:
+    """Return the layers with float weights behind their codes, those that are shared under each name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, LatentLinear | LatentEmbedding)
+    ]
+
+
+def _put_back(
+    model: nn.Module,
+    latents: list[tuple[str, LatentLinear | LatentEmbedding]],
+    homes: Mapping[str, AnyLinear | AnyEmbedding],
+) -> None:
+    """Fill `homes` from the weights of `latents` and put them in their places."""
+    filled: set[int] = set()
+    for name, latent in latents:
+        home = homes[name]
+        if id(home.matrix) not in filled:
+            with torch.no_grad():
+                fill_(home.matrix, latent.weight)
+            filled.add(id(home.matrix))
+        if isinstance(latent, LatentLinear) and isinstance(home, AnyLinear) and home.bias is not None:
+            home.bias.data = latent.bias.detach().clone()
+        replace_module(model, name, home.train(latent.training))
 
 
 def _codes(matrix: Matrix) -> Tensor:

@@ -4,18 +4,21 @@ import contextlib
 import io
 import json
 import math
+from dataclasses import replace
 
+import causal
 import pytest
 import sentencepiece
 import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
+from smelt.compress import training_loop
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.training import load_float
+from smelt.compress.training import load_float, train
 from smelt.compress.training_data import Row
 from smelt.compress.training_loop import label_objective, pick_precision, run_training
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Example, Split
+from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
 from smelt.runtime.checkpoint import load_model
@@ -167,7 +170,7 @@ def test_marian_start_row_and_positions_stay_while_the_rest_moves(translator, tm
     assert after.lm_head.weight.data_ptr() == after.model.shared.weight.data_ptr()
 
 
-def test_the_best_checkpoint_is_kept_not_the_last(classifier, tmp_path):
+def test_training_rows_that_teach_the_opposite_leave_the_model_as_it_came(classifier, tmp_path):
     # validation wants the opposite of the training rows, so every step makes it worse
     other = Split(
         "x", tuple(Example(e.text, label="neg" if e.label == "pos" else "pos") for e in sentiment(4).examples)
@@ -177,8 +180,46 @@ def test_the_best_checkpoint_is_kept_not_the_last(classifier, tmp_path):
         max_steps=20, evals=4, learning_rate=3e-3, batch_size=8, precision="fp32", dropout=0.0
     )
     Finetune()(classifier, settings, ctx)
-    assert ctx.facts["training"]["kept_step"] == 5
-    assert ctx.facts["training"]["steps"] == 20
+    assert ctx.facts["training"]["kept_step"] == 0
+    losses = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    assert losses[0] == min(losses) < losses[-1]
+    before, after = (load_model(folder)[0].state_dict() for folder in (classifier.path, ctx.out))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (warning,) = ctx.warnings
+    assert warning.startswith("finetune: the training did not make the model better: the validation loss was")
+
+
+def test_validation_rows_are_spread_over_the_file_and_drawn_by_the_seed(classifier, tmp_path, monkeypatch):
+    # a file that is sorted by its labels: the head of it holds one class only
+    rows = [Example(f"{word} dog", label=label) for word, label in [("good", "pos"), ("bad", "neg")] * 50]
+    rows.sort(key=lambda e: e.label)
+    seen = []
+    monkeypatch.setattr(
+        training_loop, "run_training", lambda model, rows, validation, **more: seen.append(validation)
+    )
+    for seed in (1, 1, 2):
+        data = {"train": sentiment(2), "validation": Split("x", tuple(rows))}
+        ctx = replace(context(tmp_path / str(len(seen)), "text-classification", data), seed=seed)
+        train(load_model(classifier.path)[0], classifier, FinetuneSettings(validation_rows=10), ctx)
+    assert [len(found) for found in seen] == [10, 10, 10]
+    assert [sum(row.target for row in found) for found in seen] == [5, 5, 5]
+    assert seen[0] == seen[1]
+
+
+def test_validation_rows_of_a_language_model_are_windows_from_all_of_the_text(tmp_path, monkeypatch):
+    text = causal.lines(tmp_path / "text.txt", 12)
+    split = read_split(str(text), "language-modeling", Columns(), tmp_path)
+    source = artifact(causal.model(tmp_path / "model", "gpt2"), "language-modeling")
+    model, seen = load_model(source.path)[0], []
+    monkeypatch.setattr(
+        training_loop, "run_training", lambda model, rows, validation, **more: seen.append((rows, validation))
+    )
+    ctx = context(tmp_path, "language-modeling", {"train": split, "validation": split})
+    train(model, source, FinetuneSettings(validation_rows=3, max_length=16), ctx)
+    ((windows, chosen),) = seen
+    assert len(windows) > 100 > len(split)
+    places = [windows.index(row) for row in chosen]
+    assert [3 * place // len(windows) for place in places] == [0, 1, 2]
 
 
 def test_the_moving_average_replaces_the_weights(classifier, tmp_path):

@@ -2,9 +2,18 @@
 
 import random
 
+import families
 import pytest
+import tiny
 import torch
-from transformers import BertConfig, DistilBertConfig, MarianConfig, RobertaConfig
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    DistilBertConfig,
+    MarianConfig,
+    MBartTokenizer,
+    RobertaConfig,
+)
 from transformers.models.marian.modeling_marian import shift_tokens_right
 
 from smelt.compress.training_data import (
@@ -14,6 +23,7 @@ from smelt.compress.training_data import (
     encode_targets,
     group_by_length,
     plan_batches,
+    spread_out,
 )
 from smelt.core.data import Example
 from smelt.core.errors import InputError
@@ -97,8 +107,48 @@ def test_token_types_are_fed_only_to_models_that_have_them():
     assert "token_type_ids" not in collate(rows, RobertaConfig())
 
 
-def test_a_cut_target_keeps_its_end_token():
-    def tokenizer(text_target, **kwargs):
-        return {"input_ids": [[*range(1, len(t) + 1), 0] for t in text_target]}
+def mbart25(folder):
+    """The tokenizer of the first mBART: a language's code stands behind the end."""
+    words = sorted({w for s in tiny.SENTENCES for w in s.split()})
+    vocabulary = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    vocabulary += [(f"▁{word}", -3.0) for word in words]
+    MBartTokenizer(vocab=vocabulary, src_lang="en_XX", tgt_lang="de_DE").save_pretrained(folder)
+    return folder
 
-    assert encode_targets(["abcdef", "ab"], tokenizer, 4) == ([[1, 2, 3, 0], [1, 2, 0]], 1)
+
+@pytest.mark.parametrize(
+    ("make", "before", "behind"),
+    [
+        (tiny.marian, [], ["</s>"]),
+        (families.t5, [], ["</s>"]),
+        (families.bart, ["<s>"], ["</s>"]),
+        (lambda folder: families.bart(folder, kind="mbart"), ["de_DE"], ["</s>"]),
+        (mbart25, [], ["</s>", "de_DE"]),
+    ],
+    ids=["marian", "t5", "bart", "mbart-50", "mbart"],
+)
+def test_a_cut_target_keeps_the_tokens_around_its_text(tmp_path, make, before, behind):
+    tokenizer = AutoTokenizer.from_pretrained(make(tmp_path / "model"))
+    texts = ["das alte haus steht am fluss " * 4, "ein lied"]
+    whole = tokenizer(text_target=texts)["input_ids"]
+    assert len(whole[0]) > 9 > len(whole[1])
+    found, cut = encode_targets(texts, tokenizer, 9)
+    assert cut == 1
+    assert found[1] == whole[1]
+    words = tokenizer.convert_ids_to_tokens(found[0])
+    inner = 9 - len(before) - len(behind)
+    assert words[: len(before)] == before
+    assert words[9 - len(behind) :] == behind
+    assert found[0][len(before) :][:inner] == whole[0][len(before) :][:inner]
+    assert encode_targets(texts, tokenizer, 500) == (whole, 0)
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(100, 7), (1001, 1000), (5, 5), (5, 9), (9, 1)])
+def test_places_are_spread_over_all_parts_and_drawn_by_the_seed(count, wanted):
+    places = spread_out(count, wanted, 3)
+    assert len(places) == min(count, wanted)
+    assert places == sorted(set(places))
+    if wanted < count:
+        assert all(k * count // wanted <= place < (k + 1) * count // wanted for k, place in enumerate(places))
+    assert places == spread_out(count, wanted, 3)
+    assert wanted >= count - 1 or any(places != spread_out(count, wanted, seed) for seed in range(4, 20))

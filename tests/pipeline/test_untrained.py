@@ -6,6 +6,7 @@ import pytest
 import tiny
 from click.testing import CliRunner
 
+import smelt
 from smelt.cli import main
 from smelt.core.errors import InputError
 from smelt.plan import describe_plan, load_plan
@@ -151,3 +152,61 @@ def test_what_cannot_work_is_said_before_any_work(home, change):
     (home / "recipe.yaml").write_text(text)
     with pytest.raises(InputError, match=MISTAKES[change]):
         load_plan(home / "recipe.yaml")
+
+
+BARE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - finetune: {max_steps: 1, precision: fp32}
+    name: tuned
+  - distill: {max_steps: 1, precision: fp32}
+baseline: tuned
+score: {latency: false}
+"""
+
+
+@pytest.fixture
+def bare(home):
+    """A folder with an encoder that has no classifier yet."""
+    from transformers import BertConfig, BertModel
+
+    folder = tiny.bert(home / "m")
+    BertModel(BertConfig.from_pretrained(folder)).save_pretrained(folder)
+    return home
+
+
+def test_a_classifier_that_is_still_to_be_made_teaches_nobody(bare):
+    (bare / "recipe.yaml").write_text(BARE)
+    message = (
+        r"recipe.yaml:8: distill: teacher: 'model' is a bare BertModel, whose new classifier has random"
+        r" weights; name a step that is trained \(teacher: tuned\)"
+    )
+    with pytest.raises(InputError, match=message):
+        load_plan(bare / "recipe.yaml")
+    first = BARE.replace("  - finetune: {max_steps: 1, precision: fp32}\n    name: tuned\n", "")
+    (bare / "recipe.yaml").write_text(first.replace("baseline: tuned\n", ""))
+    with pytest.raises(InputError, match=r"put a finetune before it and name that as the teacher"):
+        load_plan(bare / "recipe.yaml")
+
+
+def test_a_tuned_encoder_teaches(bare):
+    steps = _run(bare, BARE.replace("distill: {", "distill: {teacher: tuned, "), "run")
+    assert steps["distill"]["status"] == "done"
+    manifest = json.loads((bare / "run" / "artifacts" / "model" / "manifest.json").read_text())
+    assert manifest["facts"]["new_head"] is True
+
+
+def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monkeypatch):
+    """Nothing is known of a hub's model when the recipe is planned."""
+    monkeypatch.setattr("smelt.plan_inputs.local_folder", lambda model, base: None)
+    monkeypatch.setattr("smelt.plan.fetch_model", lambda model, base, task: bare / "m")
+    (bare / "recipe.yaml").write_text(BARE)
+    result = smelt.run(bare / "recipe.yaml", out=bare / "run")
+    (step,) = [s for s in result.report["steps"] if s["name"] == "distill"]
+    assert step["status"] == "error"
+    assert (
+        "the classifier of the teacher 'model' is random; name a trained step: teacher: tuned"
+        in step["error"]
+    )

@@ -137,13 +137,19 @@ def test_bare_encoder_gets_a_new_head_with_a_warning(tmp_path):
     assert model.config.id2label == {0: "bad", 1: "good", 2: "other"}
 
 
-def test_a_half_precision_checkpoint_says_that_later_steps_are_float32(tmp_path):
+def test_a_half_precision_checkpoint_is_imported_as_it_is_without_a_word(tmp_path):
     folder = tiny.marian(tmp_path / "marian")
-    for name, notes in (("full", 0), ("half", 1)):
-        if name == "half":
-            tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
-            save_file(tensors, folder / "model.safetensors")
-        (tmp_path / name).mkdir()
-        found = import_model(folder, tmp_path / name)
-        assert len(found) == notes, found
-    assert "16-bit" in found[0]
+    tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    assert import_model(folder, tmp_path / "out") == []
+    copied = [(f / "model.safetensors").read_bytes() for f in (folder, tmp_path / "out")]
+    assert copied[0] == copied[1]
+
+
+def test_the_new_head_of_a_half_precision_encoder_is_stored_as_the_rest(tmp_path):
+    folder = tiny.bert(tmp_path / "bert")
+    BertModel.from_pretrained(folder).half().save_pretrained(folder)
+    (tmp_path / "out").mkdir()
+    import_model(folder, tmp_path / "out", labels=["bad", "good"], seed=3)
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}

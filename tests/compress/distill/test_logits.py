@@ -128,6 +128,21 @@ def test_an_unknown_teacher_names_the_known_steps(tmp_path):
         Distill()(source, DistillSettings(teacher="prun"), ctx)
 
 
+@pytest.mark.parametrize(("fact", "what"), [("new_head", "classifier"), ("untrained", "weights")])
+def test_a_teacher_with_random_weights_is_refused_and_a_trained_one_named(tmp_path, fact, what):
+    source = classifier(tmp_path / "model")
+    source.manifest.facts[fact] = True
+    with pytest.raises(InputError, match=rf"the {what} of the teacher 'model' is random; .* put a finetune"):
+        Distill()(source, DistillSettings(), context(tmp_path / "a", {"model": source}))
+    tuned = artifact(source.path)
+    tuned = Artifact(source.path, tuned.manifest.model_copy(update={"stage": "finetune"}))
+    ancestors = {"model": source, "pruned": artifact(source.path), "tuned": tuned}
+    with pytest.raises(InputError, match=r"name a trained step: teacher: tuned"):
+        Distill()(tuned, DistillSettings(), context(tmp_path / "b", ancestors))
+    settings = DistillSettings(teacher="tuned", max_steps=1, precision="fp32")
+    Distill()(tuned, settings, context(tmp_path / "c", ancestors))
+
+
 def test_a_teacher_that_left_torch_is_refused(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": artifact(source.path, "onnx")})

@@ -28,18 +28,49 @@ def marian(decoder_layers=4):
     return MarianMTModel(config).eval()
 
 
-@pytest.mark.parametrize(
-    ("kept", "of", "layers"),
-    [
-        (6, 12, [0, 2, 4, 7, 9, 11]),  # the tables of Shleifer & Rush's code
-        (3, 12, [0, 6, 11]),
-        (3, 6, [0, 2, 5]),
-        (1, 12, [0]),
-        (12, 12, list(range(12))),
-    ],
-)
-def test_spread_layers_are_the_published_ones(kept, of, layers):
-    assert spread(kept, of) == layers
+# LAYERS_TO_COPY of the examples to Shleifer & Rush 2020 (huggingface/transformers at 98ad48f,
+# examples/research_projects/seq2seq-distillation/make_student.py), whole
+PUBLISHED = {
+    12: {
+        1: [0],
+        2: [0, 6],
+        3: [0, 6, 11],
+        4: [0, 4, 8, 11],
+        6: [0, 2, 4, 7, 9, 11],
+        9: [0, 1, 2, 4, 5, 7, 9, 10, 11],
+        12: list(range(12)),
+    },
+    16: {
+        1: [0],
+        2: [0, 15],
+        3: [0, 8, 15],
+        4: [0, 5, 10, 15],
+        6: [0, 3, 6, 9, 12, 15],
+        8: [0, 2, 4, 6, 8, 10, 12, 15],
+        9: [0, 1, 3, 5, 7, 9, 11, 13, 15],
+        12: [0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15],
+        16: list(range(16)),
+    },
+    6: {1: [0], 2: [0, 5], 3: [0, 2, 5], 4: [0, 1, 3, 5], 6: list(range(6))},
+}
+
+
+@pytest.mark.parametrize(("of", "kept"), [(of, kept) for of, rows in PUBLISHED.items() for kept in rows])
+def test_spread_layers_are_the_published_ones(kept, of):
+    assert spread(kept, of) == PUBLISHED[of][kept]
+
+
+def test_other_numbers_are_spread_evenly_from_the_first_to_the_last():
+    assert spread(5, 12) == [0, 3, 6, 8, 11]
+    assert spread(4, 24) == [0, 8, 15, 23]
+    assert spread(2, 3) == [0, 2]
+    for layers in range(1, 40):
+        for kept in range(1, layers + 1):
+            found = spread(kept, layers)
+            assert found == sorted(set(found))
+            assert len(found) == kept
+            assert found[0] == 0
+            assert kept == 1 or found[-1] == layers - 1 or (layers, kept) == (12, 2)
 
 
 def test_ends():

@@ -1,18 +1,13 @@
 """Pruning: the scores recomputed by hand, and cutting against masking."""
 
+import causal
 import pytest
+import tiny
 import torch
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    BertForSequenceClassification,
-    MarianConfig,
-    MarianMTModel,
-)
+from prunable import batch_for, bert, factorized, loss_of, marian
+from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
-from smelt.compress.losses import mixed_loss
-from smelt.compress.prune.groups import columns_of, find_groups, rows_of
+from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import (
     Prune,
@@ -24,72 +19,15 @@ from smelt.compress.prune.structured import (
     neurons_kept,
 )
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.stage import Context
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, needs_of
 from smelt.runtime.checkpoint import load_model, save_model
-from smelt.runtime.structure import replace_module
-
-
-def marian():
-    torch.manual_seed(0)
-    config = MarianConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=48,
-        max_position_embeddings=16,
-        pad_token_id=63,
-        decoder_start_token_id=63,
-        eos_token_id=0,
-        forced_eos_token_id=0,
-        init_std=0.2,
-    )
-    return MarianMTModel(config).eval()
-
-
-def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=16,
-        initializer_range=0.2,
-    )
-    return BertForSequenceClassification(config).eval()
-
-
-def factorized():
-    model = marian()
-    for name in ("encoder.layers.0.fc1", "encoder.layers.0.fc2", "decoder.layers.1.encoder_attn.v_proj"):
-        layer = model.get_submodule(f"model.{name}")
-        replace_module(model, f"model.{name}", factorize_layer(layer, FactorizeSettings(rank=9))[0])
-    return model
-
-
-def batch_for(model, rows=3):
-    g = torch.Generator().manual_seed(5)
-    batch = {"input_ids": torch.randint(1, 60, (rows, 7), generator=g)}
-    batch["attention_mask"] = torch.tensor([[1] * 7, [1] * 7, [1, 1, 1, 1, 0, 0, 0]])[:rows]
-    if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = torch.randint(1, 60, (rows, 5), generator=g)
-    return batch
 
 
 def outputs(model):
     with torch.no_grad():
         return model(**batch_for(model)).logits
-
-
-def loss_of(model, batch):
-    logits = model(**batch).logits
-    labels = torch.arange(logits[..., 0].numel()).view(logits.shape[:-1]) % logits.shape[-1]
-    return mixed_loss(logits, labels)
 
 
 def mask_units(model, heads, neurons):
@@ -175,61 +113,102 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
     assert torch.equal(with_cache, without)
 
 
-def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
-    model = bert().double()
-    attentions, blocks = find_groups(model)
-    batches = [batch_for(model), {k: v[:2] for k, v in batch_for(model).items()}]
-    scores = taylor_scores(model, attentions, blocks, batches, loss_of)
-    group, head, step = attentions[1], 2, 1e-4
-    weight = columns_of(model, group.out).weight
-    width = group.head_dim(model)
-    original = weight.detach().clone()
-    total = 0.0
-    for batch in batches:  # scaling a head's output is scaling its columns of the output product
-        values = []
-        for scale in (1 + step, 1 - step):
-            with torch.no_grad():
-                weight.copy_(original)
-                weight[:, head * width : (head + 1) * width] *= scale
-                values.append(float(loss_of(model, batch)))
-        total += abs(values[0] - values[1]) / (2 * step)
-    assert float(scores.heads[group.name][head]) == pytest.approx(total, rel=1e-2)
-
-
-@pytest.mark.parametrize("build", [bert, factorized])
-def test_taylor_neuron_score_is_dynaberts_formula(build):
-    model = build()
-    attentions, blocks = find_groups(model)
-    batch = batch_for(model)
-    scores = taylor_scores(model, attentions, blocks, [batch, batch], loss_of)
-    block = blocks[0]
-    first, second = rows_of(model, block.first), columns_of(model, block.second)
-    w1, b1, w2 = torch.autograd.grad(loss_of(model, batch), [first.weight, first.bias, second.weight])
-    model.requires_grad_(False)
-    n = 3
-    by_hand = abs(float((first.weight[n] * w1[n]).sum() + first.bias[n] * b1[n])) + abs(
-        float((second.weight[:, n] * w2[:, n]).sum())
-    )
-    assert float(scores.neurons[block.name][n]) == pytest.approx(2 * by_hand, rel=1e-4)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
-    model = marian()
-    _, blocks = find_groups(model)
-    before = magnitude_scores(model, [], blocks).neurons[blocks[0].name]
-    with torch.no_grad():
-        rows_of(model, blocks[0].first).weight[4] *= 8
-        columns_of(model, blocks[0].second).weight[:, 4] /= 8
-    torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)
-
-
 def test_counts_that_stay():
     assert heads_kept(4, PruneSettings(keep=0.1)) == 1
     assert heads_kept(8, PruneSettings(keep=0.5, keep_heads=0.75)) == 6
+    assert [heads_kept(n, PruneSettings(keep=0.5)) for n in (1, 3, 5, 7)] == [1, 2, 3, 4]  # a half counts up
     assert neurons_kept(1024, PruneSettings(keep=0.3)) == 304
     assert neurons_kept(1024, PruneSettings(keep=0.001)) == 8
     assert neurons_kept(6, PruneSettings(keep=0.9)) == 6
+    assert neurons_kept(40, PruneSettings(keep=0.5)) == 24
+
+
+def run(folder, out, data=None, task="translation", **settings):
+    more = {name: settings.pop(name) for name in ("threads", "device", "progress") if name in settings}
+    out.mkdir(parents=True)
+    ctx = Context(out=out, task=task, data=data or {}, seed=1, ancestors={}, score=lambda a: {}, **more)
+    Prune()(tiny.artifact(folder, task), PruneSettings(**settings), ctx)
+    return ctx
+
+
+def test_units_too_few_to_be_divided_are_told(tmp_path):
+    folder = causal.model(tmp_path / "llama", "llama")  # two key-value heads
+    magnitude = {"importance": "magnitude", "task": "language-modeling"}
+    ctx = run(folder, tmp_path / "a", what=["heads"], keep=0.75, **magnitude)
+    assert set(ctx.facts["kept_heads"].values()) == {2}
+    assert ctx.warnings == [
+        "prune: keep 0.75 of 2 heads, rounded to a multiple of 1, is all of them, so nothing goes in 2 of 2"
+        " layers. keep_heads: 0.5 takes 1 of 2."
+    ]
+    assert run(folder, tmp_path / "b", what=["heads"], keep=0.5, **magnitude).warnings == []
+    assert run(folder, tmp_path / "c", what=["heads"], keep=1.0, **magnitude).warnings == []
+    (warning,) = run(folder, tmp_path / "d", what=["ffn"], keep=0.9, round_to=48, **magnitude).warnings
+    assert "keep 0.9 of 96 neurons, rounded to a multiple of 48" in warning
+    assert warning.endswith("keep_ffn: 0.5 takes 48 of 96.")
+    one = run(folder, tmp_path / "e", what=["ffn"], keep=0.9, round_to=96, **magnitude)
+    assert one.warnings[0].endswith("so nothing goes in 2 of 2 layers.")
+
+
+def rows():
+    return Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
+
+
+def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they_were(tmp_path):
+    folder = tiny.bert(tmp_path / "bert")
+    before, seen = torch.get_num_threads(), []
+    run(
+        folder, tmp_path / "out", {"train": rows()}, "text-classification", threads=before + 1,
+        progress=lambda done, total, note="": seen.append(torch.get_num_threads()),
+    )  # fmt: skip
+    assert set(seen) == {before + 1}
+    assert torch.get_num_threads() == before
+
+
+def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("smelt.runtime.device.torch_device", lambda wanted: asked.append(wanted) or "cpu")
+    run(tiny.bert(tmp_path / "m"), tmp_path / "a", {"train": rows()}, "text-classification", device="cuda")
+    assert asked == ["cuda"]
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="device: cuda was asked for"):
+            run(tmp_path / "m", tmp_path / "b", {"train": rows()}, "text-classification", device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
+    folder = tiny.bert(tmp_path / "m")
+    kept = []
+    for device in ("cpu", "cuda"):
+        ctx = run(folder, tmp_path / device, {"train": rows()}, "text-classification", device=device)
+        kept.append(load_model(ctx.out)[0].state_dict())
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_any():
+    taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
+    assert needs_of(Prune, magnitude, {"train"}) == set()
+    assert needs_of(Prune, taylor, ()) == {"train"}
+    assert needs_of(Prune, taylor, {"train", "calibration"}) == {"calibration"}
+
+
+def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
+    from smelt.plan import describe_plan, load_plan
+
+    tiny.marian(tmp_path / "model")
+    tiny.pairs(tmp_path / "rows.jsonl")
+    recipe = tmp_path / "r.yaml"
+    text = (
+        "model: model\ntask: translation\ndata: {test: rows.jsonl}\nstages:\n  - prune: {importance: HOW}\n"
+    )
+    recipe.write_text(text.replace("HOW", "magnitude"))
+    assert "reads" not in describe_plan(load_plan(recipe))
+    recipe.write_text(text.replace("HOW", "taylor"))
+    with pytest.raises(InputError, match=r"prune needs train data; name a file with data: \{train: FILE\}"):
+        load_plan(recipe)
+    recipe.write_text(text.replace("HOW", "taylor").replace("test:", "calibration: rows.jsonl, test:"))
+    assert "reads calibration" in describe_plan(load_plan(recipe))
 
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):

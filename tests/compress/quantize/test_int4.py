@@ -74,18 +74,36 @@ def test_asymmetric_codes_by_hand():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_values_are_half_a_step_off_at_most_and_zeros_stay_zero(symmetric):
+def test_values_are_half_a_step_off_and_what_is_cut_a_step_at_most(symmetric):
     torch.manual_seed(0)
     weight = torch.randn(20, 72)
     weight[3] = 0
+    weight[5, 32:64] = torch.tensor([-2.0, 2.0] * 16)  # the ends of a range are equally far
     matrix = Int4Matrix(20, 72, 32, symmetric)
     fill_(matrix, weight)
     steps = matrix.scales.float().abs().repeat_interleave(32, dim=1)[:, :72]
-    # opposite ends of a symmetric range: 8 steps are cut to 7
-    limit = 1.01 if symmetric else 0.51
-    assert ((matrix.dequantize() - weight).abs() <= limit * steps).all()
+    off = (matrix.dequantize() - weight).abs()
+    signed = weight / matrix.scales.float().repeat_interleave(32, dim=1)[:, :72]
+    cut = signed > 7.5 if symmetric else torch.zeros_like(weight, dtype=torch.bool)
+    assert (off <= torch.where(cut, 1.01, 0.51) * steps).all()
+    # of a symmetric range one end has 8 steps, the other 7
+    assert (off[cut] > 0.49 * steps[cut]).all()
+    assert int((off > 0.9 * steps).sum()) >= (16 if symmetric else 0)
     assert matrix.dequantize()[3].eq(0).all()
     assert torch.isfinite(matrix.scales).all()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_cutting_one_end_errs_less_than_a_scale_that_cuts_nothing(group):
+    torch.manual_seed(0)
+    weight = torch.randn(200, 1024)
+    matrix = Int4Matrix(200, 1024, group, True)
+    fill_(matrix, weight)
+    groups = weight.unflatten(1, (-1, group))
+    scale = groups.abs().amax(dim=-1, keepdim=True) / 7
+    whole = torch.round(groups / scale) * scale
+    ours, other = ((w - weight).square().mean() for w in (matrix.dequantize(), whole.flatten(1)))
+    assert 1.25 < other / ours < 1.32
 
 
 def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight():

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import tiny
@@ -7,6 +9,7 @@ from torch import nn
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize import int8_dynamic
+from smelt.compress.quantize.schemes import quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import (
     LatentEmbedding,
@@ -129,6 +132,48 @@ def test_latent_layers_compute_what_the_codes_will(tmp_path):
         put_latent(model, load_model(tmp_path / "model")[0])
         got = model(input_ids=ids, decoder_input_ids=ids).logits
     assert got.allclose(expected, atol=1e-4)
+
+
+def test_int8_layers_train_on_the_activations_that_the_runtime_will_have():
+    torch.manual_seed(0)
+    whole = nn.Linear(24, 8)
+    quantized = quantize_module(whole, "int8-dynamic")
+    x = 3 * torch.randn(5, 24)
+    latent = LatentLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
+    expected = quantized(x)
+    unrounded = nn.functional.linear(x, quantized.matrix.dequantize(), quantized.bias)
+    assert (expected - unrounded).abs().max() > 5e-3, "rounding activations changes nothing here"
+    assert latent(x).allclose(expected, atol=1e-5)
+    again = x.clone().requires_grad_(True)
+    latent(again).sum().backward()
+    assert again.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
+    assert latent.weight.grad.allclose(int8_dynamic.fake_activations(x).sum(dim=0).expand(8, -1), atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "binary"])
+def test_layers_of_few_bits_train_on_whole_activations(scheme):
+    torch.manual_seed(0)
+    whole = nn.Linear(64, 8)
+    symmetric = {"symmetric": True} if scheme == "int4" else {}
+    quantized = quantize_module(whole, scheme, group_size=32, accuracy_level=4, **symmetric)
+    x = 3 * torch.randn(5, 64)
+    latent = LatentLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
+    assert latent(x).equal(nn.functional.linear(x, quantized.matrix.dequantize(), latent.bias))
+    assert not latent(x).allclose(quantized(x), atol=1e-3)
+
+
+def test_an_int8_model_in_training_computes_what_it_will_compute(tmp_path):
+    first, second = quantized(tmp_path, "bert", "text-classification", scheme="int8-dynamic")
+    model, _ = load_model(second.path)
+    ids = torch.randint(5, 30, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids).logits
+        put_latent(model, load_model(first.path)[0])
+        assert model(ids).logits.allclose(expected, atol=1e-4)
+        for module in model.modules():
+            if isinstance(module, LatentLinear):
+                module.forward = partial(nn.functional.linear, weight=module.weight, bias=module.bias)
+        assert not model(ids).logits.allclose(expected, atol=1e-3)
 
 
 def test_without_its_parent_training_starts_from_the_codes(tmp_path):

@@ -13,7 +13,6 @@ import gc
 import logging
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,8 +116,8 @@ def _prepare(graph: Graph) -> None:
             module.matrix.prepare_export()
 
 
-def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> None:
-    """Trace `graph` and write it to `path`.
+def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
+    """Trace `graph`; return it as an onnx.ModelProto that holds its weights.
 
     Raises:
         RunError: torch's exporter failed.
@@ -136,7 +135,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> N
                 optimize=True,
             )  # fmt: skip
         assert program is not None
-        program.save(path)
+        return program.model_proto
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
     finally:

@@ -19,6 +19,7 @@ from smelt.core.stage import Context, Need, Settings
 if TYPE_CHECKING:
     from smelt.export.onnx_graphs import Graph
     from smelt.export.parity import Reference
+    from smelt.runtime.runner import Tokens
 
 
 class OnnxSettings(Settings):
@@ -77,12 +78,13 @@ class Onnx:
             kind = _kind(model, settings)
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
             reference, hidden = _reference(parent, src.path, ctx)
+            tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
             graphs = graphs_of(model)
             _require_memory(model, settings)
             facts: dict[str, Any] = {}
             for at, graph in enumerate(graphs):
                 ctx.progress(at, len(graphs) + 1, graph.name)
-                facts[graph.name] = _write(graph, settings, ctx)
+                facts[graph.name] = _write(graph, settings, tokens, ctx)
         ctx.progress(len(graphs), len(graphs) + 1, "parity")
         for name in ("config.json", "generation_config.json"):
             if (src.path / name).is_file():
@@ -164,10 +166,18 @@ def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]
     return reference_of(parent, batch, start), hidden
 
 
-def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]:
-    """Export one graph, convert, check and simplify it; return what the report tells of it."""
+def _write(graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context) -> dict[str, Any]:
+    """Export one graph, convert, check and simplify it; return what the report tells of it.
+
+    Args:
+        graph: which.
+        settings: the stage's.
+        tokens: int64 [n], real ones, to compare the simplified graph on.
+        ctx: its `out` gets the graph.
+    """
     import onnx
 
+    from smelt.export.graph_files import read_graph, write_graph
     from smelt.export.half import to_half
     from smelt.export.load_time import spell_out_file
     from smelt.export.onnx_graphs import export_graph
@@ -175,23 +185,23 @@ def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
-    export_graph(graph, settings.target, settings.opset, path)
+    model = export_graph(graph, settings.target, settings.opset)
     exported = time.perf_counter()
     if settings.dtype == "fp16":
-        model = onnx.load(path)
         to_half(model, graph.name)
-        onnx.save(model, path)
-    if settings.simplify and (reason := simplify_file(path)) is not None:
+    write_graph(model, path)
+    del model  # simplifying holds two graphs of its own
+    if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
         ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
     spell_out_file(path)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         raise RunError(f"{path.name}: the exported graph is not valid ONNX: {error}") from error
-    model = onnx.load(path, load_external_data=False)
+    nodes = read_graph(path, values=False).graph.node
     return {
-        "nodes": len(model.graph.node),
-        "operators": dict(Counter(n.op_type for n in model.graph.node).most_common()),
+        "nodes": len(nodes),
+        "operators": dict(Counter(n.op_type for n in nodes).most_common()),
         "export_seconds": round(exported - began, 3),
         "seconds": round(time.perf_counter() - began, 3),
     }

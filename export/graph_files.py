@@ -7,6 +7,7 @@ rewrites a graph goes through `write_graph`, which leaves no data file behind th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,15 @@ def write_graph(model: Any, path: Path) -> None:
     onnx.save(model, path)
 
 
-def remove_graph(path: Path) -> None:
-    """Remove the graph `path` and its data file, if they are there."""
-    for file in (path, data_file(path)):
-        file.unlink(missing_ok=True)
+def give_defaults(path: Path, values: Mapping[str, int]) -> None:
+    """Let int64 scalar inputs of the graph `path` be left out; they then have these values."""
+    import numpy as np
+    from onnx import numpy_helper
+
+    model = read_graph(path, values=False)
+    constants = [numpy_helper.from_array(np.array(v, dtype=np.int64), name) for name, v in values.items()]
+    model.graph.initializer.extend(constants)
+    write_graph(model, path)
 
 
 def _put_outside(model: Any, location: str) -> None:

@@ -43,6 +43,7 @@ class Int8Matrix(nn.Module):
     """
 
     columns: Tensor | None
+    lookup: Tensor | None
 
     def __init__(self, rows: int, columns: int, device: torch.device | None = None) -> None:
         super().__init__()
@@ -50,6 +51,7 @@ class Int8Matrix(nn.Module):
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(torch.ones(rows, device=device), requires_grad=False)
         self.register_buffer("columns", None, persistent=False)
+        self.register_buffer("lookup", None, persistent=False)
         self._sums: tuple[int, Tensor] | None = None
 
     def set_(self, codes: Tensor, scales: Tensor) -> None:
@@ -71,6 +73,11 @@ class Int8Matrix(nn.Module):
         """Keep the codes transposed, [columns, rows], as matrix products of ONNX want them."""
         if self.columns is None:
             self.columns = self.codes.detach().t().contiguous()
+
+    def prepare_lookup(self) -> None:
+        """Keep the scales as [rows, 1], as a lookup wants them: so their name in the graph is their own."""
+        if self.lookup is None:
+            self.lookup = self.scales.detach()[:, None].clone()
 
 
 class QuantizedLinear(nn.Module):
@@ -136,7 +143,8 @@ class QuantizedEmbedding(nn.Module):
             codes = columns.index_select(1, ids.flatten()).t().reshape(*ids.shape, self.embedding_dim)
         else:
             codes = F.embedding(ids, self.matrix.codes)
-        return codes.float() * F.embedding(ids, self.matrix.scales[:, None])
+        scales = self.matrix.scales[:, None] if self.matrix.lookup is None else self.matrix.lookup
+        return codes.float() * F.embedding(ids, scales)
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""

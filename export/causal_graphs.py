@@ -106,4 +106,10 @@ def causal_graph(model: Any) -> tuple[nn.Module, tuple[Any, ...], list[str], lis
     )
     inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names)]
     inputs.append(KEEP)
-    return step, (ids, mask, places, past, torch.tensor(0)), inputs, ["logits", *(f"present.{n}" for n in names)], axes
+    return (
+        step,
+        (ids, mask, places, past, torch.tensor(0)),
+        inputs,
+        ["logits", *(f"present.{n}" for n in names)],
+        axes,
+    )

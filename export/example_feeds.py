@@ -60,7 +60,7 @@ def _feeds(session: Any, values: Feeds, sizes: dict[str, int]) -> Feeds:
     for item in session.get_inputs():
         kind = _KINDS.get(item.type)
         if kind is None:
-            feeds[item.name] = np.ascontiguousarray(values[item.name])
+            feeds[item.name] = np.asarray(values[item.name], order="C")
         else:
             shape = [size if isinstance(size, int) else sizes[size] for size in item.shape]
             feeds[item.name] = numbers.normal(size=shape).astype(kind)

@@ -36,7 +36,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "past": ("past_length", "past_sequence_length", "past_decoder_sequence_length"),
     "total": ("total_sequence_length",),
 }
-# Scalars that decide shapes: their profile says which values they take. 0 asks for all, 1 is what a step wants.
+# Scalars that decide shapes: their profile says which values they take; 0 asks for all.
 VALUES: dict[str, str] = {"num_logits_to_keep": "input"}
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 

@@ -17,7 +17,7 @@ from smelt.runtime.runner import Batch, Logits, Runner, Tokens
 from smelt.runtime.windows import TextWindows
 
 FAMILIES = ("gpt2", "llama", "qwen2")
-# The graph's input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word
+# The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word
 KEEP = "num_logits_to_keep"
 # float32 logits that one call may give; more, and rows or stretches of tokens are fed one after another
 _LOGITS_BYTES = 256 * 2**20

@@ -121,7 +121,7 @@ class OnnxRunner:
         return logits
 
     def encoder_outputs(self, batch: Batch) -> dict[str, NDArray[np.floating[Any]]]:
-        """Return all outputs of the encoder by name: hidden states [B, L, D], keys and values [B, H, L, d]."""
+        """Return the encoder's outputs by name: hidden states [B, L, D], keys and values [B, H, L, d]."""
         assert self._encoder is not None
         feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         names = [output.name for output in self._encoder.get_outputs()]

@@ -56,6 +56,6 @@ def _raise(graph: str, model: Any, name: str, differ: int, size: int) -> None:
     layer, _, word = name.rpartition(".")
     readers = [f"'{node.name}' ({node.op_type})" for node in model.graph.node if name in node.input]
     raise ParityError(
-        f"{graph}: the constant '{name}' of node {', '.join(readers[:3]) or '(none)'} is not {word or name} of"
-        f" its layer{f' {layer}' if layer else ''}: {differ:,} of {size:,} values differ."
+        f"{graph}: the constant '{name}' of node {', '.join(readers[:3]) or '(none)'} is not {word or name}"
+        f" of its layer{f' {layer}' if layer else ''}: {differ:,} of {size:,} values differ."
     )

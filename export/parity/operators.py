@@ -91,12 +91,14 @@ def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator
         found = None
     if layer is None or not isinstance(found, AnyLinear):
         known = f"'{node.input[1]}', which belongs to no quantized layer"
-        raise ParityError(f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent.")
+        raise ParityError(
+            f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
+        )
     return _Operator(node, before, layer, found)
 
 
 def makers_of(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:
-    """Return the nodes that make the values `names`, in the graph's order, and the constants and inputs below."""
+    """Return the nodes that make the values `names`, in the graph's order, and the names below them."""
     makers = {name: at for at, other in enumerate(model.graph.node) for name in other.output}
     nodes: set[int] = set()
     sources: list[str] = []

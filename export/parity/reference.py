@@ -170,7 +170,8 @@ def _product(layer: AnyLinear, x: Tensor) -> Tensor:
 @contextmanager
 def _torch_attention(model: nn.Module) -> Iterator[None]:
     """Let torch's own attention compute within the block, also in a model that was made ready for export."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+    configs = {id(module.config): module.config for module in modules}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:
         config._attn_implementation = "eager"

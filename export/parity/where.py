@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -134,7 +133,9 @@ def _differs(whole: NDArray[Any], got: NDArray[Any], call: _Call) -> bool:
     return bool(np.abs(expected - got).max(initial=0.0) > largest * spread)
 
 
-def _calls(folder: Path, name: str, reference: Reference, values: list[str]) -> Iterator[tuple[_Call, Values]]:
+def _calls(
+    folder: Path, name: str, reference: Reference, values: list[str]
+) -> Iterator[tuple[_Call, Values]]:
     """Run the graph `name` as a runner would, call by call; yield each call with its outputs and `values`."""
     from smelt.runtime.onnx_runner import open_session
 
@@ -194,7 +195,7 @@ def _exposed(folder: Path, name: str, values: list[str]) -> Any:
 
 def _run(session: Any, feeds: Values) -> Values:
     names = [i.name for i in session.get_inputs()]
-    results = session.run(None, {name: np.ascontiguousarray(feeds[name]) for name in names})
+    results = session.run(None, {name: np.asarray(feeds[name], order="C") for name in names})
     return dict(zip([o.name for o in session.get_outputs()], results, strict=True))
 
 

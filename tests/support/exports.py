@@ -1,4 +1,4 @@
-"""Tiny models of several families, exported once for all tests of a session, with what parity asks of them."""
+"""Tiny models of several families, exported once for all tests, with what parity asks of them."""
 
 from __future__ import annotations
 

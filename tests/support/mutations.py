@@ -1,89 +1,45 @@
 """Mistakes that an export could make, put into a finished graph: each must be found by the comparison.
 
 A mutation takes an onnx.ModelProto, changes it in place, and raises `Nothing` where it has nothing to change.
+`ALL` holds them by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from graph_edits import (
+    ATTENTION,
+    PRODUCTS,
+    Nothing,
+    change,
+    constant,
+    head_width,
+    nodes,
+    put_after,
+    put_behind,
+    residuals,
+    rewire,
+    scale_sizes,
+    with_first,
+)
 from onnx import helper, numpy_helper
 
-PRODUCTS = ("DynamicQuantizeMatMul", "MatMulNBits", "MatMul", "Gemm")
-ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
+ALL: dict[str, Callable[[Any], None]] = {}
 
 
-class Nothing(Exception):  # noqa: N818
-    """The graph has nothing that this mutation could change."""
-
-
-def nodes(model: Any, *kinds: str) -> list[Any]:
-    """Return the nodes of these kinds, of which there must be one."""
-    found = [node for node in model.graph.node if node.op_type in kinds]
-    if not found:
-        raise Nothing(", ".join(kinds))
-    return found
-
-
-def constant(model: Any, *words: str) -> Any:
-    """Return the first constant whose name holds all `words`."""
-    found = (t for t in model.graph.initializer if all(word in t.name for word in words))
-    if (tensor := next(found, None)) is None:
-        raise Nothing(" ".join(words))
-    return tensor
-
-
-def change(tensor: Any, how: Callable[[Any], Any]) -> None:
-    """Replace the values of a constant by `how(values)`."""
-    values = numpy_helper.to_array(tensor)
-    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(values.copy())), tensor.name))
-
-
-def rewire(model: Any, old: str, new: str, after: Any = None) -> None:
-    """Let every node (and output) that reads `old` read `new`; `after` keeps what it reads."""
-    for node in model.graph.node:
-        if node is not after:
-            for place, name in enumerate(node.input):
-                if name == old:
-                    node.input[place] = new
-    if any(output.name == old for output in model.graph.output):
-        maker = next(n for n in model.graph.node if old in n.output)
-        maker.output[list(maker.output).index(old)] = f"{old}.before"
-        for node in model.graph.node:
-            for place, name in enumerate(node.input):
-                if name == old:
-                    node.input[place] = f"{old}.before"
-        model.graph.node.append(helper.make_node("Identity", [new], [old]))
-
-
-def put_after(model: Any, node: Any, kind: str, *more: Any, out: int = 0, **attributes: Any) -> None:
-    """Let `kind` (with constants `more` as further inputs) change what `node` gives, before all who read it."""
-    put_behind(model, node.output[out], list(model.graph.node).index(node), kind, *more, **attributes)
-
-
-def put_behind(model: Any, value: str, at: int, kind: str, *more: Any, **attributes: Any) -> None:
-    """Let `kind` change the value `value` for all who read it; `at` is the place of who makes it, or -1."""
-    names = []
-    for number, array in enumerate(more):
-        name = f"{value}.mutation.{number}"
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-        names.append(name)
-    changed = f"{value}.mutated"
-    if any(output.name == value for output in model.graph.output):
-        model.graph.node[at].output[list(model.graph.node[at].output).index(value)] = changed
-        model.graph.node.append(helper.make_node(kind, [changed, *names], [value], **attributes))
-        return
-    rewire(model, value, changed)
-    new = helper.make_node(kind, [value, *names], [changed], name=f"mutation.{value}", **attributes)
-    rest = [*list(model.graph.node)[: at + 1], new, *list(model.graph.node)[at + 1 :]]
-    del model.graph.node[:]
-    model.graph.node.extend(rest)
+def mutation(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Keep a mutation under its name."""
+    ALL[change.__name__] = change
+    return change
 
 
 # masks
 
+
+@mutation
 def drop_padding_mask(model: Any) -> None:
     """The first attention that has a mask, or a bias of padding, forgets it."""
     for node in nodes(model, *ATTENTION):
@@ -94,18 +50,21 @@ def drop_padding_mask(model: Any) -> None:
     raise Nothing("mask")
 
 
+@mutation
 def mask_of_ones(model: Any) -> None:
     """All attentions take padding for text: what is made of the mask no longer depends on it."""
     name = next(i.name for i in model.graph.input if i.name.endswith("attention_mask"))
     put_behind(model, name, -1, "Clip", np.array(1, np.int64))
 
 
+@mutation
 def allow_the_future(model: Any) -> None:
     """Keys that lie ahead are no longer masked (graphs of standard operators)."""
     node = nodes(model, "Greater")[0]
     node.input[0] = node.input[1]
 
 
+@mutation
 def shift_the_mask(model: Any) -> None:
     """The mask is read one place too far."""
     name = next(i.name for i in model.graph.input if i.name.endswith("attention_mask"))
@@ -125,6 +84,8 @@ def shift_the_mask(model: Any) -> None:
 
 # biases, layers
 
+
+@mutation
 def bias_of_zeros(model: Any) -> None:
     """The first bias of a product is zero."""
     names = {name for node in nodes(model, *PRODUCTS, "Add") for name in node.input}
@@ -134,12 +95,14 @@ def bias_of_zeros(model: Any) -> None:
     change(tensor, np.zeros_like)
 
 
+@mutation
 def norm_bias_of_zeros(model: Any) -> None:
     """The bias of the last norm is zero."""
     node = nodes(model, "LayerNormalization")[-1]
     change(constant(model, node.input[2]), np.zeros_like)
 
 
+@mutation
 def drop_bias(model: Any) -> None:
     """A product is no longer followed by its bias."""
     constants = {t.name for t in model.graph.initializer}
@@ -155,25 +118,13 @@ def drop_bias(model: Any) -> None:
     raise Nothing("bias")
 
 
-def residuals(model: Any) -> Iterator[Any]:
-    """Yield the additions of a sublayer to what went into it."""
-    constants = {t.name for t in model.graph.initializer}
-    makers = {name: n for n in model.graph.node for name in n.output}
-    kinds = [n for n in model.graph.node if n.op_type in PRODUCTS]
-    products = {n.output[0] for n in kinds if n.input[1] in constants or n.op_type == "MatMulNBits"}
-    for node in model.graph.node:
-        if node.op_type == "Add" and not constants & set(node.input):
-            made = [makers[n] for n in node.input if n in makers]
-            biased = [n for m in made if m.op_type == "Add" for n in m.input]
-            if products & {*node.input, *biased}:
-                yield node
-
-
+@mutation
 def drop_sublayer(model: Any) -> None:
     """The first attention adds nothing."""
     _drop(model, 1)
 
 
+@mutation
 def drop_layer(model: Any) -> None:
     """The first layer adds nothing."""
     attentions = sum(1 for n in model.graph.node if n.op_type in (*ATTENTION, "Softmax"))
@@ -192,30 +143,25 @@ def _drop(model: Any, count: int) -> None:
 
 # heads, projections
 
+
+@mutation
 def swap_heads(model: Any) -> None:
     """The first two heads of the first attention change places."""
     node = nodes(model, *ATTENTION)[0]
     heads = next(a.i for a in node.attribute if a.name == "num_heads")
-    width = _width(model, node, heads)
+    width = head_width(model, node, heads)
     order = np.arange(heads * width).reshape(heads, width)
     order[[0, 1]] = order[[1, 0]]
     put_after(model, node, "Gather", order.flatten(), axis=2)
 
 
-def _width(model: Any, node: Any, heads: int) -> int:
-    """Return d, from the product that follows the attention."""
-    reader = next(n for n in model.graph.node if node.output[0] in n.input)
-    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
-    if reader.op_type == "MatMulNBits":
-        return int(next(a.i for a in reader.attribute if a.name == "K")) // heads
-    return sizes[reader.input[1]][0] // heads
-
-
+@mutation
 def swap_query_and_key(model: Any) -> None:
     """Queries are taken for keys."""
     _swap_inputs(model, 0, 1)
 
 
+@mutation
 def swap_key_and_value(model: Any) -> None:
     """Keys are taken for values."""
     _swap_inputs(model, 1, 2)
@@ -229,6 +175,7 @@ def _swap_inputs(model: Any, a: int, b: int) -> None:
     raise Nothing("query, key and value")
 
 
+@mutation
 def swap_parts_of_the_packed_product(model: Any) -> None:
     """Of queries, keys and values in one tensor the first two change places (as many heads in each)."""
     node = nodes(model, "GroupQueryAttention")[0]
@@ -236,11 +183,12 @@ def swap_parts_of_the_packed_product(model: Any) -> None:
     if heads["num_heads"] != heads["kv_num_heads"]:
         raise Nothing("equal heads")
     maker = next(n for n in model.graph.node if node.input[0] in n.output)
-    size = _width(model, node, heads["num_heads"]) * heads["num_heads"]
+    size = head_width(model, node, heads["num_heads"]) * heads["num_heads"]
     order = np.arange(3 * size).reshape(3, size)[[1, 0, 2]].flatten()
     put_after(model, maker, "Gather", order, axis=2)
 
 
+@mutation
 def swap_layers_caches(model: Any) -> None:
     """Two layers' keys of cross-attention change places."""
     crossed = [n for n in nodes(model, "MultiHeadAttention") if ".encoder." in n.input[1]]
@@ -249,6 +197,7 @@ def swap_layers_caches(model: Any) -> None:
     crossed[0].input[1], crossed[1].input[1] = crossed[1].input[1], crossed[0].input[1]
 
 
+@mutation
 def swap_outputs(model: Any) -> None:
     """Keys and values for the first cross-attention leave under each other's names."""
     names = [o.name for o in model.graph.output if ".encoder." in o.name][:2]
@@ -260,6 +209,7 @@ def swap_outputs(model: Any) -> None:
             node.output[place] = other.get(name, name)
 
 
+@mutation
 def other_softness(model: Any) -> None:
     """The products of queries and keys are scaled by another factor."""
     attribute = next(a for a in nodes(model, *ATTENTION)[0].attribute if a.name == "scale")
@@ -268,11 +218,14 @@ def other_softness(model: Any) -> None:
 
 # codes, scales, zero points
 
+
+@mutation
 def change_one_scale(model: Any) -> None:
     """One scale of one quantized matrix is 1 % larger."""
-    change(_scales(model), lambda v: _with_first(v, v.flat[0] * v.dtype.type(1.01)))
+    change(_scales(model), lambda v: with_first(v, v.flat[0] * v.dtype.type(1.01)))
 
 
+@mutation
 def swap_two_scales(model: Any) -> None:
     """Two scales of one quantized matrix change places."""
 
@@ -284,6 +237,7 @@ def swap_two_scales(model: Any) -> None:
     change(_scales(model), swapped)
 
 
+@mutation
 def take_another_layers_scales(model: Any) -> None:
     """A product reads the scales of another layer of its size."""
     from smelt.export.parity.operators import QUANTIZED
@@ -291,25 +245,17 @@ def take_another_layers_scales(model: Any) -> None:
     products = nodes(model, *QUANTIZED)
     for first in products:
         for second in products:
-            if first.input[2] != second.input[2] and _sizes(model, first) == _sizes(model, second):
+            if first.input[2] != second.input[2] and scale_sizes(model, first) == scale_sizes(model, second):
                 first.input[2] = second.input[2]
                 return
     raise Nothing("scales")
-
-
-def _sizes(model: Any, node: Any) -> Any:
-    dims = {t.name: list(t.dims) for t in model.graph.initializer}
-    makers = {name: n for n in model.graph.node for name in n.output}
-    name = node.input[2]
-    while name in makers:
-        name = makers[name].input[0]
-    return dims[name]
 
 
 def _scales(model: Any) -> Any:
     return constant(model, ".matrix.", "scales")
 
 
+@mutation
 def change_one_scale_of_the_lookup(model: Any) -> None:
     """The scale of one row of the embedding, of a word that no text holds, is twice as large."""
     words = ".matrix.lookup" if any(".matrix.lookup" in t.name for t in model.graph.initializer) else None
@@ -323,14 +269,16 @@ def change_one_scale_of_the_lookup(model: Any) -> None:
     change(constant(model, words), doubled)
 
 
+@mutation
 def change_one_code(model: Any) -> None:
     """One code is another."""
     tensor = next((t for t in model.graph.initializer if t.name.endswith((".codes", ".columns"))), None)
     if tensor is None:
         raise Nothing("codes")
-    change(tensor, lambda v: _with_first(v, v.flat[0] ^ v.dtype.type(1)))
+    change(tensor, lambda v: with_first(v, v.flat[0] ^ v.dtype.type(1)))
 
 
+@mutation
 def other_zero_point(model: Any) -> None:
     """One zero point is one higher; int8 codes, whose zero is 0, get one of 1."""
     for node in nodes(model, "DynamicQuantizeMatMul", "MatMulNBits"):
@@ -341,11 +289,12 @@ def other_zero_point(model: Any) -> None:
             node.input.extend(inputs)
             return
         if len(node.input) > 3 and node.input[3]:
-            change(constant(model, node.input[3]), lambda v: _with_first(v, v.flat[0] ^ v.dtype.type(1)))
+            change(constant(model, node.input[3]), lambda v: with_first(v, v.flat[0] ^ v.dtype.type(1)))
             return
     raise Nothing("zero point")
 
 
+@mutation
 def drop_zero_points(model: Any) -> None:
     """An asymmetric matrix is taken for a symmetric one."""
     for node in nodes(model, "MatMulNBits"):
@@ -355,16 +304,12 @@ def drop_zero_points(model: Any) -> None:
     raise Nothing("zero points")
 
 
-def _with_first(values: Any, first: Any) -> Any:
-    values.flat[0] = first
-    return values
-
-
 # positions, embeddings
 
 _TABLES = ("embed_positions", "position_embeddings", "wpe")
 
 
+@mutation
 def position_off_by_one(model: Any) -> None:
     """The table of positions is read one place too far."""
     for node in nodes(model, "Gather"):
@@ -374,6 +319,7 @@ def position_off_by_one(model: Any) -> None:
     raise Nothing("positions")
 
 
+@mutation
 def relative_position_off_by_one(model: Any) -> None:
     """T5's table of biases by distance is read one place too early."""
     for node in nodes(model, "Gather"):
@@ -393,6 +339,7 @@ def _add(model: Any, node: Any, number: int) -> None:
     model.graph.node.extend(rest)
 
 
+@mutation
 def shifted_table(model: Any) -> None:
     """The table of positions (of biases, of angles) begins one row later."""
     names = (*_TABLES, "bias_by_distance", "tables.cos")
@@ -403,6 +350,7 @@ def shifted_table(model: Any) -> None:
     change(tensor, lambda v: np.roll(v, 1, axis=axis))
 
 
+@mutation
 def count_padding(model: Any) -> None:
     """A language model with a table of positions counts them from the first place, padding included."""
     if not any("wpe" in name for node in nodes(model, "Gather") for name in node.input):
@@ -410,6 +358,7 @@ def count_padding(model: Any) -> None:
     put_behind(model, _position_ids(model), -1, "Add", np.array(1, np.int64))
 
 
+@mutation
 def forget_positions(model: Any) -> None:
     """All tokens of a language model are at place 0."""
     put_behind(model, _position_ids(model), -1, "Mul", np.array(0, np.int64))
@@ -423,6 +372,7 @@ def _position_ids(model: Any) -> str:
     return "position_ids"
 
 
+@mutation
 def forget_embed_scale(model: Any) -> None:
     """Embeddings are not multiplied by their factor."""
     from smelt.export.parity.operators import makers_of
@@ -433,31 +383,18 @@ def forget_embed_scale(model: Any) -> None:
         rest = [n for n in node.input if n not in scalars]
         if factors and rest:
             before, sources = makers_of(model, rest)
-            if "input_ids" in sources and any(n.op_type == "Gather" for n in before):
-                if not any(n.op_type in PRODUCTS for n in before) and _follows_scaled(node, before):
-                    rewire(model, node.output[0], rest[0], node)
-                    return
+            kinds = [n.op_type for n in before]
+            # 4-bit codes are taken apart by factors too: all of the lookup must lie before this one
+            whole = kinds[-1:] in (["Gather"], ["Mul"], ["Reshape"]) and "Gather" in kinds
+            if "input_ids" in sources and whole and not set(kinds) & set(PRODUCTS):
+                rewire(model, node.output[0], rest[0], node)
+                return
     raise Nothing("embed_scale")
 
 
-def _follows_scaled(node: Any, before: list[Any]) -> bool:
-    """Say whether all of the lookup lies before the factor: 4-bit codes are taken apart by factors too."""
-    return any(n.op_type == "Gather" for n in before) and before[-1].op_type in ("Gather", "Mul", "Reshape")
-
-
+@mutation
 def forget_token_types(model: Any) -> None:
     """All tokens have type 0."""
     if not any(i.name == "token_type_ids" for i in model.graph.input):
         raise Nothing("token_type_ids")
     put_behind(model, "token_type_ids", -1, "Mul", np.array(0, np.int64))
-
-
-ALL: dict[str, Callable[[Any], None]] = {
-    name: value
-    for name, value in list(globals().items())
-    if callable(value)
-    and getattr(value, "__module__", "") == __name__
-    and value.__doc__
-    and not name.startswith("_")
-    and name not in ("Nothing", "nodes", "constant", "change", "rewire", "put_after", "put_behind", "residuals")
-}

@@ -39,7 +39,8 @@ GRAPHS: dict[tuple[str, str], list[str]] = {
     ],
     ("bert", MODEL): [*WHOLE, *MASKS, *BIASES, *PROJECTIONS, "shifted_table", "forget_token_types"],
     ("gpt2", MODEL): [
-        *WHOLE, *MASKS, *BIASES, *PLACES, "swap_parts_of_the_packed_product", "count_padding", "forget_positions",
+        *WHOLE, *MASKS, *BIASES, *PLACES, "swap_parts_of_the_packed_product", "count_padding",
+        "forget_positions",
     ],
 }  # fmt: skip
 CASES = [(f, s, "fp32", g, m) for (f, g), names in GRAPHS.items() for s in SCHEMES for m in names]
@@ -53,9 +54,17 @@ CASES += [
     ("t5", s, "fp32", g, m)
     for s in ("fp32", "int8")
     for g in (ENCODER, DECODER)
-    for m in ("relative_position_off_by_one", "shifted_table", "drop_padding_mask", "swap_heads", "drop_layer")
+    for m in (
+        "relative_position_off_by_one",
+        "shifted_table",
+        "drop_padding_mask",
+        "swap_heads",
+        "drop_layer",
+    )
 ]
-CASES += [("qwen2", s, "fp32", MODEL, m) for s in ("fp32", "int4") for m in (*MASKS, "shifted_table", "swap_heads")]
+CASES += [
+    ("qwen2", s, "fp32", MODEL, m) for s in ("fp32", "int4") for m in (*MASKS, "shifted_table", "swap_heads")
+]
 # graphs of standard operators, for GPUs; in float16 rounding hides more than a mask
 STANDARD = {
     ("marian", ENCODER): ["drop_bias", "drop_layer", "mask_of_ones", "shift_the_mask", *PLACES],
@@ -126,7 +135,7 @@ def test_a_graph_that_cannot_be_run_is_an_error_in_words(tmp_path):
     model = onnx.load(subject.folder / "model.onnx")
     next(n for n in model.graph.node if n.op_type == "MatMul").input[1] = "nowhere"
     onnx.save(model, subject.folder / "model.onnx")
-    with pytest.raises(ParityError, match="model: ONNX Runtime cannot run what was exported: .*nowhere"):
+    with pytest.raises(ParityError, match=r"model: ONNX Runtime cannot run what was exported: .*nowhere"):
         check_graphs(subject, found.reference)
 
 
@@ -147,7 +156,13 @@ def real(tmp_path_factory):
     data = {"validation": read_split(rows, "translation", Columns(source="source", target="target"), REAL)}
     (folder / "onnx").mkdir()
     ctx = Context(
-        out=folder / "onnx", task="translation", data=data, seed=0, ancestors={}, score=lambda a: {}, threads=1
+        out=folder / "onnx",
+        task="translation",
+        data=data,
+        seed=0,
+        ancestors={},
+        score=lambda a: {},
+        threads=1,
     )
     subject, reference = exports.captured(codes.out, OnnxSettings(simplify=False), ctx)
     return exports.Exported(ctx.out, subject, reference, ctx.facts)

@@ -19,7 +19,9 @@ class Layer(torch.nn.Module):
 def graph(module, **other):
     """A graph that holds the module's tensors under their names; `other` replaces some."""
     tensors = {"fc.weight": module.fc.weight, "fc.bias": module.fc.bias, "table": module.table}
-    values = {name: t.detach().numpy().copy() for name, t in tensors.items()} | {"val_1": np.ones(3, np.float32)}
+    values = {name: t.detach().numpy().copy() for name, t in tensors.items()} | {
+        "val_1": np.ones(3, np.float32)
+    }
     values |= {name.replace("_dot_", "."): value for name, value in other.items()}
     node = helper.make_node("Gemm", ["x", "fc.weight", "fc.bias"], ["y"], "product", transB=1)
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "xy"]

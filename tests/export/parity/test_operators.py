@@ -72,7 +72,9 @@ def test_an_operator_that_belongs_to_no_layer_is_refused():
     node = next(n for n in model.graph.node if n.op_type == "MatMulNBits")
     codes = next(t for t in model.graph.initializer if t.name == node.input[1])
     codes.name = node.input[1] = "val_7"
-    with pytest.raises(ParityError, match=r"\(MatMulNBits\) multiplies with 'val_7', which belongs to no quan"):
+    with pytest.raises(
+        ParityError, match=r"\(MatMulNBits\) multiplies with 'val_7', which belongs to no quan"
+    ):
         check_operators(name, model, module, path, 1)
 
 
@@ -80,7 +82,9 @@ def test_operators_that_cannot_be_run_are_an_error_in_words():
     name, model, module, path = asked("int4")
     node = next(n for n in model.graph.node if n.op_type == "MatMulNBits")
     next(a for a in node.attribute if a.name == "K").i = 999
-    with pytest.raises(ParityError, match="^encoder_model: its quantized operators cannot be run on their own"):
+    with pytest.raises(
+        ParityError, match=r"^encoder_model: its quantized operators cannot be run on their own"
+    ):
         check_operators(name, model, module, path, 1)
     assert not list(path.parent.glob(".*"))
 

@@ -47,7 +47,8 @@ def test_a_translator_equals_the_one_with_plain_layers(scheme, tmp_path):
     exact = exact_of(model, Reference(batch, np.zeros(1), tokens, np.zeros(1)))
     with torch.no_grad():
         wanted = plain(folder)(
-            input_ids=torch.from_numpy(batch.input_ids), attention_mask=torch.from_numpy(batch.attention_mask),
+            input_ids=torch.from_numpy(batch.input_ids),
+            attention_mask=torch.from_numpy(batch.attention_mask),
             decoder_input_ids=torch.from_numpy(tokens.T.copy()),
         )  # fmt: skip
     np.testing.assert_allclose(exact.logits, wanted.logits.transpose(0, 1), atol=1e-4)
@@ -81,7 +82,9 @@ def test_a_language_model_is_asked_with_its_padding(tmp_path):
         np.testing.assert_allclose(exact.logits, reference.logits, atol=1e-4)
         with torch.no_grad():
             ids, mask = batch.input_ids[-1:], batch.attention_mask[-1:]
-            wanted = runner.model(torch.from_numpy(ids), position_ids=torch.from_numpy(positions(mask))).logits
+            wanted = runner.model(
+                torch.from_numpy(ids), position_ids=torch.from_numpy(positions(mask))
+            ).logits
     np.testing.assert_allclose(exact.whole, wanted[0], atol=1e-4)
 
 

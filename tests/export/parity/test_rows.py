@@ -94,7 +94,9 @@ def test_no_row_is_longer_than_the_model_takes(bert):
     assert max(lengths(asked(bert, [" ".join(WORDS * 9)], limit=500)[0])) == LENGTH
 
 
-@pytest.mark.parametrize(("texts", "is_real"), [([causal.TEXT] * 30, True), ([causal.TEXT], True), ([], False)])
+@pytest.mark.parametrize(
+    ("texts", "is_real"), [([causal.TEXT] * 30, True), ([causal.TEXT], True), ([], False)]
+)
 def test_prompts_are_padded_on_the_left_to_different_lengths(tmp_path, texts, is_real):
     folder = causal.model(tmp_path / "gpt2", "gpt2")
     batch, real = asked(folder, texts, causal_batch, limit=64)

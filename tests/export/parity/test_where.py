@@ -6,7 +6,7 @@ import exports
 import numpy as np
 import onnx
 import pytest
-from mutations import put_after
+from graph_edits import put_after
 
 from smelt.export.parity.twin import dequantize
 from smelt.export.parity.where import first_difference

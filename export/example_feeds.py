@@ -53,6 +53,22 @@ def example_feeds(session: Any, tokens: NDArray[np.int64]) -> list[Feeds]:
     return [prompt, prompt | {"num_logits_to_keep": np.array(1, dtype=np.int64)}, step]
 
 
+def of_text(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[Any]:
+    """Return the part of an output that belongs to text.
+
+    What a language model makes of padding means nothing: all keys are masked there, so that rounding alone
+    decides what is attended to.
+    """
+    if "position_ids" not in feeds:
+        return output
+    text = feeds["attention_mask"] == 1
+    if name == "logits":
+        kept: NDArray[Any] = output[text[:, -output.shape[1] :]]
+        return kept
+    caches: NDArray[Any] = np.moveaxis(output, 1, 2)[text]  # [B, K, T, d]
+    return caches
+
+
 def _feeds(session: Any, values: Feeds, sizes: dict[str, int]) -> Feeds:
     """Return what `values` has for the session's inputs; caches, which it has not, are drawn."""
     numbers = np.random.default_rng(0)

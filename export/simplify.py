@@ -86,15 +86,16 @@ def _simplified(path: Path, folder: Path) -> Any:
 
 def _difference(first: Path, second: Path, tokens: NDArray[np.int64]) -> float:
     """Run both graphs on the same inputs; return the largest difference relative to an output's spread."""
-    from smelt.export.example_feeds import example_feeds
+    from smelt.export.example_feeds import example_feeds, of_text
     from smelt.runtime.onnx_runner import open_session
 
     worst = 0.0
     try:
         sessions = [open_session(path, threads=1) for path in (first, second)]
         for feeds in example_feeds(sessions[0], tokens):
-            pairs = zip(*(session.run(None, feeds) for session in sessions), strict=True)
-            worst = max(worst, *(_off(a, b) for a, b in pairs))
+            names = [output.name for output in sessions[0].get_outputs()]
+            for name, a, b in zip(names, *(s.run(names, feeds) for s in sessions), strict=True):
+                worst = max(worst, _off(of_text(name, a, feeds), of_text(name, b, feeds)))
     except Exception:  # it does not load, or has other inputs; ONNX Runtime's errors share no other base
         return float("inf")
     return worst

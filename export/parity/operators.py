@@ -1,8 +1,9 @@
-"""Each quantized operator of a graph against its layer in torch, on identical inputs.
+"""Each quantized operator of a graph against its layer, on identical inputs.
 
 The inputs are rows of zeros and ones, each with its complement, and the same negated: int8 holds them
-exactly in every scheme, whether ranges are found for a tensor, a row or a block, so that operator and layer
-must agree up to the rounding of a sum. Every code takes part in half of the rows.
+exactly in every scheme, whether ranges are found for a tensor, a row or a block. So the operator must give
+the product with what the layer's codes stand for, up to the rounding of a sum. Every code takes part in half
+of the rows.
 
 Shapes: M = rows fed, K = inputs, N = outputs.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
 from smelt.runtime.quantized import AnyLinear
@@ -151,8 +153,9 @@ def _write_alone(model: Any, operators: list[_Operator], file: Path) -> None:
 
 
 def _compare(graph: str, operator: _Operator, x: NDArray[np.float32], got: NDArray[np.float32]) -> None:
-    with torch.inference_mode():
-        expected = operator.layer(torch.from_numpy(x)).numpy()
+    layer = operator.layer
+    with torch.inference_mode():  # the inputs go through quantization unchanged
+        expected = F.linear(torch.from_numpy(x), layer.matrix.dequantize(), layer.bias).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
         raise ParityError(f"{node} gives the shape {got.shape}, its layer {operator.name} {expected.shape}.")

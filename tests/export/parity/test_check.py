@@ -33,7 +33,9 @@ QUANTIZED = ["change_one_scale", "swap_two_scales", "take_another_layers_scales"
 
 # what can go wrong with which graph of which family, in all schemes
 GRAPHS: dict[tuple[str, str], list[str]] = {
-    ("marian", ENCODER): [*WHOLE, *MASKS, *BIASES, *PLACES, *PROJECTIONS, "swap_outputs", "forget_embed_scale"],
+    ("marian", ENCODER): [
+        *WHOLE, *MASKS, *BIASES, *PLACES, *PROJECTIONS, "swap_outputs", "forget_embed_scale",
+    ],
     ("marian", DECODER): [
         *WHOLE, *MASKS, *BIASES, *PLACES, *PROJECTIONS, "swap_layers_caches", "forget_embed_scale",
     ],

@@ -1,6 +1,7 @@
 # make quickstart   install, run the example, show the table          make test    the tests
 # make lint         ruff                                              make types   mypy, strict
 # make bench        the speeds that the documentation promises        make clean   remove what was built
+# make golden       what each stage makes of fixed input, written anew; refused where no version was raised
 #
 # make PYTHON=python3.12 ...   takes another Python for a new environment
 # make test ARGS="-k layers"   passes ARGS on to pytest, mypy or the benchmark
@@ -16,7 +17,7 @@ DEV_READY := $(VENV)/.smelt-dev
 # setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help environment quickstart test lint types bench clean
+.PHONY: help environment quickstart test lint types bench golden clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +43,9 @@ types: $(DEV_READY)
 
 bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
+
+golden: $(DEV_READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/support/golden.py $(ARGS)
 
 clean:
 	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

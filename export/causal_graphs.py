@@ -1,7 +1,10 @@
 """The graph of a decoder-only language model: one `model.onnx` for prompts and for single tokens.
 
 File and tensor names are Optimum's: input_ids [B, S], attention_mask [B, P + S], position_ids [B, S],
-past_key_values.{i}.key and .value [B, K, P, d]; logits [B, S, V], present.{i}.key and .value.
+past_key_values.{i}.key and .value [B, K, P, d]; logits [B, N, V], present.{i}.key and .value. The scalar
+num_logits_to_keep, as transformers.js names it, says of how many of the last tokens logits are wanted: N, or
+0 for all S. A prompt needs those of one token only, and all of them are large: S * V numbers a row. It has
+the default 0, so that whoever does not know it (Optimum) gets all; TensorRT knows no defaults.
 
 Shapes: B = batch, S = tokens fed, P = past length, K = key-value heads, d = width of a head,
 V = vocabulary.
@@ -22,10 +25,11 @@ from smelt.export.causal_attention import (
     prepare_attention,
     scope_of,
 )
+from smelt.runtime.causal import KEEP
 
 
 class CausalStep(nn.Module):
-    """Tokens and caches -> logits float32 [B, S, V], the caches S longer."""
+    """Tokens and caches -> logits float32 [B, N, V], the caches S longer."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -33,9 +37,14 @@ class CausalStep(nn.Module):
         prepare_attention(model)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: list[Tensor],
+        keep: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return logits, then key and value [B, K, P + S, d] of each layer."""
+        """Return logits, then key and value [B, K, P + S, d] of each layer; `keep` is an int64 scalar."""
         pairs = list(zip(past[::2], past[1::2], strict=True))
         scope = scope_of(attention_mask, position_ids, pairs)
         with causal_forwards(self.model, scope):
@@ -47,10 +56,14 @@ class CausalStep(nn.Module):
                 use_cache=True,
             ).last_hidden_state
         batch, length = input_ids.shape
+        kept = torch.where(keep == 0, length, keep).item()
+        torch._check(kept >= 1)
+        torch._check(kept <= length)
+        hidden = hidden.narrow(1, length - kept, kept)
         # of two dimensions, so that the product takes the embedding's own matrix where both are tied
         logits = self.model.get_output_embeddings()(hidden.flatten(0, 1))
         caches = [t for i in range(len(scope.present)) for t in scope.present[i]]
-        return logits.float().reshape(batch, length, logits.shape[-1]), *caches
+        return logits.float().reshape(batch, kept, logits.shape[-1]), *caches
 
 
 class _Past:
@@ -89,6 +102,14 @@ def causal_graph(model: Any) -> tuple[nn.Module, tuple[Any, ...], list[str], lis
         {0: "batch", 1: "total_sequence_length"},
         {0: "batch", 1: "sequence_length"},
         [{0: "batch", 2: "past_sequence_length"} for _ in past],
+        None,
     )
     inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names)]
-    return step, (ids, mask, places, past), inputs, ["logits", *(f"present.{n}" for n in names)], axes
+    inputs.append(KEEP)
+    return (
+        step,
+        (ids, mask, places, past, torch.tensor(0)),
+        inputs,
+        ["logits", *(f"present.{n}" for n in names)],
+        axes,
+    )

@@ -56,4 +56,6 @@ def _convert(tensor: Any, name: str) -> None:
             f"{name}: '{tensor.name}' holds {float(np.abs(values).max()):.4g}, which float16 cannot"
             " (at most 65504). Export with dtype: fp32."
         )
-    tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))
+    # in place: protobuf copies no tensor above 2 GB
+    tensor.ClearField("float_data")
+    tensor.data_type, tensor.raw_data = TensorProto.FLOAT16, half.astype("<f2").tobytes()

@@ -34,12 +34,12 @@ def two_bit_table() -> NDArray[np.uint8]:
 
 
 def spell_out_file(path: Path) -> None:
-    """Replace the place-holders of the graph in `path`, in place."""
-    import onnx
+    """Replace the place-holders of the graph in `path`, in place; weights that lie outside stay there."""
+    from smelt.export.graph_files import read_graph, write_graph
 
-    model = onnx.load(path)
+    model = read_graph(path, values=False)
     if spell_out(model):
-        onnx.save(model, path)
+        write_graph(model, path)
 
 
 def spell_out(model: Any) -> int:

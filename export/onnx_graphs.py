@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import warnings
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from transformers import PreTrainedModel
 from smelt.core.errors import InputError, RunError
 from smelt.export.attention import Scope, graph_attention, is_attention, pack_projections
 from smelt.runtime import emit
-from smelt.runtime.causal import is_causal
+from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.predict import takes_types
-from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.quantized import AnyLinear, QuantizedEmbedding
 from smelt.runtime.quantized_int4 import Int4Embedding
 
 _CLASSIFIERS = ("bert", "roberta", "distilbert")
@@ -36,7 +37,8 @@ _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds
 class Graph:
     """One graph to export: the module, its example inputs, and the names on its outside.
 
-    axes: for each input the names of its dynamic dimensions, by place.
+    axes: for each input the names of its dynamic dimensions, by place. optional: inputs that may be left out,
+    with the value that they have then.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Graph:
     input_names: list[str]
     output_names: list[str]
     axes: tuple[Any, ...]
+    optional: Mapping[str, int] = field(default_factory=dict)
 
 
 class Classifier(nn.Module):
@@ -85,7 +88,7 @@ def graphs_of(model: Any) -> list[Graph]:
     if family in FAMILIES and model.can_generate():
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
-        return [Graph("model", *causal_graph(model))]
+        return [Graph("model", *causal_graph(model), optional={KEEP: 0})]
     if family in _CLASSIFIERS and type(model).__name__.endswith("ForSequenceClassification"):
         return [_classifier(model)]
     raise InputError(
@@ -115,10 +118,12 @@ def _prepare(graph: Graph) -> None:
     for module in graph.module.modules():
         if isinstance(module, AnyLinear | Int4Embedding):
             module.matrix.prepare_export()
+        elif isinstance(module, QuantizedEmbedding):
+            module.matrix.prepare_lookup()
 
 
-def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> None:
-    """Trace `graph` and write it to `path`.
+def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
+    """Trace `graph`; return it as an onnx.ModelProto that holds its weights.
 
     Raises:
         RunError: torch's exporter failed.
@@ -136,8 +141,18 @@ def export_graph(graph: Graph, target: emit.Target, opset: int, path: Path) -> N
                 optimize=True,
             )  # fmt: skip
         assert program is not None
-        program.save(path)
+        model = program.model_proto
+        _name_kept(model.graph)
+        return model
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
     finally:
         gc.enable()
+
+
+def _name_kept(graph: Any) -> None:
+    """Name the dimension of logits that an input decides; torch calls it u0."""
+    for value in (*graph.output, *graph.value_info):
+        for dimension in value.type.tensor_type.shape.dim:
+            if re.fullmatch(r"u\d+", dimension.dim_param):
+                dimension.dim_param = "num_logits"

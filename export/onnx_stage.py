@@ -18,7 +18,7 @@ from smelt.core.stage import Context, Need, Settings
 
 if TYPE_CHECKING:
     from smelt.export.onnx_graphs import Graph
-    from smelt.export.parity import Reference
+    from smelt.runtime.runner import Batch, Tokens
 
 
 class OnnxSettings(Settings):
@@ -61,35 +61,38 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
         from smelt.export.onnx_graphs import graphs_of
+        from smelt.export.parity.check import Subject, check_graphs
+        from smelt.export.parity.reference import reference_of
         from smelt.runtime.checkpoint import copy_tokenizer
         from smelt.runtime.runner import open_runner
 
         with open_runner(src, ctx.threads, "cpu") as opened:
             parent: Any = opened
-            model = parent.model
-            kind = _kind(model, settings)
+            kind = _kind(parent.model, settings)
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
-            reference, hidden = _reference(parent, src.path, ctx)
-            graphs = graphs_of(model)
-            _require_memory(model, settings)
+            reference = reference_of(parent, _batch(parent, src.path, ctx))
+            tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
+            graphs = graphs_of(parent.model)
+            _require_memory(parent.model, settings)
             facts: dict[str, Any] = {}
             for at, graph in enumerate(graphs):
                 ctx.progress(at, len(graphs) + 1, graph.name)
-                facts[graph.name] = _write(graph, settings, ctx)
-        ctx.progress(len(graphs), len(graphs) + 1, "parity")
-        for name in ("config.json", "generation_config.json"):
-            if (src.path / name).is_file():
-                shutil.copyfile(src.path / name, ctx.out / name)
+                facts[graph.name] = _write(graph, settings, tokens, ctx)
+            ctx.progress(len(graphs), len(graphs) + 1, "parity")
+            for name in ("config.json", "generation_config.json"):
+                if (src.path / name).is_file():
+                    shutil.copyfile(src.path / name, ctx.out / name)
+            subject = Subject(ctx.out, graphs, parent.model, kind, settings.target, ctx.threads)
+            ctx.facts["parity"] = check_graphs(subject, reference)
         copy_tokenizer(src.path, ctx.out)
         ctx.facts["graphs"] = facts
-        ctx.facts["parity"] = _compare(ctx.out, settings, reference, hidden, kind, ctx.threads)
 
 
 def _require_memory(model: Any, settings: OnnxSettings) -> None:
@@ -109,7 +112,7 @@ def _require_memory(model: Any, settings: OnnxSettings) -> None:
 
 
 def _kind(model: Any, settings: OnnxSettings) -> str:
-    """Return which tolerance holds, a word of `smelt.export.parity.TOLERANCES`.
+    """Return which tolerance holds, a word of `smelt.export.parity.compare.TOLERANCES`.
 
     Raises:
         InputError: the target cannot run the model's quantized layers.
@@ -134,40 +137,33 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
     return "binary" if "binary" in schemes else "int4"
 
 
-def _reference(parent: Any, folder: Path, ctx: Context) -> tuple[Reference, Any]:
-    """Return what the parent computes, and its encoder's hidden states [B, L, D] (None for a classifier)."""
-    import torch
-
-    from smelt.export.parity import causal_batch, parity_batch, reference_of
+def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:
+    """Return the rows that parity is asked on; a warning says if they are made up."""
+    from smelt.export.parity.rows import causal_batch, parity_batch
     from smelt.runtime.causal import is_causal
     from smelt.runtime.checkpoint import load_tokenizer
     from smelt.runtime.predict import length_limit
 
     tokenizer = load_tokenizer(folder)
-    vocabulary = int(parent.config["vocab_size"])
-    limit = length_limit(tokenizer, parent.config)
-    if is_causal(parent.config):
-        batch, real = causal_batch(ctx.data, tokenizer, vocabulary, limit)
-    else:
-        batch, real = parity_batch(ctx.data, tokenizer, vocabulary, limit)
+    choose = causal_batch if is_causal(parent.config) else parity_batch
+    batch, real = choose(ctx.data, tokenizer, parent.config, length_limit(tokenizer, parent.config))
     if not real:
         ctx.warnings.append("parity was checked on made-up token ids: there is no train or validation data")
-    if is_causal(parent.config):
-        return reference_of(parent, batch, batch.input_ids[:, -1]), None
-    if not parent.config.get("is_encoder_decoder"):
-        return reference_of(parent, batch, None), None
-    start = parent.model.generation_config.decoder_start_token_id
-    start = parent.config["decoder_start_token_id"] if start is None else start
-    with torch.inference_mode():
-        ids, mask = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
-        hidden = parent.model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
-    return reference_of(parent, batch, start), hidden
+    return batch
 
 
-def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]:
-    """Export one graph, convert, check and simplify it; return what the report tells of it."""
+def _write(graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context) -> dict[str, Any]:
+    """Export one graph, convert, check and simplify it; return what the report tells of it.
+
+    Args:
+        graph: which.
+        settings: the stage's.
+        tokens: int64 [n], real ones, to compare the simplified graph on.
+        ctx: its `out` gets the graph.
+    """
     import onnx
 
+    from smelt.export.graph_files import give_defaults, read_graph, write_graph
     from smelt.export.half import to_half
     from smelt.export.load_time import spell_out_file
     from smelt.export.onnx_graphs import export_graph
@@ -175,46 +171,25 @@ def _write(graph: Graph, settings: OnnxSettings, ctx: Context) -> dict[str, Any]
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
-    export_graph(graph, settings.target, settings.opset, path)
+    model = export_graph(graph, settings.target, settings.opset)
     exported = time.perf_counter()
     if settings.dtype == "fp16":
-        model = onnx.load(path)
         to_half(model, graph.name)
-        onnx.save(model, path)
-    if settings.simplify and (reason := simplify_file(path)) is not None:
+    write_graph(model, path)
+    del model  # simplifying holds two graphs of its own
+    if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
         ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
     spell_out_file(path)
+    if graph.optional and settings.target != "tensorrt":  # which takes a default for a constant
+        give_defaults(path, graph.optional)
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         raise RunError(f"{path.name}: the exported graph is not valid ONNX: {error}") from error
-    model = onnx.load(path, load_external_data=False)
+    nodes = read_graph(path, values=False).graph.node
     return {
-        "nodes": len(model.graph.node),
-        "operators": dict(Counter(n.op_type for n in model.graph.node).most_common()),
+        "nodes": len(nodes),
+        "operators": dict(Counter(n.op_type for n in nodes).most_common()),
         "export_seconds": round(exported - began, 3),
         "seconds": round(time.perf_counter() - began, 3),
     }
-
-
-def _compare(
-    out: Path, settings: OnnxSettings, reference: Reference, hidden: Any, kind: str, threads: int | None
-) -> dict[str, Any]:
-    """Run the graphs in ONNX Runtime; return the measured differences by graph and output."""
-    from smelt.export.parity import check_parity, logits_for
-    from smelt.runtime.onnx_causal import OnnxCausalRunner
-    from smelt.runtime.onnx_runner import OnnxRunner
-
-    parity: dict[str, Any] = {}
-    causal = hidden is None and reference.tokens is not None
-    opened: Any = OnnxCausalRunner if causal else OnnxRunner
-    with opened.over(out, settings.target, threads) as runner:
-        if hidden is not None:
-            got = runner.hidden_states(reference.batch)
-            tokens = reference.batch.attention_mask == 1
-            name = "encoder_model"
-            parity[name] = check_parity(name, "last_hidden_state", hidden[tokens], got[tokens], kind)
-            del parity[name]["agreement"]
-        name = "model" if hidden is None else "decoder_with_past_model"
-        parity[name] = check_parity(name, "logits", reference.logits, logits_for(runner, reference), kind)
-    return parity

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from smelt.core.errors import RunError
 from smelt.core.stage import Progress
 from smelt.export.tensorrt_messages import ParserError, explain, explain_log, explain_warning
-from smelt.export.tensorrt_profile import Shapes
+from smelt.export.tensorrt_profile import VALUES, Shapes
 from smelt.runtime.tensorrt_module import make_logger
 
 # Said of every model, of a timing cache that only costs time, or followed by a line that says more.
@@ -58,7 +58,8 @@ def build_engine(
     if shapes:
         profile = builder.create_optimization_profile()
         for name, (least, usual, most) in shapes.items():
-            profile.set_shape(name, least, usual, most)
+            set_range = profile.set_shape_input if name in VALUES else profile.set_shape
+            set_range(name, least, usual, most)
         config.add_optimization_profile(profile)
     cache = _attach_timing_cache(config, options.timing_cache)
     plan = builder.build_serialized_network(network, config)

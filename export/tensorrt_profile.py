@@ -36,6 +36,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "past": ("past_length", "past_sequence_length", "past_decoder_sequence_length"),
     "total": ("total_sequence_length",),
 }
+# Scalars that decide shapes: their profile says which values they take; 0 asks for all.
+VALUES: dict[str, str] = {"num_logits_to_keep": "input"}
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
@@ -81,7 +83,7 @@ def causal_ranges(prompt: int, max_new_tokens: int, limit: int) -> dict[str, Ran
 
 
 def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:
-    """Return min, opt and max shape of every dynamic input of an ONNX model.
+    """Return min, opt and max shape of every dynamic input of an ONNX model, and the values of `VALUES`.
 
     Raises:
         RunError: a dynamic dimension has no name, or one that is not in `DIMENSIONS`.
@@ -93,6 +95,9 @@ def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:
     shapes: Shapes = {}
     for value in model.graph.input:
         if value.name in weights:
+            continue
+        if (longest := ranges.get(VALUES.get(value.name, ""))) is not None:
+            shapes[value.name] = (0,), (1,), (longest.max,)
             continue
         dimensions = [_size(d, value.name, known, graph) for d in value.type.tensor_type.shape.dim]
         if any(size.min != size.max for size in dimensions):

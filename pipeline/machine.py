@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Format
@@ -105,6 +106,21 @@ def has_cuda() -> bool:
         return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
     except (OSError, AttributeError):
         return False
+
+
+def trains_on(wanted: str) -> str:
+    """Return where training goes when `wanted` (auto, cpu, cuda) is asked for: cpu or cuda."""
+    return "cuda" if wanted != "cpu" and cuda_lacks() is None else "cpu"
+
+
+@cache
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Say whether the processor lists bf16 products, in which `precision: auto` then trains."""
+    try:
+        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:  # not Linux: nothing is known
+        return False
+    return bool(words & {"amx_bf16", "amx_tile", "avx512_bf16"})
 
 
 @cache

@@ -19,7 +19,7 @@ from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.core.windows import Windows
 from smelt.failures import explain
-from smelt.machine import gpu_names
+from smelt.machine import gpu_names, multiplies_bf16, trains_on
 from smelt.model_folder import read_config
 from smelt.problem import has_classifier
 from smelt.scoring import Scorer, library_versions
@@ -33,8 +33,10 @@ _LIBRARIES = (
     "torch",
     "transformers",
     "tokenizers",
+    "sentencepiece",
     "accelerate",
     "onnx",
+    "onnx-ir",
     "onnxscript",
     "onnxsim",
     "onnxruntime-gpu",
@@ -178,10 +180,20 @@ class Workshop:
                 "seed": self.seed,
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
-                # an engine is made for the GPU that it was built on
-                **({"gpus": gpu_names()} if "tensorrt" in step.needs else {}),
+                **self._machine(step),
             }
         )
+
+    def _machine(self, step: Step) -> dict[str, Any]:
+        """Return what of this machine decides what `step` makes: another one would make something else."""
+        found: dict[str, Any] = {}
+        if "tensorrt" in step.needs:
+            found["gpus"] = gpu_names()  # an engine is made for the GPU that it was built on
+        if "train" in step.needs:
+            found["device"] = trains_on(self.device)
+            if getattr(step.settings, "precision", None) == "auto":
+                found["bf16"] = multiplies_bf16()
+        return found
 
     def _make(self, step: Step, ancestors: Mapping[str, Artifact], key: str, space: Path) -> Manifest:
         """Run the stage into `space / "out"`; return the manifest of what it made."""

@@ -17,6 +17,8 @@ from smelt.runtime.runner import Batch, Logits, Runner, Tokens
 from smelt.runtime.windows import TextWindows
 
 FAMILIES = ("gpt2", "llama", "qwen2")
+# The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word
+KEEP = "num_logits_to_keep"
 # float32 logits that one call may give; more, and rows or stretches of tokens are fed one after another
 _LOGITS_BYTES = 256 * 2**20
 
@@ -35,10 +37,11 @@ class CausalRunner(Runner, Protocol):
     def start(self, rows: int) -> Any:
         """Return the state of `rows` rows that have seen nothing."""
 
-    def extend(self, state: Any, ids: Tokens, mask: Tokens) -> Logits:
+    def extend(self, state: Any, ids: Tokens, mask: Tokens, last: int = 0) -> Logits:
         """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V].
 
-        S > 1 on a state that has seen tokens is only for B = 1.
+        With `last`, only the logits of so many last tokens: [B, last, V]. S > 1 on a state that has seen
+        tokens is only for B = 1.
         """
 
     def reorder(self, state: Any, rows: Tokens) -> Any:

@@ -18,7 +18,7 @@ import onnxruntime
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.causal import positions
+from smelt.runtime.causal import KEEP, positions
 from smelt.runtime.checkpoint import read_json
 from smelt.runtime.device import onnx_device
 from smelt.runtime.onnx_runner import open_session, take_rows
@@ -71,6 +71,9 @@ class OnnxCausalRunner:
                 f" {', '.join(inputs)} and the outputs {', '.join(sorted(outputs))}."
                 " Run the onnx stage again to make it anew."
             )
+        # graphs made before there was such an input give the logits of all tokens
+        self._may_keep = any(i.name == KEEP for i in self._session.get_overridable_initializers())
+        self._must_keep = KEEP in inputs  # made for TensorRT, where no input has a default
         shapes = [inputs[name] for name in self._past]
         self._empty = [(i.shape[1], i.shape[3], _KINDS[i.type]) for i in shapes]
         # its fused attention takes several tokens on top of a past only for one row
@@ -84,7 +87,7 @@ class OnnxCausalRunner:
         """Feed all tokens but the last of a batch that is padded on the left."""
         state = self.start(batch.input_ids.shape[0])
         if batch.input_ids.shape[1] > 1:
-            self.extend(state, batch.input_ids[:, :-1], batch.attention_mask[:, :-1])
+            self.extend(state, batch.input_ids[:, :-1], batch.attention_mask[:, :-1], last=1)
         return state
 
     def decode_step(self, state: CausalState, tokens: Tokens) -> Logits:
@@ -97,8 +100,14 @@ class OnnxCausalRunner:
         empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty]
         return CausalState(np.zeros((rows, 0), dtype=np.int64), [self._value(e) for e in empty])
 
-    def extend(self, state: CausalState, ids: Tokens, mask: Tokens) -> Logits:
-        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V].
+    def extend(self, state: CausalState, ids: Tokens, mask: Tokens, last: int = 0) -> Logits:
+        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S or last, V].
+
+        Args:
+            state: changed in place.
+            ids: what to feed.
+            mask: 1 where a token is.
+            last: of how many of the last tokens logits are wanted; 0 for all.
 
         Raises:
             InputError: S > 1 on top of a past for more than one row, which the fused graph cannot take.
@@ -107,10 +116,19 @@ class OnnxCausalRunner:
             raise InputError("Several tokens on top of a past can be fed to this graph only for one row.")
         state.mask = np.concatenate([state.mask, mask], axis=1)
         places = positions(state.mask)[:, -ids.shape[1] :]
+        fields = {"input_ids": ids, "attention_mask": state.mask, "position_ids": places}
+        feeds = {name: np.ascontiguousarray(values) for name, values in fields.items()}
+        if self._must_keep:
+            feeds[KEEP] = np.array(last, dtype=np.int64)
+        few = self._may_keep and 0 < last < ids.shape[1]
+        logits, *state.caches = self._run_few(feeds, state, last) if few else self._run(feeds, state)
+        found: Logits = logits.numpy()
+        return found[:, -last:]  # 0 is all
+
+    def _run(self, feeds: dict[str, Tokens], state: CausalState) -> list[Any]:
+        """Return logits of all tokens and the caches."""
         binding = self._session.io_binding()
-        feeds = {"input_ids": ids, "attention_mask": state.mask, "position_ids": places}
-        held = {name: np.ascontiguousarray(values) for name, values in feeds.items()}
-        for name, values in held.items():
+        for name, values in feeds.items():
             binding.bind_cpu_input(name, values)
         for name, cache in zip(self._past, state.caches, strict=True):
             binding.bind_ortvalue_input(name, cache)
@@ -118,9 +136,17 @@ class OnnxCausalRunner:
         for name in self._past:
             binding.bind_output(_present(name), self.device)
         self._session.run_with_iobinding(binding)
-        logits, *state.caches = binding.get_outputs()
-        found: Logits = logits.numpy()
-        return found
+        return list(binding.get_outputs())
+
+    def _run_few(self, feeds: dict[str, Tokens], state: CausalState, last: int) -> list[Any]:
+        """Return logits of the last tokens and the caches; a binding does not take inputs with a default."""
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
+        values[KEEP] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(last, dtype=np.int64))
+        values |= dict(zip(self._past, state.caches, strict=True))
+        names = ["logits", *map(_present, self._past)]
+        logits, *caches = self._session.run_with_ort_values(names, values)
+        there = caches if self.device == "cpu" else [self._value(cache.numpy()) for cache in caches]
+        return [logits, *there]
 
     def reorder(self, state: CausalState, rows: Tokens) -> CausalState:
         """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up."""

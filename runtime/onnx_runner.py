@@ -120,12 +120,12 @@ class OnnxRunner:
         logits: Logits = self._model.run(["logits"], feeds)[0]
         return logits
 
-    def hidden_states(self, batch: Batch) -> NDArray[np.floating[Any]]:
-        """Return the encoder's last hidden states [B, L, D]."""
+    def encoder_outputs(self, batch: Batch) -> dict[str, NDArray[np.floating[Any]]]:
+        """Return the encoder's outputs by name: hidden states [B, L, D], keys and values [B, H, L, d]."""
         assert self._encoder is not None
         feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        hidden: NDArray[np.floating[Any]] = self._encoder.run(["last_hidden_state"], feeds)[0]
-        return hidden
+        names = [output.name for output in self._encoder.get_outputs()]
+        return dict(zip(names, self._encoder.run(names, feeds), strict=True))
 
     def encode(self, batch: Batch) -> _State:
         """Run the encoder; bind what all decoder steps share, and empty caches."""

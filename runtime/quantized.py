@@ -19,7 +19,7 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -32,6 +32,8 @@ from smelt.runtime import emit
 from smelt.runtime.quantized_binary import BinaryLinear, BinaryMatrix
 from smelt.runtime.quantized_int4 import Int4Embedding, Int4Linear, Int4Matrix
 
+# products of two int8 numbers that float32 adds up without rounding: 1024 * 128 * 128 is 2^24
+_EXACT_TERMS = 1024
 SCHEMES = ("int8-dynamic", "int4", "binary")
 
 
@@ -43,6 +45,7 @@ class Int8Matrix(nn.Module):
     """
 
     columns: Tensor | None
+    lookup: Tensor | None
 
     def __init__(self, rows: int, columns: int, device: torch.device | None = None) -> None:
         super().__init__()
@@ -50,6 +53,7 @@ class Int8Matrix(nn.Module):
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(torch.ones(rows, device=device), requires_grad=False)
         self.register_buffer("columns", None, persistent=False)
+        self.register_buffer("lookup", None, persistent=False)
         self._sums: tuple[int, Tensor] | None = None
 
     def set_(self, codes: Tensor, scales: Tensor) -> None:
@@ -71,6 +75,11 @@ class Int8Matrix(nn.Module):
         """Keep the codes transposed, [columns, rows], as matrix products of ONNX want them."""
         if self.columns is None:
             self.columns = self.codes.detach().t().contiguous()
+
+    def prepare_lookup(self) -> None:
+        """Keep the scales as [rows, 1], as a lookup wants them: so their name in the graph is their own."""
+        if self.lookup is None:
+            self.lookup = self.scales.detach()[:, None].clone()
 
 
 class QuantizedLinear(nn.Module):
@@ -103,7 +112,7 @@ class QuantizedLinear(nn.Module):
         scale, zero = activation_range(rows)
         # torch multiplies int8 by int8: take 128 off the codes, give it back with the zero point
         shifted = rows.div(scale).round_().add_(zero - 128).clamp_(-128, 127).to(torch.int8)
-        sums = torch._int_mm(shifted, self.matrix.codes.t())
+        sums = int8_product(shifted, self.matrix.codes)
         sums = torch.add(sums, self.matrix.row_sums(), alpha=128 - zero)
         out = sums.float().mul_(self.matrix.scales * scale)
         out = out if self.bias is None else out + self.bias
@@ -136,11 +145,38 @@ class QuantizedEmbedding(nn.Module):
             codes = columns.index_select(1, ids.flatten()).t().reshape(*ids.shape, self.embedding_dim)
         else:
             codes = F.embedding(ids, self.matrix.codes)
-        return codes.float() * F.embedding(ids, self.matrix.scales[:, None])
+        scales = self.matrix.scales[:, None] if self.matrix.lookup is None else self.matrix.lookup
+        return codes.float() * F.embedding(ids, scales)
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
         return f"{self.num_embeddings}, {self.embedding_dim}, int8-dynamic"
+
+
+def int8_product(x: Tensor, codes: Tensor) -> Tensor:
+    """Return x W^T exactly, int32 [rows, N], for int8 x [rows, K] and codes W [N, K]."""
+    if multiplies_exactly():
+        return torch._int_mm(x, codes.t())
+    sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32)
+    for at in range(0, x.shape[1], _EXACT_TERMS):
+        part = slice(at, at + _EXACT_TERMS)
+        sums += F.linear(x[:, part].float(), codes[:, part].float()).to(torch.int32)
+    return sums
+
+
+@cache
+def multiplies_exactly() -> bool:
+    """Say whether torch sums int8 products in 32 bits here.
+
+    On x86 processors without VNNI instructions its library adds pairs of them in 16 bits first, where large
+    ones overflow: of random codes 99 % of the sums were wrong.
+    """
+    exact = True
+    for rows in (1, 32):  # other kernels serve single rows
+        ones = torch.full((rows, 64), 127, dtype=torch.int8)
+        found = torch._int_mm(ones, torch.full((64, 32), 127, dtype=torch.int8))
+        exact = exact and bool((found == 64 * 127 * 127).all())
+    return exact
 
 
 def activation_range(x: Tensor) -> tuple[float, int]:

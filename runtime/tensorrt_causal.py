@@ -1,7 +1,8 @@
 """Runs the TensorRT engine of a decoder-only language model, with the caches kept on the GPU.
 
 One engine, `model.plan`, serves prompts and single tokens: input_ids and position_ids [B, S],
-attention_mask [B, P + S], caches [B, K, P, d] -> logits [B, S, V], caches [B, K, P + S, d].
+attention_mask [B, P + S], caches [B, K, P, d] -> logits [B, N, V], caches [B, K, P + S, d]. The scalar
+num_logits_to_keep, which lies on the host, says of how many of the last tokens logits are wanted: N, 0 for S.
 
 Shapes: B = batch, L = prompt, S = tokens fed at once, P = tokens fed before, K = key-value heads,
 d = width of a head, V = vocabulary.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.causal import positions
+from smelt.runtime.causal import KEEP, positions
 from smelt.runtime.checkpoint import read_json
 from smelt.runtime.predict import position_limit
 from smelt.runtime.runner import Batch, Logits, Tokens
@@ -80,7 +81,7 @@ class TensorrtCausalRunner:
         """Feed all tokens but the last of a batch that is padded on the left."""
         state = self.start(batch.input_ids.shape[0])
         if batch.input_ids.shape[1] > 1:
-            self.extend(state, batch.input_ids[:, :-1], batch.attention_mask[:, :-1])
+            self.extend(state, batch.input_ids[:, :-1], batch.attention_mask[:, :-1], last=1)
         return state
 
     def decode_step(self, state: CausalState, tokens: Tokens) -> Logits:
@@ -98,31 +99,44 @@ class TensorrtCausalRunner:
         return CausalState(np.zeros((rows, 0), dtype=np.int64), caches)
 
     @torch.inference_mode()
-    def extend(self, state: CausalState, ids: Tokens, mask: Tokens) -> Logits:
-        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V].
+    def extend(self, state: CausalState, ids: Tokens, mask: Tokens, last: int = 0) -> Logits:
+        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S or last, V].
+
+        Args:
+            state: changed in place.
+            ids: what to feed.
+            mask: 1 where a token is.
+            last: of how many of the last tokens logits are wanted; 0 for all.
 
         Raises:
             RunError: more tokens in all than the engine was built for, or the GPU failed.
         """
+        length = ids.shape[1]
+        first = length - last if last else 0  # the first token whose logits are wanted
         with torch.cuda.stream(self._stream):
             found = []
-            for at in range(0, ids.shape[1], self._most_tokens):
-                stretch = slice(at, at + self._most_tokens)
-                found.append(self._feed(state, ids[:, stretch], mask[:, stretch]))
+            for at in range(0, length, self._most_tokens):
+                end = min(length, at + self._most_tokens)
+                wanted = min(end - first, end - at)
+                logits = self._feed(state, ids[:, at:end], mask[:, at:end], max(1, wanted))
+                if wanted > 0:
+                    found.append(logits)
             return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
 
-    def _feed(self, state: CausalState, ids: Tokens, mask: Tokens) -> Logits:
+    def _feed(self, state: CausalState, ids: Tokens, mask: Tokens, last: int) -> Logits:
         """Feed at most as many tokens as the engine takes at once, part of the rows after part."""
         engine = self._open()
         whole = np.concatenate([state.mask, mask], axis=1)
         places = positions(whole)[:, -ids.shape[1] :]
+        # engines built before it was there give the logits of all tokens
+        keep = {KEEP: torch.tensor(last)} if KEEP in engine.inputs else {}
         logits, caches = [], []
         for at in range(0, ids.shape[0], self._most_rows):
             rows = slice(at, at + self._most_rows)
             fields = {"input_ids": ids, "attention_mask": whole, "position_ids": places}
-            feeds = {name: _to_gpu(values[rows]) for name, values in fields.items()}
+            feeds = {name: _to_gpu(values[rows]) for name, values in fields.items()} | keep
             outputs = engine(feeds | {name: cache[rows] for name, cache in state.caches.items()})
-            logits.append(outputs["logits"].float())
+            logits.append(outputs["logits"][:, -last:].float())
             caches.append({name: outputs[_present(name)] for name in self._past})
         state.mask = whole
         state.caches = {name: _joined([part[name] for part in caches]) for name in self._past}

@@ -73,9 +73,12 @@ class TorchCausalRunner:
         return CausalState(np.zeros((rows, 0), dtype=np.int64), DynamicCache())
 
     @torch.inference_mode()
-    def extend(self, state: CausalState, ids: Tokens, mask: Tokens) -> Logits:
-        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V]."""
-        return self._logits(self._hidden(state, ids, mask))
+    def extend(self, state: CausalState, ids: Tokens, mask: Tokens, last: int = 0) -> Logits:
+        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V].
+
+        With `last`, only the logits of so many last tokens are computed: [B, last, V].
+        """
+        return self._logits(self._hidden(state, ids, mask)[:, -last:])  # 0 is all
 
     @torch.inference_mode()
     def reorder(self, state: CausalState, rows: Tokens) -> CausalState:

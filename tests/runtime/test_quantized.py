@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +11,14 @@ from torch import nn
 from smelt.compress.quantize.int8_dynamic import fill_
 from smelt.compress.quantize.schemes import quantize_module
 from smelt.core.errors import InputError
+from smelt.runtime import quantized
 from smelt.runtime.quantized import (
     Int8Matrix,
     QuantizedEmbedding,
     QuantizedLinear,
     dynamic_quantize_linear,
     empty_quantized,
+    multiplies_exactly,
 )
 from smelt.runtime.structure import apply_edits
 
@@ -125,3 +131,36 @@ def test_unknown_scheme_and_module_are_refused():
         empty_quantized(nn.Linear(2, 2), "int3")
     with pytest.raises(InputError, match="LayerNorm cannot be quantized"):
         empty_quantized(nn.LayerNorm(2), "int8-dynamic")
+
+
+CODES = torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (5, 1024), (33, 3000)])
+@pytest.mark.parametrize("exactly", [True, False])
+def test_sums_of_products_are_exact_for_any_codes(rows, inputs, exactly, monkeypatch):
+    if not exactly or not multiplies_exactly():
+        monkeypatch.setattr(quantized, "multiplies_exactly", lambda: False)
+    x = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=CODES)
+    codes = torch.randint(-127, 128, (40, inputs), dtype=torch.int8, generator=CODES)
+    x[0], codes[0] = -128, -127  # the largest sum there can be
+    found = quantized.int8_product(x, codes)
+    assert found.dtype == torch.int32
+    assert torch.equal(found.long(), x.long() @ codes.long().t())
+
+
+def test_sums_are_exact_where_torch_has_no_instructions_for_them():
+    """What torch's library does on x86 without VNNI, where it adds pairs of products in 16 bits."""
+    code = """
+import torch
+from smelt.runtime.quantized import int8_product, multiplies_exactly
+for rows in (1, 40):
+    x = torch.randint(-128, 128, (rows, 300), dtype=torch.int8)
+    codes = torch.randint(-127, 128, (50, 300), dtype=torch.int8)
+    assert torch.equal(int8_product(x, codes).long(), x.long() @ codes.long().t()), multiplies_exactly()
+"""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -87,7 +87,8 @@ class Engine:
         return SimpleNamespace(name=_TYPES[self.tensors[name].type][0])
 
     def get_tensor_location(self, name: str) -> str:
-        return str(self.module.answers.get("location", "device"))
+        scalar = not self.tensors[name].shape  # the graph's scalars decide shapes
+        return str(self.module.answers.get("location", "host" if scalar else "device"))
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return tuple(n if isinstance(n, int) else -1 for n in self.tensors[name].shape)
@@ -123,7 +124,7 @@ class Context:
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         allowed = self._answer("set_input_shape", name, shape)
         limits = self.engine.shapes.get(name)
-        if limits is not None:
+        if limits is not None and shape:  # of a scalar they are of its value
             least, _, most = limits
             inside = [low <= n <= high for low, n, high in zip(least, shape, most, strict=True)]
             allowed = allowed and all(inside)
@@ -137,6 +138,9 @@ class Context:
 
     def infer_shapes(self) -> list[str]:
         answer = self._answer("infer_shapes")
+        for name in (n for n, shape in self.shapes.items() if not shape and n in self.engine.shapes):
+            (least,), _, (most,) = self.engine.shapes[name]
+            assert least <= self._read(name) <= most, f"{name} is outside of its profile"
         self._compute()  # ONNX Runtime tells shapes only by computing
         return [] if answer is True else list(answer)
 

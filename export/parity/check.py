@@ -1,0 +1,152 @@
+"""The whole question: constants, operators, the exact computation, and the graphs as they are deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.core.errors import ParityError
+from smelt.export.graph_files import read_graph
+from smelt.export.onnx_graphs import Graph
+from smelt.export.parity.compare import check_parity
+from smelt.export.parity.constants import check_constants
+from smelt.export.parity.operators import check_operators
+from smelt.export.parity.reference import Exact, Reference, exact_of, logits_for, round_weights_
+from smelt.export.parity.twin import exact_twin
+from smelt.export.parity.where import first_difference
+from smelt.runtime.causal import is_causal
+
+Figures = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is asked about: the `graphs` that lie in `folder`, made from the torch model `model`.
+
+    kind: a word of `compare.TOLERANCES`, how exactly they compute as deployed. target: of the export.
+    """
+
+    folder: Path
+    graphs: list[Graph]
+    model: Any
+    kind: str
+    target: str
+    threads: int | None = None
+
+
+def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
+    """Compare graphs with their parent in every way; the parent's weights may be changed by that.
+
+    Constants are compared bit for bit, each quantized operator with its layer on identical inputs, then what
+    the graphs compute with dequantized weights with what torch does, at the tolerance of fp32, and at last
+    what they compute as deployed.
+
+    Returns:
+        For each graph the differences as deployed (largest, mean, agreement); under `exact` those with
+        dequantized weights, under `constants` and `operators` how many were compared.
+
+    Raises:
+        ParityError: graph, output and, where it is known, node and layer.
+    """
+    facts: dict[str, Any] = {}
+    for graph in subject.graphs:
+        path = subject.folder / f"{graph.name}.onnx"
+        model = read_graph(path, values=False)
+        counts = {
+            "constants": check_constants(graph.name, model, graph.module, subject.folder),
+            "operators": check_operators(graph.name, model, graph.module, path, subject.threads),
+        }
+        facts[graph.name] = counts
+    exact = _check_exactly(subject, reference)
+    deployed = exact if subject.kind == "fp32" else _check_as_deployed(subject, reference)
+    for name, counts in facts.items():
+        inner = {word: exact[name][word] for word in ("largest", "mean")}
+        facts[name] = {**deployed[name], "exact": inner, **counts}
+    return facts
+
+
+def _check_exactly(subject: Subject, reference: Reference) -> Figures:
+    """Compare what the graphs compute on their own constants in float32 with the dequantized parent."""
+    half = subject.kind == "fp16"
+    if half:
+        round_weights_(subject.model)
+    exact = exact_of(subject.model, reference)
+    with _in_float32(subject) as folder:
+        try:
+            with _opened(subject, folder) as runner:
+                return _compare(runner, reference, exact, "rounded" if half else "fp32")
+        except ParityError as error:
+            where = first_difference(folder, subject.graphs, str(error), subject.model, reference)
+            raise ParityError(f"{error}{where}") from error
+
+
+@contextmanager
+def _in_float32(subject: Subject) -> Iterator[Path]:
+    if subject.kind == "fp32":
+        yield subject.folder
+        return
+    with exact_twin(subject.folder, [g.name for g in subject.graphs], subject.kind == "fp16") as folder:
+        yield folder
+
+
+def _compare(runner: Any, reference: Reference, exact: Exact, kind: str) -> Figures:
+    """Compare all outputs; `exact` is what they should be."""
+    found: Figures = {}
+    batch = reference.batch
+    if exact.hidden is not None:
+        name, real = "encoder_model", batch.attention_mask == 1
+        got = runner.encoder_outputs(batch)
+        states = got["last_hidden_state"]
+        found[name] = check_parity(name, "last_hidden_state", exact.hidden[real], states[real], kind)
+        del found[name]["agreement"]
+        for output, expected in exact.cross.items():
+            keys = [np.moveaxis(t, 1, 2)[real] for t in (expected, got[output])]  # [tokens, H, d]
+            check_parity(name, output, keys[0], keys[1], kind)
+    name = "model" if exact.hidden is None else "decoder_with_past_model"
+    if exact.whole is not None:
+        whole = np.concatenate([exact.whole, exact.whole[-1:]])
+        check_parity(name, "logits", whole, _in_stretches(runner, batch.input_ids[-1:]), kind)
+    found[name] = check_parity(name, "logits", exact.logits, logits_for(runner, reference), kind)
+    return found
+
+
+def _in_stretches(runner: Any, ids: Any) -> Any:
+    """Return all logits [S, V] of one prompt [1, S], fed in two stretches; then its last token's again."""
+    state = runner.start(1)
+    half = ids.shape[1] // 2
+    parts = [ids[:, :half], ids[:, half:]]
+    found = [runner.extend(state, np.ascontiguousarray(p), np.ones_like(p))[0] for p in parts if p.size]
+    found.append(runner.extend(runner.start(1), ids, np.ones_like(ids), last=1)[0])
+    return np.concatenate(found)
+
+
+def _check_as_deployed(subject: Subject, reference: Reference) -> Figures:
+    exact = Exact(reference.logits, reference.hidden)
+    with _opened(subject, subject.folder) as runner:
+        return _compare(runner, reference, exact, subject.kind)
+
+
+@contextmanager
+def _opened(subject: Subject, folder: Path) -> Iterator[Any]:
+    """Give a runner over the graphs in `folder`.
+
+    Raises:
+        ParityError: ONNX Runtime cannot open or run them.
+    """
+    from smelt.runtime.onnx_causal import OnnxCausalRunner
+    from smelt.runtime.onnx_runner import OnnxRunner
+
+    kind: Any = OnnxCausalRunner if is_causal(subject.model.config.to_dict()) else OnnxRunner
+    try:
+        with kind.over(folder, subject.target, subject.threads) as runner:
+            yield runner
+    except ParityError:
+        raise
+    except Exception as error:  # ONNX Runtime's errors share no other base
+        names = " and ".join(graph.name for graph in subject.graphs)
+        raise ParityError(f"{names}: ONNX Runtime cannot run what was exported: {error}") from error

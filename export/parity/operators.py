@@ -1,0 +1,168 @@
+"""Each quantized operator of a graph against its layer, on identical inputs.
+
+The inputs are rows of zeros and ones, each with its complement, and the same negated: int8 holds them
+exactly in every scheme, whether ranges are found for a tensor, a row or a block. So the operator must give
+the product with what the layer's codes stand for, up to the rounding of a sum. Every code takes part in half
+of the rows.
+
+Shapes: M = rows fed, K = inputs, N = outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional as F
+
+from smelt.core.errors import ParityError
+from smelt.runtime.quantized import AnyLinear
+
+QUANTIZED = ("DynamicQuantizeMatMul", "MatMulNBits")
+_ROWS = 8
+# of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
+# itself are compared bit for bit (constants.py)
+_ALLOWED = 5e-3
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """A quantized node, the nodes that make its constants, and the layer that it was made from."""
+
+    node: Any
+    before: list[Any]
+    name: str
+    layer: AnyLinear
+
+
+def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threads: int | None) -> int:
+    """Run every quantized operator of a graph alone; return how many there are.
+
+    Args:
+        graph: name of the graph, for the message.
+        model: its onnx.ModelProto; weights that lie outside need not be read.
+        module: what was exported.
+        path: where the graph lies; a file is made beside it and removed.
+        threads: for ONNX Runtime.
+
+    Raises:
+        ParityError: an operator gives something else than its layer, or belongs to none.
+    """
+    from smelt.runtime.onnx_runner import open_session
+
+    operators = [_operator(graph, model, module, node) for node in _quantized(model)]
+    if not operators:
+        return 0
+    sizes = {operator.layer.in_features for operator in operators}
+    file = path.with_name(f".{path.stem}-operators.onnx")
+    try:
+        _write_alone(model, operators, file)
+        session: Any = open_session(file, threads)
+        for sign in (1, -1):
+            inputs = {size: sign * _zeros_and_ones(size) for size in sizes}
+            results = session.run(None, {f"x{size}": x for size, x in inputs.items()})
+            for operator, got in zip(operators, results, strict=True):
+                _compare(graph, operator, inputs[operator.layer.in_features], got)
+    except ParityError:
+        raise
+    except Exception as error:  # ONNX Runtime's errors share no other base
+        raise ParityError(f"{graph}: its quantized operators cannot be run on their own: {error}") from error
+    finally:
+        file.unlink(missing_ok=True)
+    return len(operators)
+
+
+def _quantized(model: Any) -> Iterator[Any]:
+    return (node for node in model.graph.node if node.op_type in QUANTIZED)
+
+
+def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator:
+    """Find the layer that a node was made from by the name of its codes."""
+    before, names = makers_of(model, node.input[1:])
+    layers = (n.rpartition(".matrix.")[0] for n in names if n.endswith((".matrix.codes", ".matrix.columns")))
+    layer = next(layers, None)
+    try:
+        found = module.get_submodule(layer) if layer else None
+    except AttributeError:
+        found = None
+    if layer is None or not isinstance(found, AnyLinear):
+        known = f"'{node.input[1]}', which belongs to no quantized layer"
+        raise ParityError(
+            f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
+        )
+    return _Operator(node, before, layer, found)
+
+
+def makers_of(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:
+    """Return the nodes that make the values `names`, in the graph's order, and the names below them."""
+    makers = {name: at for at, other in enumerate(model.graph.node) for name in other.output}
+    nodes: set[int] = set()
+    sources: list[str] = []
+    todo = list(names)
+    while todo:
+        name = todo.pop(0)
+        at = makers.get(name)
+        if at is None:
+            sources.append(name)
+        elif at not in nodes:
+            nodes.add(at)
+            todo += model.graph.node[at].input
+    return [model.graph.node[at] for at in sorted(nodes)], sources
+
+
+def _zeros_and_ones(size: int) -> NDArray[np.float32]:
+    """Return float32 [_ROWS, size]: random rows and their complements."""
+    rows = np.random.default_rng(size).integers(0, 2, (_ROWS // 2, size))
+    return np.concatenate([rows, 1 - rows]).astype(np.float32)
+
+
+def _write_alone(model: Any, operators: list[_Operator], file: Path) -> None:
+    """Write a graph of the operators alone, each with an output of its own, inputs shared by size."""
+    from onnx import TensorProto, helper
+
+    nodes: list[Any] = []
+    outputs = []
+    made: set[str] = set()
+    for number, operator in enumerate(operators):
+        node = type(operator.node)()
+        node.CopyFrom(operator.node)
+        node.input[0], node.output[0] = f"x{operator.layer.in_features}", f"y{number}"
+        nodes += [n for n in operator.before if n.output[0] not in made]
+        made.update(n.output[0] for n in operator.before)
+        nodes.append(node)
+        outputs.append(helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None))
+    sizes = sorted({o.layer.in_features for o in operators})
+    inputs = [helper.make_tensor_value_info(f"x{n}", TensorProto.FLOAT, [_ROWS, n]) for n in sizes]
+    used = {name for node in nodes for name in node.input}
+    alone = type(model)()
+    alone.ir_version = model.ir_version
+    alone.opset_import.extend(model.opset_import)
+    alone.graph.CopyFrom(helper.make_graph(nodes, "operators", inputs, outputs))
+    for tensor in model.graph.initializer:
+        if tensor.name in used:
+            alone.graph.initializer.add().CopyFrom(tensor)
+    import onnx
+
+    onnx.save(alone, file)
+
+
+def _compare(graph: str, operator: _Operator, x: NDArray[np.float32], got: NDArray[np.float32]) -> None:
+    layer = operator.layer
+    with torch.inference_mode():  # the inputs go through quantization unchanged
+        expected = F.linear(torch.from_numpy(x), layer.matrix.dequantize(), layer.bias).numpy()
+    node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
+    if expected.shape != got.shape:
+        raise ParityError(f"{node} gives the shape {got.shape}, its layer {operator.name} {expected.shape}.")
+    reach = np.abs(expected).max(axis=0) + 1e-6 * float(np.abs(expected).max())
+    off = np.abs(expected - got).max(axis=0) / np.where(reach > 0, reach, 1.0)
+    if not (largest := float(off.max())) <= _ALLOWED:
+        raise ParityError(
+            f"{node} computes something else than its layer {operator.name} on the same inputs: the output"
+            f" {int(off.argmax())} is off by {largest:.3g} of its largest value, allowed {_ALLOWED:g}."
+        )

@@ -1,0 +1,190 @@
+"""What torch computes: as deployed, through the parent's runner, and exactly, with dequantized weights.
+
+With dequantized weights and float32 activations nothing depends on how a value was rounded or on the other
+rows of a batch (int8-dynamic finds its ranges over all of them), so that a graph can be held to fp32's
+tolerance.
+
+Shapes: B = batch, L = source length or prompt, D = width of the model, V = vocabulary, C = classes,
+H = heads, d = width of a head, S = tokens of the longest prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+from smelt.export.attention import split_heads
+from smelt.export.parity.compare import Array
+from smelt.export.parity.rows import STEPS
+from smelt.export.seq2seq_graphs import decoder_attentions, head_sizes
+from smelt.runtime.causal import is_causal, positions
+from smelt.runtime.predict import takes_types
+from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.runner import Batch, Tokens
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the parent computes for a batch, as it is deployed.
+
+    logits: float32 [B, C], or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], what the decoder was
+    fed; None for a classifier. hidden: float32 [B, L, D], an encoder's states, else None.
+    """
+
+    batch: Batch
+    logits: Array
+    tokens: Tokens | None = None
+    hidden: Array | None = None
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What the parent computes with dequantized weights, for the same batch and tokens.
+
+    logits and hidden as in `Reference`. cross: keys and values of cross-attention [B, H, L, d] by output
+    name. whole: float32 [S, V], all logits of a language model's last prompt.
+    """
+
+    logits: Array
+    hidden: Array | None = None
+    cross: dict[str, Array] = field(default_factory=dict)
+    whole: Array | None = None
+
+
+def reference_of(runner: Any, batch: Batch) -> Reference:
+    """Run the parent's runner on `batch`."""
+    if is_causal(runner.config):
+        return _stepped(runner, batch, batch.input_ids[:, -1], None)
+    if not runner.config.get("is_encoder_decoder"):
+        return Reference(batch, runner.forward(batch).copy())
+    start = runner.model.generation_config.decoder_start_token_id
+    start = runner.config["decoder_start_token_id"] if start is None else start
+    with torch.inference_mode():
+        ids, mask = _tensors(batch)
+        hidden = runner.model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
+    return _stepped(runner, batch, np.full(batch.input_ids.shape[0], start, dtype=np.int64), hidden)
+
+
+def _stepped(runner: Any, batch: Batch, start: Tokens, hidden: Array | None) -> Reference:
+    state = runner.encode(batch)
+    tokens, logits = [np.ascontiguousarray(start)], []
+    for _ in range(STEPS):
+        logits.append(runner.decode_step(state, tokens[-1]).copy())
+        tokens.append(logits[-1].argmax(axis=-1))
+    return Reference(batch, np.stack(logits), np.stack(tokens[:-1]), hidden)
+
+
+def logits_for(runner: Any, reference: Reference) -> Array:
+    """Run `runner` on the reference's batch and tokens; shapes as in `Reference`."""
+    if reference.tokens is None:
+        return np.asarray(runner.forward(reference.batch))
+    state = runner.encode(reference.batch)
+    return np.stack([runner.decode_step(state, tokens) for tokens in reference.tokens])
+
+
+@torch.inference_mode()
+def exact_of(model: Any, reference: Reference) -> Exact:
+    """Compute what the dequantized `model` gives for the batch and tokens of `reference`, without a cache."""
+    with _torch_attention(model), _float_products(model):
+        if reference.tokens is None:
+            return Exact(_classified(model, reference.batch))
+        if is_causal(model.config.to_dict()):
+            return _continued(model, reference.batch, reference.tokens)
+        return _decoded(model, reference.batch, reference.tokens)
+
+
+def _classified(model: Any, batch: Batch) -> Array:
+    ids, mask = _tensors(batch)
+    types = {}
+    if batch.token_type_ids is not None and takes_types(model.config.to_dict()):
+        types["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
+    logits: Array = model(input_ids=ids, attention_mask=mask, **types).logits.numpy()
+    return logits
+
+
+def _decoded(model: Any, batch: Batch, tokens: Tokens) -> Exact:
+    ids, mask = _tensors(batch)
+    hidden = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+    key, value = ("k", "v") if model.config.model_type == "t5" else ("k_proj", "v_proj")
+    cross = {}
+    for at, attention in enumerate(decoder_attentions(model)[1]):
+        for word, name in (("key", key), ("value", value)):
+            made = split_heads(attention.get_submodule(name)(hidden), head_sizes(attention)[0])
+            cross[f"present.{at}.encoder.{word}"] = made.numpy()
+    out = model(
+        encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=mask,
+        decoder_input_ids=torch.from_numpy(np.ascontiguousarray(tokens.T)), use_cache=False,
+    )  # fmt: skip
+    return Exact(out.logits.transpose(0, 1).numpy(), hidden.numpy(), cross)
+
+
+def _continued(model: Any, batch: Batch, tokens: Tokens) -> Exact:
+    # the first of `tokens` is the prompt's last one
+    ids = np.concatenate([batch.input_ids, tokens[1:].T], axis=1)
+    mask = np.concatenate([batch.attention_mask, np.ones_like(tokens[1:].T)], axis=1)
+    logits = _causal_logits(model, ids, mask, STEPS).transpose(1, 0, 2)
+    prompt, all_ones = batch.input_ids[-1:], np.ones_like(batch.input_ids[-1:])
+    return Exact(logits, whole=_causal_logits(model, prompt, all_ones, prompt.shape[1])[0])
+
+
+def _causal_logits(model: Any, ids: Tokens, mask: Tokens, last: int) -> Array:
+    """Return the logits of the `last` tokens of each row, float32 [B, last, V]."""
+    hidden = model.base_model(
+        torch.from_numpy(np.ascontiguousarray(ids)), attention_mask=torch.from_numpy(mask),
+        position_ids=torch.from_numpy(positions(mask)), use_cache=False,
+    ).last_hidden_state  # fmt: skip
+    logits: Array = model.get_output_embeddings()(hidden[:, -last:]).numpy()
+    return logits
+
+
+def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
+
+
+@contextmanager
+def _float_products(model: nn.Module) -> Iterator[None]:
+    """Let quantized layers multiply float32 activations with what their codes stand for, within the block."""
+    layers = [module for module in model.modules() if isinstance(module, AnyLinear)]
+    for layer in layers:
+        layer.forward = partial(_product, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _product(layer: AnyLinear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.matrix.dequantize(), layer.bias)
+
+
+@contextmanager
+def _torch_attention(model: nn.Module) -> Iterator[None]:
+    """Let torch's own attention compute within the block, also in a model that was made ready for export."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+    configs = {id(module.config): module.config for module in modules}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    for config, _ in before:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+
+
+def round_weights_(model: nn.Module) -> None:
+    """Give the weights of `model` the values that they have in float16, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.copy_(parameter.half().float())

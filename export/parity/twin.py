@@ -1,0 +1,123 @@
+"""A folder of graphs that compute exactly what the deployed ones approximate, on the same constants.
+
+A quantized operator becomes the float32 product with what its own codes, scales and zero points stand for;
+a graph in fp16 computes in float32. All else, masks, biases, wiring, stays as it is in the file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from smelt.export.graph_files import data_file, read_graph, write_graph
+
+
+@contextmanager
+def exact_twin(folder: Path, names: Iterable[str], half: bool) -> Iterator[Path]:
+    """Give a folder like `folder`, whose graphs `names` compute in float32; it is gone after the block.
+
+    Args:
+        folder: with graphs, config and whatever else a runner reads.
+        names: of the graphs, without `.onnx`.
+        half: whether they are fp16.
+    """
+    with TemporaryDirectory(dir=folder, prefix=".exact-") as made:
+        twin = Path(made)
+        for name in ("config.json", "generation_config.json"):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, twin / name)
+        for name in names:
+            path = folder / f"{name}.onnx"
+            model = read_graph(path, values=half)
+            if half:
+                widen_halves(model)
+            elif (data := data_file(path)).is_file():
+                _link(data, data_file(twin / path.name))
+            dequantize(model)
+            write_graph(model, twin / path.name)
+        yield twin
+
+
+def _link(source: Path, target: Path) -> None:
+    """Let `target` be the file `source`; copy it where the file system knows no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def dequantize(model: Any) -> int:
+    """Replace the quantized operators of an onnx.ModelProto in place; return how many there were."""
+    nodes: list[Any] = []
+    found = 0
+    for node in model.graph.node:
+        if node.op_type == "DynamicQuantizeMatMul":
+            nodes += _float_product(node)
+            found += 1
+            continue
+        if node.op_type == "MatMulNBits":
+            for attribute in node.attribute:
+                if attribute.name == "accuracy_level":
+                    attribute.i = 0  # the same codes, times float32
+            found += 1
+        nodes.append(node)
+    if found:
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    return found
+
+
+def _float_product(node: Any) -> list[Any]:
+    """Return standard nodes for a DynamicQuantizeMatMul: (codes - zero point) * scales, MatMul, Add."""
+    from onnx import TensorProto, helper
+
+    x, codes, scales, zero, bias = [*node.input, *[""] * 5][:5]
+    at, out = f"{node.name}.exact", node.output[0]
+    made = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
+    weight = f"{at}.codes"
+    if zero:
+        made.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
+        made.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
+        weight = f"{at}.shifted"
+    made.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
+    product = f"{at}.product" if bias else out
+    made.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
+    if bias:
+        made.append(helper.make_node("Add", [product, bias], [out]))
+    made[-1].name = node.name  # under which messages speak of it
+    return made
+
+
+def widen_halves(model: Any) -> None:
+    """Turn a graph that `to_half` made back to float32, in place; its constants keep their fp16 values."""
+    from onnx import TensorProto
+
+    graph = model.graph
+    for tensor in graph.initializer:
+        _widen(tensor)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                _widen(attribute.t)
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT16:
+                attribute.i = TensorProto.FLOAT
+    for value in [*graph.input, *graph.output]:
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    del graph.value_info[:]
+
+
+def _widen(tensor: Any) -> None:
+    from onnx import TensorProto, numpy_helper
+
+    if tensor.data_type == TensorProto.FLOAT16:
+        values = numpy_helper.to_array(tensor).astype("<f4")
+        tensor.ClearField("int32_data")
+        tensor.data_type, tensor.raw_data = TensorProto.FLOAT, np.ascontiguousarray(values).tobytes()

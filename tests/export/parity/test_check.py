@@ -1,0 +1,185 @@
+"""Mistakes put into finished graphs are found, in every scheme and kind of graph, and named.
+
+tests/support/mutations.py says what each of them is. A graph in int8 is as far from torch as one without its
+mask: only what is compared exactly tells them apart.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import exports
+import mutations
+import onnx
+import pytest
+
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import ParityError
+from smelt.core.stage import Context
+from smelt.export.graph_files import read_graph
+from smelt.export.onnx_stage import OnnxSettings
+from smelt.export.parity.check import check_graphs
+
+REAL = Path(__file__).resolve().parents[4] / "shared"
+ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
+SCHEMES = tuple(exports.SCHEMES)
+CODES = ("int8", "int4", "binary")
+WHOLE = ["drop_bias", "drop_sublayer", "drop_layer", "other_softness", "swap_heads"]
+MASKS = ["drop_padding_mask", "mask_of_ones", "shift_the_mask"]
+BIASES = ["bias_of_zeros", "norm_bias_of_zeros"]
+PLACES = ["position_off_by_one", "shifted_table"]
+PROJECTIONS = ["swap_query_and_key", "swap_key_and_value"]
+QUANTIZED = ["change_one_scale", "swap_two_scales", "take_another_layers_scales", "change_one_code"]
+
+# what can go wrong with which graph of which family, in all schemes
+GRAPHS: dict[tuple[str, str], list[str]] = {
+    ("marian", ENCODER): [
+        *WHOLE, *MASKS, *BIASES, *PLACES, *PROJECTIONS, "swap_outputs", "forget_embed_scale",
+    ],
+    ("marian", DECODER): [
+        *WHOLE, *MASKS, *BIASES, *PLACES, *PROJECTIONS, "swap_layers_caches", "forget_embed_scale",
+    ],
+    ("bert", MODEL): [*WHOLE, *MASKS, *BIASES, *PROJECTIONS, "shifted_table", "forget_token_types"],
+    ("gpt2", MODEL): [
+        *WHOLE, *MASKS, *BIASES, *PLACES, "swap_parts_of_the_packed_product", "count_padding",
+        "forget_positions",
+    ],
+}  # fmt: skip
+CASES = [(f, s, "fp32", g, m) for (f, g), names in GRAPHS.items() for s in SCHEMES for m in names]
+# what only some schemes have
+CASES += [(f, s, "fp32", g, m) for f, g in GRAPHS for s in CODES for m in QUANTIZED]
+CASES += [(f, s, "fp32", g, "other_zero_point") for f, g in GRAPHS for s in ("int8", "int4")]
+CASES += [(f, "int4", "fp32", g, "drop_zero_points") for f, g in GRAPHS]
+CASES += [(f, "int8", "fp32", g, "change_one_scale_of_the_lookup") for f, g in GRAPHS]
+# what only some families have
+CASES += [
+    ("t5", s, "fp32", g, m)
+    for s in ("fp32", "int8")
+    for g in (ENCODER, DECODER)
+    for m in (
+        "relative_position_off_by_one",
+        "shifted_table",
+        "drop_padding_mask",
+        "swap_heads",
+        "drop_layer",
+    )
+]
+CASES += [
+    ("qwen2", s, "fp32", MODEL, m) for s in ("fp32", "int4") for m in (*MASKS, "shifted_table", "swap_heads")
+]
+# graphs of standard operators, for GPUs; in float16 rounding hides more than a mask
+STANDARD = {
+    ("marian", ENCODER): ["drop_bias", "drop_layer", "mask_of_ones", "shift_the_mask", *PLACES],
+    ("marian", DECODER): ["drop_bias", "drop_layer", "mask_of_ones", "shift_the_mask", *PLACES],
+    ("gpt2", MODEL): ["drop_layer", "mask_of_ones", "allow_the_future", "forget_positions", "count_padding"],
+    ("qwen2", MODEL): ["drop_layer", "mask_of_ones", "allow_the_future", "forget_positions"],
+}
+KINDS = {"marian": ["fp16"], "gpt2": ["gpu", "fp16"], "qwen2": ["gpu"]}
+CASES += [(f, "fp32", d, g, m) for (f, g), names in STANDARD.items() for d in KINDS[f] for m in names]
+
+
+def exported(family, scheme, dtype):
+    if dtype == "fp32":
+        return exports.exported(family, scheme)
+    return exports.exported(family, scheme, "tensorrt", "fp16" if dtype == "fp16" else "fp32")
+
+
+def mutated(found, graph, mutation, folder):
+    """Return what to ask about a copy of the graphs of which one is changed."""
+    shutil.copytree(found.folder, folder)
+    model = onnx.load(folder / f"{graph}.onnx")
+    mutations.ALL[mutation](model)
+    onnx.save(model, folder / f"{graph}.onnx")
+    return replace(found.subject, folder=folder)
+
+
+@pytest.mark.parametrize(("family", "scheme", "dtype", "graph", "mutation"), CASES)
+def test_a_mistake_is_found_and_named(family, scheme, dtype, graph, mutation, tmp_path):
+    found = exported(family, scheme, dtype)
+    subject = mutated(found, graph, mutation, tmp_path / "x")
+    with pytest.raises(ParityError) as caught:
+        check_graphs(subject, found.reference)
+    said = str(caught.value)
+    assert said.startswith(f"{graph}: "), said
+    assert " node '" in said or "(node '" in said or mutation == "swap_outputs", said
+    assert sorted(p.name for p in subject.folder.iterdir()) == sorted(p.name for p in found.folder.iterdir())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["marian", "bert", "gpt2"])
+def test_a_right_graph_passes_with_room_to_spare(family, scheme):
+    found = exported(family, scheme, "fp32")
+    for graph in found.subject.graphs:
+        facts = found.facts["parity"][graph.name]
+        assert facts["exact"]["largest"] < 2e-5
+        model = read_graph(found.folder / f"{graph.name}.onnx")
+        quantized = [n for n in model.graph.node if n.op_type in ("DynamicQuantizeMatMul", "MatMulNBits")]
+        assert facts["operators"] == len(quantized)
+        assert (scheme == "fp32") == (not quantized)
+        assert facts["constants"] > 10
+        assert facts["mean"] < 0.05
+
+
+def test_a_mistake_below_the_tolerance_as_deployed_is_found(tmp_path):
+    """An int8 graph without its mask is nearer to its parent than the tolerance that int8 needs."""
+    from smelt.export.parity import check
+
+    found = exported("marian", "int8", "fp32")
+    subject = mutated(found, DECODER, "other_softness", tmp_path / "x")
+    assert check._check_as_deployed(subject, found.reference)[DECODER]["mean"] < 0.05
+    with pytest.raises(ParityError, match=r"decoder\.layers\.0\.self_attn\.out_proj"):
+        check_graphs(subject, found.reference)
+
+
+def test_a_graph_that_cannot_be_run_is_an_error_in_words(tmp_path):
+    found = exported("bert", "fp32", "fp32")
+    subject = mutated(found, MODEL, "drop_bias", tmp_path / "x")
+    model = onnx.load(subject.folder / "model.onnx")
+    next(n for n in model.graph.node if n.op_type == "MatMul").input[1] = "nowhere"
+    onnx.save(model, subject.folder / "model.onnx")
+    with pytest.raises(ParityError, match=r"model: ONNX Runtime cannot run what was exported: .*nowhere"):
+        check_graphs(subject, found.reference)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The int8 graphs of a translator that was trained, and what parity asks of them."""
+    if not (REAL / "models" / "marian-small-en-de").is_dir():
+        pytest.skip("../shared/models/marian-small-en-de is not here")
+    import tiny
+
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+
+    folder = tmp_path_factory.mktemp("real")
+    source = tiny.artifact(REAL / "models" / "marian-small-en-de")
+    codes = exports.context(folder / "codes", "translation")
+    Quantize()(source, QuantizeSettings(), codes)
+    rows = str(REAL / "data" / "multi30k_en_de" / "validation.jsonl.gz")
+    data = {"validation": read_split(rows, "translation", Columns(source="source", target="target"), REAL)}
+    (folder / "onnx").mkdir()
+    ctx = Context(
+        out=folder / "onnx",
+        task="translation",
+        data=data,
+        seed=0,
+        ancestors={},
+        score=lambda a: {},
+        threads=1,
+    )
+    subject, reference = exports.captured(codes.out, OnnxSettings(simplify=False), ctx)
+    return exports.Exported(ctx.out, subject, reference, ctx.facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", ["drop_padding_mask", "bias_of_zeros", "change_one_scale", "swap_heads"])
+@pytest.mark.parametrize("graph", [ENCODER, DECODER])
+def test_a_mistake_in_a_trained_int8_model_is_found(real, graph, mutation, tmp_path):
+    with pytest.raises(ParityError, match=f"^{graph}: .* node '|^{graph}: .*\\(node '"):
+        check_graphs(mutated(real, graph, mutation, tmp_path / "x"), real.reference)
+
+
+@pytest.mark.slow
+def test_a_trained_int8_model_is_exact_up_to_rounding(real):
+    for graph in (ENCODER, DECODER):
+        assert real.facts["parity"][graph]["exact"]["largest"] < 1e-4
+        assert real.facts["parity"][graph]["mean"] < 0.05

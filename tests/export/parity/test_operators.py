@@ -1,0 +1,102 @@
+"""Quantized operators alone, on inputs that int8 holds exactly."""
+
+import exports
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from smelt.core.errors import ParityError
+from smelt.export.graph_files import read_graph
+from smelt.export.parity import operators
+from smelt.export.parity.operators import check_operators
+from smelt.runtime.quantized_groups import blocks_as_int8
+
+
+def asked(scheme, graph=0):
+    """Return name, onnx.ModelProto, module and path of a Marian's graph."""
+    found = exports.exported("marian", scheme)
+    chosen = found.subject.graphs[graph]
+    path = found.folder / f"{chosen.name}.onnx"
+    return chosen.name, read_graph(path), chosen.module, path
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "binary"])
+def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypatch):
+    monkeypatch.setattr(operators, "_ALLOWED", 1e-5)
+    for graph in (0, 1):
+        name, model, module, path = asked(scheme, graph)
+        quantized = [n for n in model.graph.node if n.op_type in operators.QUANTIZED]
+        assert check_operators(name, model, module, path, 1) == len(quantized) > 5
+        assert not list(path.parent.glob(".*"))
+
+
+def test_a_graph_without_quantized_operators_has_none():
+    name, model, module, path = asked("fp32")
+    assert check_operators(name, model, module, path, 1) == 0
+
+
+@pytest.mark.parametrize("size", [5, 64, 100])
+def test_inputs_go_through_every_quantization_unchanged(size):
+    x = operators._zeros_and_ones(size)
+    assert (x.sum(axis=0) == len(x) / 2).all()  # every input takes part in half of the rows
+    for sign in (1, -1):
+        rows = torch.from_numpy(sign * x)
+        for group in (16, 32, 64):
+            torch.testing.assert_close(blocks_as_int8(rows, group), rows, atol=1e-6, rtol=0)
+        scale = np.float32(1) / np.float32(255)
+        codes = np.rint(sign * x / scale)
+        np.testing.assert_allclose(codes * scale, sign * x, atol=1e-6)
+
+
+def test_an_operator_with_another_layers_codes_is_named():
+    name, model, module, path = asked("int8")
+    products = [n for n in model.graph.node if n.op_type == "DynamicQuantizeMatMul"]
+    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
+    first = products[0]
+    other = next(n for n in products[1:] if sizes[n.input[1]] == sizes[first.input[1]])
+    scales = list(first.input)[2]
+    first.input[2] = other.input[2]
+    with pytest.raises(
+        ParityError,
+        match=r"^encoder_model: node 'node__symbolic' \(DynamicQuantizeMatMul\) computes something else than"
+        r" its layer encoder\.layers\.0\.self_attn\.pack\.packed on the same inputs: the output \d+ is off",
+    ):
+        check_operators(name, model, module, path, 1)
+    first.input[2] = scales
+    assert check_operators(name, model, module, path, 1)
+
+
+def test_an_operator_that_belongs_to_no_layer_is_refused():
+    name, model, module, path = asked("int4")
+    node = next(n for n in model.graph.node if n.op_type == "MatMulNBits")
+    codes = next(t for t in model.graph.initializer if t.name == node.input[1])
+    codes.name = node.input[1] = "val_7"
+    with pytest.raises(
+        ParityError, match=r"\(MatMulNBits\) multiplies with 'val_7', which belongs to no quan"
+    ):
+        check_operators(name, model, module, path, 1)
+
+
+def test_operators_that_cannot_be_run_are_an_error_in_words():
+    name, model, module, path = asked("int4")
+    node = next(n for n in model.graph.node if n.op_type == "MatMulNBits")
+    next(a for a in node.attribute if a.name == "K").i = 999
+    with pytest.raises(
+        ParityError, match=r"^encoder_model: its quantized operators cannot be run on their own"
+    ):
+        check_operators(name, model, module, path, 1)
+    assert not list(path.parent.glob(".*"))
+
+
+def test_makers_come_in_the_graphs_order_with_the_constants_below():
+    nodes = [
+        onnx.helper.make_node(kind, inputs, [out])
+        for kind, inputs, out in (
+            ("Cast", ["a"], "b"), ("Neg", ["x"], "n"), ("Gather", ["t", "b"], "c"), ("Add", ["c", "b"], "d"),
+        )
+    ]  # fmt: skip
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], []))
+    made, sources = operators.makers_of(model, ["d"])
+    assert [n.op_type for n in made] == ["Cast", "Gather", "Add"]
+    assert sorted(sources) == ["a", "t"]

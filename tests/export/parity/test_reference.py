@@ -1,0 +1,97 @@
+"""What torch computes with dequantized weights is what the model with those weights computes."""
+
+import causal
+import exports
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.export.parity.reference import Reference, exact_of, reference_of, round_weights_
+from smelt.runtime.causal import positions
+from smelt.runtime.checkpoint import load_model
+from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.runner import open_runner
+
+SETTINGS = {"int8": {}, "int4": {"scheme": "int4", "symmetric": False}, "binary": {"scheme": "binary"}}
+
+
+def quantized(folder, source, task, scheme):
+    ctx = exports.context(folder, task)
+    Quantize()(tiny.artifact(source, task), QuantizeSettings(**SETTINGS[scheme]), ctx)
+    return ctx.out
+
+
+def plain(folder):
+    """Return the model in `folder` with ordinary linear layers of the dequantized weights."""
+    from smelt.runtime.structure import replace_module
+
+    model, _ = load_model(folder)
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(layer, AnyLinear):
+            new = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+            new.weight.data = layer.matrix.dequantize()
+            if layer.bias is not None:
+                new.bias.data = layer.bias.data
+            replace_module(model, name, new)
+    return model
+
+
+@pytest.mark.parametrize("scheme", SETTINGS)
+def test_a_translator_equals_the_one_with_plain_layers(scheme, tmp_path):
+    folder = quantized(tmp_path / "codes", tiny.marian(tmp_path / "m"), "translation", scheme)
+    model, _ = load_model(folder)
+    batch = exports.exported("marian", "fp32").reference.batch
+    tokens = np.random.default_rng(0).integers(1, 50, (8, len(batch.input_ids)))
+    exact = exact_of(model, Reference(batch, np.zeros(1), tokens, np.zeros(1)))
+    with torch.no_grad():
+        wanted = plain(folder)(
+            input_ids=torch.from_numpy(batch.input_ids),
+            attention_mask=torch.from_numpy(batch.attention_mask),
+            decoder_input_ids=torch.from_numpy(tokens.T.copy()),
+        )  # fmt: skip
+    np.testing.assert_allclose(exact.logits, wanted.logits.transpose(0, 1), atol=1e-4)
+    real = batch.attention_mask == 1
+    hidden = wanted.encoder_last_hidden_state.numpy()
+    np.testing.assert_allclose(exact.hidden[real], hidden[real], atol=1e-4)
+    keys = wanted.past_key_values.cross_attention_cache.layers[1].keys.numpy()
+    got = exact.cross["present.1.encoder.key"]
+    np.testing.assert_allclose(np.moveaxis(got, 1, 2)[real], np.moveaxis(keys, 1, 2)[real], atol=1e-4)
+
+
+def test_layers_and_attention_are_as_before_afterwards(tmp_path):
+    folder = quantized(tmp_path / "codes", tiny.bert(tmp_path / "m"), "text-classification", "int8")
+    model, _ = load_model(folder)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "smelt"
+    batch = exports.exported("bert", "fp32").reference.batch
+    exact_of(model, Reference(batch, np.zeros(1)))
+    assert model.config._attn_implementation == "smelt"
+    assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, AnyLinear))
+
+
+def test_a_language_model_is_asked_with_its_padding(tmp_path):
+    folder = causal.model(tmp_path / "m", "gpt2")
+    with open_runner(tiny.artifact(folder, "language-modeling"), 1, "cpu") as runner:
+        batch = exports.exported("gpt2", "fp32").reference.batch
+        reference = reference_of(runner, batch)
+        exact = exact_of(runner.model, reference)
+        # step by step with a cache, as the runner does it
+        np.testing.assert_allclose(exact.logits, reference.logits, atol=1e-4)
+        with torch.no_grad():
+            ids, mask = batch.input_ids[-1:], batch.attention_mask[-1:]
+            wanted = runner.model(
+                torch.from_numpy(ids), position_ids=torch.from_numpy(positions(mask))
+            ).logits
+    np.testing.assert_allclose(exact.whole, wanted[0], atol=1e-4)
+
+
+def test_weights_are_rounded_to_half_in_place():
+    layer = torch.nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    round_weights_(layer)
+    assert layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight, before.half().float())
+    assert not torch.equal(layer.weight, before)

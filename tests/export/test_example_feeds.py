@@ -1,0 +1,48 @@
+import exports
+import numpy as np
+import pytest
+
+from smelt.export.example_feeds import LENGTHS, example_feeds
+from smelt.runtime.onnx_runner import open_session
+
+TOKENS = np.array([7, 8, 9, 11, 13])
+
+
+@pytest.mark.parametrize(
+    ("family", "graph", "calls"),
+    [("marian", "encoder_model", 1), ("marian", "decoder_with_past_model", 1), ("bert", "model", 1),
+     ("gpt2", "model", 2)],
+)  # fmt: skip
+def test_every_graph_runs_on_padded_rows_of_different_tokens(family, graph, calls):
+    session = open_session(exports.exported(family, "fp32").folder / f"{graph}.onnx", 1)
+    feeds = example_feeds(session, TOKENS)
+    assert len(feeds) == calls
+    for feed in feeds:
+        assert set(feed) == {i.name for i in session.get_inputs()}
+        session.run(None, feed)
+        name = next(n for n in feed if n.endswith("attention_mask"))
+        assert sorted(feed[name].sum(axis=1)) == sorted(LENGTHS)
+        assert set(feed["input_ids"].ravel()) <= set(TOKENS)
+        assert len(set(feed["input_ids"].ravel())) > 1
+        for cache in (v for n, v in feed.items() if n.startswith("past_key_values") and v.size):
+            assert cache.std() > 0.5
+
+
+def test_a_language_model_is_fed_a_prompt_padded_on_the_left_and_a_token_on_a_cache():
+    session = open_session(exports.exported("gpt2", "fp32").folder / "model.onnx", 1)
+    prompt, step = example_feeds(session, TOKENS)
+    assert prompt["past_key_values.0.key"].shape[2] == 0
+    assert step["past_key_values.0.key"].shape[2] == max(LENGTHS) - 1
+    assert (np.diff(prompt["attention_mask"], axis=1) >= 0).all()
+    assert prompt["position_ids"].max(axis=1).tolist() == [n - 1 for n in LENGTHS]
+    assert step["position_ids"][:, 0].tolist() == [n - 1 for n in LENGTHS]
+
+
+def test_a_graph_that_must_be_told_how_many_logits_to_keep_is_asked_for_all_and_for_one():
+    found = exports.exported("gpt2", "fp32", "tensorrt")
+    session = open_session(found.folder / "model.onnx", 1)
+    feeds = example_feeds(session, TOKENS)
+    kept = [int(f["num_logits_to_keep"]) for f in feeds]
+    assert kept == [0, 1, 0]
+    lengths = [session.run(["logits"], f)[0].shape[1] for f in feeds]
+    assert lengths == [max(LENGTHS), 1, 1]

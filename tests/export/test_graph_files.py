@@ -1,0 +1,173 @@
+"""Weights above the limit lie in one file beside their graph, all the way; no other file is left."""
+
+import shutil
+
+import causal
+import exports
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import tiny
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.core.artifact import Manifest, read_artifact
+from smelt.core.errors import RunError
+from smelt.core.store import Store
+from smelt.export import graph_files
+from smelt.export.example_feeds import example_feeds
+from smelt.export.graph_files import (
+    data_file,
+    give_defaults,
+    has_data_file,
+    read_graph,
+    weight_bytes,
+    write_graph,
+)
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.runner import open_runner
+
+LIMIT = 2000
+CASES = [("marian", "fp32", "ort-cpu", "fp32"), ("marian", "int8", "ort-cpu", "fp32"),
+         ("marian", "binary", "ort-cpu", "fp32"), ("bert", "fp32", "ort-cpu", "fp32"),
+         ("bert", "fp32", "tensorrt", "fp16"), ("gpt2", "fp32", "ort-cpu", "fp32"),
+         ("gpt2", "int4", "ort-cpu", "fp32"), ("gpt2", "fp32", "tensorrt", "fp16")]  # fmt: skip
+
+
+def model(values=(("large", 1000), ("small", 3), ("other", 501))):
+    constants = [numpy_helper.from_array(np.arange(n, dtype=np.float32), name) for name, n in values]
+    nodes = [helper.make_node("ReduceSum", [name], [f"{name}.sum"], keepdims=0) for name, _ in values]
+    nodes.append(helper.make_node("Sum", [f"{name}.sum" for name, _ in values], ["y"]))
+    graph = helper.make_graph(
+        nodes, "g", [], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])], constants
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def total(path):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return float(session.run(None, {})[0])
+
+
+def test_weights_move_out_above_the_limit_and_back_below_it(tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+    assert weight_bytes(model()) == 4 * 1504
+    write_graph(model(), path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    inside, sum_inside = path.stat().st_size, total(path)
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    for _ in range(2):  # again into the same files: nothing is appended
+        write_graph(model(), path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx_data"]
+        assert data_file(path).stat().st_size == 4032 + 4 * 501  # the second begins at a line of 64 bytes
+    assert path.stat().st_size < inside / 5
+    assert total(path) == sum_inside
+    found = read_graph(path, values=False)
+    assert has_data_file(found)
+    outside = {t.name for t in found.graph.initializer if t.external_data}
+    assert outside == {"large", "other"}
+    write_graph(found, path)  # the structure alone; the data stays
+    assert total(path) == sum_inside
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", 10**9)
+    write_graph(read_graph(path), path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    assert total(path) == sum_inside
+
+
+def test_large_tensors_begin_at_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    path = tmp_path / "model.onnx"
+    write_graph(model((("a", 300), ("b", 300_000), ("c", 257))), path)
+    places = {
+        t.name: int(e.value)
+        for t in read_graph(path, values=False).graph.initializer
+        for e in t.external_data
+        if e.key == "offset"
+    }
+    assert places == {"a": 0, "b": 4096, "c": -(-(4096 + 1_200_000) // 64) * 64}
+
+
+def test_a_damaged_graph_or_a_missing_data_file_is_an_error_in_words(tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(RunError, match=r"model\.onnx: not an ONNX file that can be read"):
+        read_graph(path)
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    write_graph(model(), path)
+    data_file(path).unlink()
+    with pytest.raises(RunError, match=r"model\.onnx_data"):
+        read_graph(path)
+    assert read_graph(path, values=False).graph.node
+
+
+def test_an_input_with_a_default_may_be_left_out(tmp_path):
+    node = helper.make_node("Add", ["x", "more"], ["y"])
+    value = helper.make_tensor_value_info
+    ends = [value("x", TensorProto.INT64, [2]), value("more", TensorProto.INT64, [])]
+    graph = helper.make_graph([node], "g", ends, [value("y", TensorProto.INT64, [2])])
+    path = tmp_path / "g.onnx"
+    write_graph(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    give_defaults(path, {"more": 5})
+    onnx.checker.check_model(str(path))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    assert [i.name for i in session.get_inputs()] == ["x"]
+    x = np.array([1, 2])
+    assert session.run(None, {"x": x})[0].tolist() == [6, 7]
+    assert session.run(None, {"x": x, "more": np.array(1)})[0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(("family", "scheme", "target", "dtype"), CASES)
+def test_an_artifact_with_weights_outside_is_whole_and_moves(
+    family, scheme, target, dtype, tmp_path, monkeypatch
+):
+    """Exported, committed, counted, moved and opened by plain ONNX Runtime; equal to the inline one."""
+    inline = exports.exported(family, scheme, target, dtype)
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", LIMIT)
+    _, task = exports.FAMILIES[family]
+    source = inline.folder.parent / ("model" if scheme == "fp32" else "codes")
+    store = Store(tmp_path / "store")
+    with store.workspace() as space:
+        ctx = exports.context(space / "out", task)
+        Onnx()(tiny.artifact(source, task), OnnxSettings(target=target, dtype=dtype), ctx)
+        manifest = Manifest(
+            key="1" * 64, format="onnx", task=task, stage="onnx", settings={}, seed=0, parent=None,
+            versions={}, facts=ctx.facts,
+        )  # fmt: skip
+        artifact = store.commit(ctx.out, manifest)
+    names = [g.name for g in inline.subject.graphs]
+    graphs = {p.name for p in artifact.path.iterdir() if ".onnx" in p.name}
+    assert graphs == {f"{n}.onnx{end}" for n in names for end in ("", "_data")}
+    assert not list(artifact.path.glob(".*"))
+    before = sum((inline.folder / f"{n}.onnx").stat().st_size for n in names)
+    assert artifact.size_bytes == pytest.approx(before, rel=0.1)
+    for name in names:
+        kinds = {
+            t.data_type for t in read_graph(artifact.path / f"{name}.onnx", values=False).graph.initializer
+        }
+        assert (TensorProto.FLOAT in kinds) == (dtype == "fp32")
+    moved = tmp_path / "elsewhere" / "model"
+    shutil.copytree(artifact.path, moved)
+    shutil.rmtree(artifact.path)
+    for name in names:
+        sessions = [
+            onnxruntime.InferenceSession(str(folder / f"{name}.onnx"), providers=["CPUExecutionProvider"])
+            for folder in (moved, inline.folder)
+        ]
+        for feeds in example_feeds(sessions[0], np.arange(2, 40)):
+            for got, wanted in zip(*(s.run(None, feeds) for s in sessions), strict=True):
+                np.testing.assert_allclose(got, wanted, atol=1e-5)
+    with open_runner(read_artifact(moved), 1) as runner:
+        assert runner.config["model_type"] == family
+
+
+def test_a_stale_data_file_of_torch_is_never_there(tmp_path, monkeypatch):
+    """torch writes `NAME.onnx.data` of its own above a limit; nothing goes through that any more."""
+    from torch.onnx._internal.exporter import _onnx_program
+
+    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 100)
+    folder = causal.model(tmp_path / "m", "gpt2")
+    ctx = exports.context(tmp_path / "out", "language-modeling")
+    Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(), ctx)
+    assert [p.name for p in ctx.out.iterdir() if "onnx" in p.name] == ["model.onnx"]

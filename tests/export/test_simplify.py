@@ -1,0 +1,140 @@
+"""What a simplifier gives is kept only where it computes the same, on padded rows of different tokens."""
+
+import shutil
+
+import exports
+import mutations
+import numpy as np
+import onnx
+import onnxsim
+import pytest
+from graph_edits import change, put_behind
+
+from smelt.export import graph_files
+from smelt.export.simplify import simplify_file
+
+TOKENS = np.arange(2, 40)
+GRAPHS = [
+    ("marian", "encoder_model"),
+    ("marian", "decoder_with_past_model"),
+    ("bert", "model"),
+    ("gpt2", "model"),
+]
+
+
+def graph_of(family, name, folder):
+    """Copy a finished graph, as a simplifier gets one."""
+    shutil.copyfile(exports.exported(family, "fp32").folder / f"{name}.onnx", folder / f"{name}.onnx")
+    return folder / f"{name}.onnx"
+
+
+def simplifier(monkeypatch, change, good=True):
+    """Let onnxsim give the graph that it got, changed by `change`."""
+
+    def fake(model, skipped_optimizers=None, output_path=None):
+        after = (
+            onnx.load(model) if isinstance(model, str) else type(model).FromString(model.SerializeToString())
+        )
+        change(after)
+        if output_path is not None:
+            onnx.save(after, output_path)
+        return after, good
+
+    monkeypatch.setattr(onnxsim, "simplify", fake)
+
+
+@pytest.mark.parametrize("mistake", ["drop_padding_mask", "mask_of_ones", "shift_the_mask", "drop_layer"])
+@pytest.mark.parametrize(("family", "graph"), GRAPHS)
+def test_a_candidate_that_lost_a_mask_or_a_layer_is_refused(family, graph, mistake, tmp_path, monkeypatch):
+    path = graph_of(family, graph, tmp_path)
+    before = path.read_bytes()
+    simplifier(monkeypatch, mutations.ALL[mistake])
+    said = simplify_file(path, TOKENS)
+    assert said is not None
+    assert said.startswith("the simplified graph computes something else (relative difference ")
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("family", "graph"), GRAPHS)
+def test_a_candidate_that_computes_the_same_is_kept(family, graph, outside, tmp_path, monkeypatch):
+    path = graph_of(family, graph, tmp_path)
+    if outside:
+        monkeypatch.setattr(graph_files, "LARGEST_INLINE", 1000)
+        graph_files.write_graph(onnx.load(path), path)
+
+    def note(model):
+        model.doc_string = "simplified"
+
+    simplifier(monkeypatch, note)
+    assert simplify_file(path, TOKENS) is None
+    assert onnx.load(path).doc_string == "simplified"
+    names = {path.name, f"{path.name}_data"} if outside else {path.name}
+    assert {p.name for p in tmp_path.iterdir()} == names
+
+
+def infinite(model):
+    bias = next(t for t in model.graph.initializer if t.name.endswith("norm.bias"))
+    change(bias, lambda v: v * np.inf)
+
+
+def renamed_input(model):
+    model.graph.input[0].name = "others"
+    for node in model.graph.node:
+        node.input[:] = ["others" if name == "input_ids" else name for name in node.input]
+
+
+@pytest.mark.parametrize("change", [infinite, renamed_input])
+def test_a_candidate_that_cannot_be_compared_is_refused(change, tmp_path, monkeypatch):
+    path = graph_of("marian", "encoder_model", tmp_path)
+    simplifier(monkeypatch, change)
+    said = simplify_file(path, TOKENS)
+    assert said == "the simplified graph computes something else (relative difference inf)"
+
+
+def test_a_larger_candidate_a_failed_check_and_an_exception_leave_the_graph(tmp_path, monkeypatch):
+    path = graph_of("marian", "encoder_model", tmp_path)
+    before = path.read_bytes()
+
+    def larger(model):
+        constant = onnx.numpy_helper.from_array(np.ones(30_000, np.float32), "more")
+        model.graph.initializer.append(constant)
+
+    def broken(model):
+        raise RuntimeError("bad pass")
+
+    simplifier(monkeypatch, larger)
+    assert "onnxsim made it larger (" in str(simplify_file(path, TOKENS))
+    simplifier(monkeypatch, lambda model: None, good=False)
+    assert simplify_file(path, TOKENS) == "onnxsim's own check failed"
+    simplifier(monkeypatch, broken)
+    assert simplify_file(path, TOKENS) == "onnxsim failed: bad pass"
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_weights_outside_are_left_alone_when_memory_or_onnxsim_do_not_suffice(tmp_path, monkeypatch):
+    from smelt.core import memory
+
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", 1000)
+    path = graph_of("bert", "model", tmp_path)
+    graph_files.write_graph(onnx.load(path), path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    assert "onnxsim would need 0.0 GB of memory, and 0.0 GB are free" in str(simplify_file(path, TOKENS))
+    monkeypatch.setattr(onnxsim, "simplify", lambda model, skipped_optimizers=None: pytest.fail("called"))
+    assert "cannot take graphs whose weights lie outside; version 0.8 can" in str(simplify_file(path, TOKENS))
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
+
+
+def test_onnxsim_itself_simplifies_a_graph_whose_weights_lie_outside(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_files, "LARGEST_INLINE", 1000)
+    path = graph_of("bert", "model", tmp_path)
+    model = onnx.load(path)
+    first = model.graph.node[0].input[0]
+    put_behind(model, first, -1, "Identity")
+    graph_files.write_graph(model, path)
+    nodes = len(model.graph.node)
+    assert simplify_file(path, TOKENS) is None
+    assert len(onnx.load(path, load_external_data=False).graph.node) < nodes
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}

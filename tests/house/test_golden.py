@@ -1,0 +1,145 @@
+"""A stage that computes something else has another `version`; see tests/support/golden.py."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import golden
+import numpy as np
+import onnx
+import pytest
+from golden import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+MEND = (
+    "If it is meant to, raise the stage's version, run `make golden`, and say in CHANGELOG.md what changed."
+)
+
+
+def pinned():
+    """The versions of the libraries in constraints.txt, as golden.json names them."""
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    found = dict(re.findall(r"(?m)^([\w-]+)==([\d.]+)", text))
+    return ", ".join(f"{name} {'.'.join(found[name].split('.')[:2])}" for name in golden.LIBRARIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stage_makes_what_its_version_says(name):
+    here = golden.libraries()
+    kept = golden.read()[name]
+    versions = golden.stage_version(CASES[name])
+    assert kept["versions"] == versions, f"golden.json tells of {kept['versions']}: run `make golden`."
+    if here not in kept["libraries"]:
+        assert here != pinned(), f"golden.json knows nothing of {here}: run `make golden`."
+        pytest.skip(f"golden.json knows nothing of {here}")
+    now = golden.fingerprint(CASES[name])
+    found = golden.differences(kept["libraries"][here], now, bool(CASES[name].settings.get("max_steps")))
+    assert not found, f"{name}: the result under {versions} became another one. {MEND}\n" + "\n".join(found)
+
+
+def test_golden_values_are_there_for_the_pinned_libraries_and_for_no_forgotten_case():
+    kept = golden.read()
+    assert list(kept) == list(CASES)
+    assert all(pinned() in entry["libraries"] for entry in kept.values())
+    stages = {case.stage for case in CASES.values()}
+    assert stages == {"finetune", "distill", "prune", "factorize", "quantize", "onnx"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("finetune bert", {"schedule": "linear"}),
+        ("finetune bert", {"weight_decay": 0.3}),
+        ("finetune marian", {"label_smoothing": 0.0}),
+        ("distill bert, half of its layers", {"temperature": 1.0}),
+        ("prune bert", {"importance": "magnitude"}),
+        ("quantize bert, int4", {"symmetric": True}),
+    ],
+)
+def test_another_way_of_computing_is_noticed(name, settings):
+    """Settings stand for what a change of the code would do."""
+    case = replace(CASES[name], settings=CASES[name].settings | settings)
+    kept = golden.read()[name]["libraries"].get(golden.libraries())
+    if kept is None:
+        pytest.skip("golden.json knows nothing of these libraries")
+    assert golden.differences(kept, golden.fingerprint(case), bool(case.settings.get("max_steps")))
+
+
+@pytest.fixture
+def graph(tmp_path):
+    weight = onnx.numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3), "w")
+    value = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Gemm", ["x", "w"], ["y"], alpha=0.5)
+    ends = [value("x", 1, ["n", 2])], [value("y", 1, ["n", 3])]
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", *ends, [weight]))
+    onnx.save(model, tmp_path / "model.onnx")
+    return tmp_path
+
+
+def changed(folder, how):
+    before = golden._of_graphs(folder)
+    model = onnx.load(folder / "model.onnx")
+    how(model)
+    onnx.save(model, folder / "model.onnx")
+    return golden.differences(before, golden._of_graphs(folder), False)
+
+
+def test_another_node_attribute_constant_or_dimension_of_a_graph_is_noticed(graph):
+    def node(model):
+        model.graph.node[0].output[0] = "z"
+        model.graph.node.append(onnx.helper.make_node("Identity", ["z"], ["y"]))
+
+    assert "'Identity': 1" in changed(graph, node)[0]
+
+    def attribute(model):
+        model.graph.node[0].attribute[0].f = 0.51
+
+    assert "structure" in changed(graph, attribute)[0]
+
+    def constant(model):
+        weight = onnx.numpy_helper.from_array(np.arange(6, dtype=np.float32)[::-1].reshape(2, 3).copy(), "w")
+        model.graph.initializer[0].CopyFrom(weight)
+
+    assert changed(graph, constant)[0].startswith("model model.w: ")
+
+    def dimension(model):
+        model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+
+    assert changed(graph, dimension)
+    assert not changed(graph, lambda model: setattr(model.graph.node[0], "name", "another"))
+
+
+def case_of(monkeypatch, tmp_path, result):
+    """Let there be one case with this result; return where it is kept."""
+    monkeypatch.setattr(golden, "FILE", tmp_path / "golden.json")
+    monkeypatch.setattr(golden, "CASES", {"a": golden.Case("quantize", "bert")})
+    monkeypatch.setattr(golden, "fingerprint", lambda case: json.loads(json.dumps(result)))
+    return tmp_path / "golden.json"
+
+
+def test_rewriting_is_refused_while_the_version_is_the_same(monkeypatch, tmp_path, capsys):
+    result = {"exact": {"tensors": "1"}, "numbers": {"weight": [1.0, 0.5, -0.5]}}
+    file = case_of(monkeypatch, tmp_path, result)
+    assert golden.write(["a"]) == 0
+    kept = file.read_text()
+    result["numbers"]["weight"][1] = 0.501  # within what processors differ by
+    assert golden.write(["a"]) == 0
+    assert file.read_text() == kept
+    result["numbers"]["weight"][1] = 0.6
+    assert golden.write(["a"]) == 1
+    assert file.read_text() == kept
+    assert "raise the version of the stage" in capsys.readouterr().out
+    monkeypatch.setattr(golden, "stage_version", lambda case: "quantize 99")
+    assert golden.write(["a"]) == 0
+    entry = json.loads(file.read_text())["a"]
+    assert (entry["versions"], len(entry["libraries"])) == ("quantize 99", 1)
+    assert entry["libraries"][golden.libraries()] == result
+
+
+def test_values_for_other_libraries_are_kept_beside_each_other(monkeypatch, tmp_path):
+    file = case_of(monkeypatch, tmp_path, {"exact": {}, "numbers": {}})
+    golden.write(["a"])
+    monkeypatch.setattr(golden, "libraries", lambda: "torch 9.9")
+    golden.write(["a"])
+    assert len(json.loads(file.read_text())["a"]["libraries"]) == 2

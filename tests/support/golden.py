@@ -1,0 +1,316 @@
+"""What each stage makes of fixed input, in few numbers: results must not change under one `version`.
+
+The key of a stored artifact holds its stage's `version`. A stage that computes something else under the same
+version would be served old results, so `tests/house/test_golden.py` compares what the stages make of tiny
+models with golden.json. As a script this writes golden.json anew (`make golden`), and refuses where results
+changed and the version did not.
+
+Weights come from integers, so that they are the same everywhere. Sums are not: processors add in different
+orders. So numbers are compared with a tolerance, and what is exact (names, shapes, operators and their
+attributes) as it is. Libraries change results too: entries are kept by their versions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import causal
+import families
+import numpy as np
+import tiny
+
+FILE = Path(__file__).with_name("golden.json")
+LIBRARIES = ("torch", "transformers", "tokenizers", "sentencepiece", "onnx", "onnxscript", "onnxsim")
+TRAINING: dict[str, Any] = {
+    "max_steps": 8, "learning_rate": 3e-3, "batch_size": 4, "precision": "fp32", "dropout": 0.0, "evals": 0,
+}  # fmt: skip
+MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "marian": (tiny.marian, "translation"),
+    "t5": (families.t5, "summarization"),
+    "bert": (tiny.bert, "text-classification"),
+    "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),
+    "qwen2": (lambda folder: causal.model(folder, "qwen2"), "language-modeling"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage with settings on a tiny model of a family; `before` are stages that go first."""
+
+    stage: str
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    before: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+
+INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
+BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
+CASES: dict[str, Case] = {
+    "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
+    "finetune bert": Case("finetune", "bert", TRAINING | {"schedule": "cosine", "ema": 0.8}),
+    "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"accumulate": 2}),
+    "distill marian": Case("distill", "marian", TRAINING),
+    "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
+    "distill marian, through codes": Case("distill", "marian", TRAINING, (("quantize", BINARY),)),
+    "prune bert": Case("prune", "bert"),
+    "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
+    "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
+    "factorize marian": Case("factorize", "marian", {"ratio": 0.5}),
+    "factorize bert, by energy": Case("factorize", "bert", {"energy": 0.5}),
+    "quantize marian, int8": Case("quantize", "marian"),
+    "quantize bert, int4": Case("quantize", "bert", INT4),
+    "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
+    "quantize marian, binary": Case("quantize", "marian", BINARY),
+    "onnx marian": Case("onnx", "marian"),
+    "onnx t5": Case("onnx", "t5"),
+    "onnx gpt2": Case("onnx", "gpt2"),
+    "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
+    "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
+    "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),
+    "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
+    "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
+}
+
+
+def libraries() -> str:
+    """Return the versions on which results depend, to their second number."""
+    return ", ".join(f"{name} {'.'.join(version(name).split('.')[:2])}" for name in LIBRARIES)
+
+
+def stage_version(case: Case) -> str:
+    """Return the versions of the stages that make the case's result, the first one first."""
+    from smelt.stage_table import load_stage
+
+    words = [*(word for word, _ in case.before), case.stage]
+    return " + ".join(f"{word} {load_stage(word).version}" for word in words)
+
+
+def fingerprint(case: Case) -> dict[str, Any]:
+    """Run the case; return what is exact of its result and what is not."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        make, task = MAKERS[case.family]
+        model = make(folder / "model")
+        _settle(model, 1)
+        source, teacher = model, tiny.artifact(model, task)
+        if case.stage == "distill":  # a student is not its own teacher
+            source = make(folder / "student")
+            _settle(source, 2)
+        for number, (word, settings) in enumerate(case.before):
+            source = _run(word, settings, source, task, teacher, folder / str(number))
+        out = _run(case.stage, case.settings, source, task, teacher, folder / "out")
+        if case.stage == "onnx":
+            return _of_graphs(out)
+        return _of_model(out, source if case.settings.get("max_steps") else None)
+
+
+def _settle(folder: Path, seed: int) -> None:
+    """Give the model in `folder` weights that are made of integers alone."""
+    import torch
+
+    from smelt.runtime.checkpoint import load_model, save_model
+
+    model, edits = load_model(folder)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            values = (_bits(parameter.numel(), 1000 * seed + number) >> np.uint64(40)).astype(np.float64)
+            values = (values / 2**23 - 1).astype(np.float32).reshape(parameter.shape)
+            scale, centre = (
+                (0.5, 0.0) if parameter.dim() > 1 else (0.125, 1.0 if "norm" in name.lower() else 0.0)
+            )
+            parameter.copy_(torch.from_numpy(values) * scale + centre)
+    other = folder.with_name(f"{folder.name}-settled")
+    other.mkdir()
+    save_model(model, edits, other, folder)
+    for path in other.iterdir():
+        path.replace(folder / path.name)
+
+
+def _bits(count: int, seed: int) -> Any:
+    """Return uint64 [count], well mixed (splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
+    """Run a stage as the pipeline does; return its folder."""
+    from smelt.core.data import Columns, Split, read_split
+    from smelt.core.stage import Context
+    from smelt.stage_table import load_stage
+
+    out.mkdir()
+    rows = out.parent / "rows"
+    if task == "language-modeling":
+        split: Split = read_split(str(causal.lines(rows.with_suffix(".txt"), 30)), task, Columns(), out)
+    else:
+        write = tiny.labelled if task == "text-classification" else tiny.pairs
+        split = read_split(str(write(rows.with_suffix(".jsonl"), 16)), task, Columns(), out)
+    data = {"train": split, "validation": split}
+    ctx = Context(
+        out=out, task=task, data=data, seed=7, ancestors={"model": teacher}, score=lambda a: {}, threads=1,
+        device="cpu",
+    )  # fmt: skip
+    stage = load_stage(word)
+    stage()(tiny.artifact(source, task), stage.settings_type(**settings), ctx)
+    return out
+
+
+def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:
+    """Return shapes, edits, and projections of the weights, of their change where they were trained."""
+    from safetensors.numpy import load_file
+
+    tensors = load_file(out / "model.safetensors")
+    before = load_file(trained_from / "model.safetensors") if trained_from else {}
+    structure = out / "structure.json"
+    edits = json.loads(structure.read_text()) if structure.is_file() else []
+    values: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if re.search(r"\b(k_proj|key|k_lin)\.bias$", name) or ".first." in name or ".second." in name:
+            continue  # no gradient but rounding; factors, whose signs are free
+        old = before.get(name)
+        changed = old is not None and old.shape == tensor.shape and tensor.dtype.kind == "f"
+        values[name] = tensor - old if changed and old is not None else tensor
+    shapes = sorted(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
+    return {"exact": {"tensors": _digest(shapes), "edits": _digest(edits)}, "numbers": _projections(values)}
+
+
+def _of_graphs(out: Path) -> dict[str, Any]:
+    """Return for each graph its operators, its structure, and projections of its constants."""
+    import onnx
+    from onnx import numpy_helper
+
+    exact, numbers = {}, {}
+    for path in sorted(out.glob("*.onnx")):
+        model = onnx.load(path)
+        kinds = Counter(node.op_type for node in model.graph.node)
+        exact[path.stem] = {"operators": dict(sorted(kinds.items())), "structure": _digest(_lines(model))}
+        constants = {f"{path.stem}.{t.name}": numpy_helper.to_array(t) for t in model.graph.initializer}
+        numbers |= _projections(
+            {n: a for n, a in constants.items() if a.ndim and a.dtype.kind in "fiu"}, path.stem
+        )
+    return {"exact": exact, "numbers": numbers}
+
+
+def _lines(model: Any) -> Iterator[str]:
+    """Describe inputs, outputs, constants and nodes; values have numbers instead of names."""
+    import onnx
+
+    places: dict[str, int] = {"": -1}
+    for value in (*model.graph.input, *model.graph.output):
+        sizes = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+        yield f"{value.name} {value.type.tensor_type.elem_type} {sizes}"
+        places.setdefault(value.name, len(places))
+    shapes = {t.name: f"{t.data_type} {list(t.dims)}" for t in model.graph.initializer}
+    for node in model.graph.node:
+        inputs = [shapes.get(n) or places.setdefault(n, len(places)) for n in node.input]
+        attributes = sorted(
+            f"{a.name}={_rounded(onnx.helper.get_attribute_value(a))}"
+            for a in node.attribute
+            if a.type != onnx.AttributeProto.TENSOR
+        )
+        outputs = [places.setdefault(n, len(places)) for n in node.output]
+        yield f"{node.domain}::{node.op_type} {inputs} {attributes} {outputs}"
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[float]]:
+    """Return for each kind of tensor its root mean square and two projections on fixed signs.
+
+    Each is about 1 by chance: sum(sign * x) / (sqrt(n) * rms), over all tensors of the kind.
+    """
+    found: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+    for number, (name, tensor) in enumerate(sorted(values.items())):
+        x = np.asarray(tensor, dtype=np.float64).ravel()
+        signs = [
+            1.0 - 2.0 * (_bits(x.size, 77 + 2 * number + k) & np.uint64(1)).astype(np.float64) for k in (0, 1)
+        ]
+        kind = ".".join(part for part in name.split(".")[-2:] if not part.isdigit())
+        kind = re.sub(r"val_\\d+.*|\\d+", "", kind)
+        found[f"{prefix} {kind}".strip()].append(
+            (x.size, float((x * x).sum()), *(float(s @ x) for s in signs))
+        )
+    result = {}
+    for kind, parts in found.items():
+        size, squares, *sums = (sum(part[i] for part in parts) for i in range(4))
+        rms = float(np.sqrt(squares / size))
+        result[kind] = [float(f"{v:.6g}") for v in (rms, *(s / (np.sqrt(size) * rms or 1.0) for s in sums))]
+    return result
+
+
+def _digest(value: Any) -> str:
+    from smelt.core.files import hash_of
+
+    return hash_of(value if isinstance(value, list | dict) else list(value))[:16]
+
+
+def differences(golden: dict[str, Any], now: dict[str, Any], trained: bool) -> list[str]:
+    """Return what differs between two fingerprints, in words.
+
+    Kernels for other processors (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS) moved what
+    was trained by 0.0008 at most and nothing else; another schedule of the learning rate moves it by 0.05.
+    """
+    found = []
+    for name in sorted(golden["exact"].keys() | now["exact"].keys()):
+        old, new = golden["exact"].get(name), now["exact"].get(name)
+        if old != new:
+            found.append(f"{name}: {old} became {new}")
+    for kind in sorted(golden["numbers"].keys() | now["numbers"].keys()):
+        old, new = (f["numbers"].get(kind, [0.0, 0.0, 0.0]) for f in (golden, now))
+        allowed = 0.01 if trained else 0.002
+        off = [
+            abs(old[0] - new[0]) / (abs(old[0]) or 1.0),
+            *(abs(a - b) for a, b in zip(old[1:], new[1:], strict=True)),
+        ]
+        if max(off) > allowed:
+            found.append(f"{kind}: {old} became {new}")
+    return found
+
+
+def read() -> dict[str, Any]:
+    """Return golden.json: case -> {"versions": ..., "libraries": {...: fingerprint}}."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return found
+
+
+def write(names: list[str]) -> int:
+    """Bring golden.json up to date; return 1 where a result changed under its version."""
+    kept, here, refused = read(), libraries(), 0
+    for name in names:
+        case = CASES[name]
+        now, versions = fingerprint(case), stage_version(case)
+        old = kept.get(name, {"versions": versions, "libraries": {}})
+        if old["versions"] == versions and here in old["libraries"]:
+            changed = differences(old["libraries"][here], now, bool(case.settings.get("max_steps")))
+            if changed:
+                refused = 1
+                print(f"{name}: the result is another one under {versions}; raise the version of the stage:")
+                print(*(f"  {line}" for line in changed[:6]), sep="\n")
+            continue
+        same = old["versions"] == versions
+        kept[name] = {"versions": versions, "libraries": {**(old["libraries"] if same else {}), here: now}}
+        print(f"{name}: written for {versions}")
+    text = json.dumps({n: kept[n] for n in CASES if n in kept}, indent=1)
+    text = re.sub(
+        r"\[\s+([^\[\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text
+    )  # a list a line
+    FILE.write_text(text + "\n", encoding="utf-8")
+    return refused
+
+
+if __name__ == "__main__":
+    sys.exit(write(sys.argv[1:] or list(CASES)))

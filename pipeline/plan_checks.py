@@ -255,7 +255,8 @@ class Checker:
                     self.mistakes.add(("gates", metric, "at"), self._no_step(name))
             steps = tuple(n for n in at if n in (ROOT, *kept)) if at else self._leaves(kept)
             limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
-            out += [PlannedGate(metric, k, v, steps) for k, v in limits.items() if v is not None and steps]
+            given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
+            out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
         return tuple(out)
 
     def _leaves(self, kept: list[str]) -> tuple[str, ...]:

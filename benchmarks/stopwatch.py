@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,13 +72,10 @@ def user() -> None:
     os.dup2(2, 1)  # libraries print to standard output
     job = json.loads(sys.stdin.readline())
     with smelt.load(job["artifact"], threads=1) as model:
+        use: Callable[..., Any] = model.generate
         if model.task == "text-classification":
-            calls = [lambda group=group: model.predict(group, len(group)) for group in job["groups"]]
-        else:
-            calls = [
-                lambda group=group: model.generate(group, len(group), **job["generation"])
-                for group in job["groups"]
-            ]
+            use = model.predict
+        calls = [partial(use, group, len(group), **job["generation"]) for group in job["groups"]]
         for call in calls:
             call()
         print("{}", file=answers, flush=True)
@@ -105,7 +103,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes
-    generation = {"max_new_tokens": new_tokens}
+    generation = {} if task == "text-classification" else {"max_new_tokens": new_tokens}
     used = list(texts)
     if task == "language-modeling":
         config = json.loads((artifact / "config.json").read_text(encoding="utf-8"))

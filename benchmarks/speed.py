@@ -1,12 +1,14 @@
 """The speeds that the documentation promises, measured: `make bench`.
 
-Command-line start-up, planning, export, scoring, and what a stage costs besides its own work. The parts
+Command-line start-up, planning, export, scoring, what a stage costs besides its own work, and whether the
+report's latency is what a stopwatch around `smelt.load` reads. The parts
 that need a real model skip with a reason where ../shared (or --model and --data) is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import statistics
 import subprocess
@@ -101,7 +103,28 @@ def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
         results.append(
             _report(f"{title}, onnxruntime", _score(OnnxRunner.over(out, "ort-cpu"), texts, batch_size), 30)
         )
+        results += [_stopwatch(out, data / "test.jsonl.gz", size) for size in (1, 8)]
     return results
+
+
+def _stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
+    """Compare the report's latency with a stopwatch around `smelt.load`, on the graphs just exported."""
+    manifest = _artifact(graphs).manifest.model_copy(
+        update={"format": "onnx", "facts": {"target": "ort-cpu"}}
+    )
+    (graphs / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
+    script = Path(__file__).parent / "stopwatch.py"
+    options = ["--data", str(data), "--batch-size", str(batch_size), "--texts", "8", "--json"]
+    command = [sys.executable, str(script), str(graphs), *options]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if not done.stdout:
+        raise RuntimeError(done.stderr)
+    found = json.loads(done.stdout)
+    ratios = ", ".join(f"{name.removesuffix('_ms')} {ratio:.3f}" for name, ratio in found["ratio"].items())
+    verdict = "ok" if done.returncode == 0 else "DIFFERENT"
+    title = f"the stopwatch comparison, batch {batch_size}: report / stopwatch"
+    click.echo(f"{title:58} {ratios}  (promised: one within 10 %)  {verdict}")
+    return done.returncode == 0
 
 
 def _overhead() -> list[float]:

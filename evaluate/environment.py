@@ -84,6 +84,14 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
+def physical_cores() -> int:
+    """Return the number of physical cores that this process may use."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
 def operating_system() -> str:
     """Return system, release and architecture, for example `Linux 6.8.0 x86_64`."""
     return f"{platform.system()} {platform.release()} {platform.machine()}"

@@ -1,4 +1,4 @@
-"""Which steps nothing else beats in both quality and latency."""
+"""Which steps nothing else beats in both quality and speed."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def frontier(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def frontier(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) -> list[str]:
     """Return the names of the steps on the Pareto front, in the order of `steps`.
 
-    The two axes are the first quality metric of the report and the p50 latency at the smallest batch
-    size that any step was timed with. A step that lacks either is out. A step is dominated where
-    another is at least as good in both and better in one.
+    The two axes are the first quality metric of the report and the speed-up over the baseline at the
+    smallest batch size that any step was timed with: the paired one, as in the headline and the table.
+    A step is out where it lacks either, where its times were disturbed, or where nobody would deploy it
+    (`deployable`: false). A step is dominated where another is at least as good in both and better in one.
 
     Args:
         steps: entries of report.json's `steps`.
+        baseline: the name of the one whose speed-up is 1, whatever happened while it was timed.
     """
-    points = _points(steps)
+    points = _points(steps, baseline)
     return [
         name
-        for name, (quality, latency) in points.items()
-        if not any(
-            q >= quality and ms <= latency and (q > quality or ms < latency) for q, ms in points.values()
-        )
+        for name, (quality, speed) in points.items()
+        if not any(q >= quality and s >= speed and (q > quality or s > speed) for q, s in points.values())
     ]
 
 
@@ -33,14 +33,17 @@ def axes(steps: Sequence[Mapping[str, Any]]) -> tuple[str | None, int | None]:
     return metric, min(sizes, default=None)
 
 
-def _points(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return (quality, higher is better; p50 in ms) by step name."""
+def _points(steps: Sequence[Mapping[str, Any]], baseline: str | None) -> dict[str, tuple[float, float]]:
+    """Return (quality, higher is better; speed-up) by step name."""
     metric, batch_size = axes(steps)
     points = {}
     for step in steps:
         score = (step.get("quality") or {}).get(metric)
-        times = [e["p50_ms"] for e in step.get("latency") or [] if e["batch_size"] == batch_size]
-        if score and times:
+        rows = [row for row in step.get("latency") or [] if row["batch_size"] == batch_size]
+        if not score or not rows or step.get("deployable") is False:
+            continue
+        speed, calm = rows[0].get("speedup"), rows[0].get("stable") is not False
+        if speed is not None and (calm or step["name"] == baseline):
             sign = 1 if score["higher_is_better"] else -1
-            points[step["name"]] = (sign * score["value"], times[0])
+            points[step["name"]] = (sign * score["value"], speed)
     return points

@@ -9,7 +9,9 @@ from typing import Any
 
 from smelt.core.text import printable
 from smelt.evaluate import report_chart as chart
+from smelt.evaluate import report_notes as notes
 from smelt.evaluate import report_view as view
+from smelt.evaluate.report_headline import headline
 from smelt.evaluate.report_schema import Difference, Report, Step, validate_report
 
 _BADGES = {
@@ -35,13 +37,13 @@ def write_html(report: Mapping[str, Any]) -> str:
     text: str = _template().render(
         report=checked,
         view=view,
-        chart=chart,
-        picture=chart.scatter(checked),
+        notes=notes,
+        pictures=[("wide", chart.scatter(checked)), ("narrow", chart.scatter(checked, chart.NARROW))],
+        headline=headline(checked),
         rows=view.rows(checked),
         metrics=view.metrics(checked),
         sizes=view.batch_sizes(checked),
         bars=_bars(checked),
-        pick=_pick(checked),
         verdict=_verdict,
         badge=lambda status: _BADGES.get(status, "plain"),
     )
@@ -75,19 +77,6 @@ def _verdict(difference: Difference | None, higher_is_better: bool) -> str:
     if difference is None or not view.matters(difference) or not difference.difference:
         return "even"
     return "good" if (difference.difference > 0) == higher_is_better else "bad"
-
-
-def _pick(report: Report) -> Step | None:
-    """Return the fastest step at the smallest batch size that fails no gate; not the baseline."""
-    sizes = view.batch_sizes(report)
-    fit = [
-        (entry.speedup, step)
-        for step in report.steps
-        if step.status in ("done", "cached") and step.name != report.baseline
-        if all(gate.passed is not False for gate in step.gates)
-        if (entry := step.at(sizes[0]) if sizes else None) and entry.speedup is not None
-    ]
-    return max(fit, key=lambda pair: pair[0])[1] if fit else None
 
 
 def _bars(report: Report) -> list[tuple[Step, float]]:

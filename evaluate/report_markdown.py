@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.core.text import printable
+from smelt.evaluate import report_notes as notes
 from smelt.evaluate import report_view as view
+from smelt.evaluate.report_headline import lines as headline_lines
 from smelt.evaluate.report_schema import Report, Step, validate_report
 
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
@@ -26,8 +28,8 @@ def write_markdown(report: Mapping[str, Any]) -> str:
         parts += ["## Latency", _latency(checked)]
     if any(step.gates for step in checked.steps):
         parts += ["## Gates", _gates(checked)]
-    if view.notes(checked):
-        lines = [tuple(map(_text, note)) for note in view.notes(checked)]
+    if notes.notes(checked):
+        lines = [tuple(map(_text, note)) for note in notes.notes(checked)]
         parts += ["## Notes", "\n".join(f"- **{name}** {kind}: {text}" for name, kind, text in lines)]
     parts += ["## How it was measured", _foot(checked)]
     return "\n\n".join(parts) + "\n"
@@ -44,13 +46,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) ->
 
 
 def _header(report: Report) -> str:
-    task, n = _text(report.recipe.get("task") or view.MISSING), view.examples(report)
+    task, n = _text(report.recipe.get("task") or view.MISSING), view.sample_text(report) or "nothing scored"
     lines = [
         f"# {_text(view.title(report))}: {_text(report.status)}",
-        f"Task {task}, n = {view.number(n, 0)}, {_text(view.hardware(report))}.",
+        *(f"**{_text(line)}**" for line in headline_lines(report)),
+        f"Task {task}, {n}, {_text(view.hardware(report))}.",
     ]
     if report.frontier:
-        lines.append("On the quality-latency front: " + ", ".join(map(_text, report.frontier)) + ".")
+        lines.append("On the front of quality and speed: " + ", ".join(map(_text, report.frontier)) + ".")
     return "\n\n".join(lines)
 
 
@@ -80,7 +83,12 @@ def _steps(report: Report) -> str:
     ]
     against = _text(report.baseline or view.MISSING)
     legend = "A step goes on from the one above it, branches are drawn; differences and speed-ups are against"
-    return f"{_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05."
+    doubt = (
+        f" {view.DOUBT} behind a speed-up: the times were disturbed, and it is not claimed."
+        if any(entry.stable is False for step in report.steps for entry in step.latency)
+        else ""
+    )
+    return f"{_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05.{doubt}"
 
 
 def _score(step: Step, metric: str) -> str:
@@ -104,7 +112,7 @@ def _times(step: Step, size: int) -> tuple[str, str]:
         return view.MISSING, view.MISSING
     if entry.speedup is None:
         return view.significant_digits(entry.p50_ms), view.MISSING
-    speedup = f"{view.number(entry.speedup)}× {_text(view.interval(entry.speedup_ci95))}".rstrip()
+    speedup = f"{view.speed(entry)} {_text(view.interval(entry.speedup_ci95))}".rstrip()
     return view.significant_digits(entry.p50_ms), speedup
 
 
@@ -125,15 +133,15 @@ def _quality(report: Report) -> str:
 
 
 def _latency(report: Report) -> str:
-    head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "throughput"]
-    head += ["tokens in", "tokens out"]
+    head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "processor ms"]
+    head += ["throughput", "tokens in", "tokens out"]
     rows = [
         [
             _name(row),
             str(entry.batch_size),
             row.step.device or view.MISSING,
             view.MISSING if entry.threads is None else str(entry.threads),
-            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms)),
+            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.processor_ms)),
             f"{view.significant_digits(entry.throughput)} {_text(entry.unit or '')}".rstrip(),
             view.number(entry.input_tokens, 1),
             view.number(entry.output_tokens, 1),
@@ -141,7 +149,26 @@ def _latency(report: Report) -> str:
         for row in view.rows(report)
         for entry in row.step.latency
     ]
-    return _table(head, rows)
+    said = "From text to text: tokenizing and detokenizing are part of it; a call is one batch."
+    return "\n\n".join([said, _table(head, rows), *_parts(report)])
+
+
+def _parts(report: Report) -> list[str]:
+    """Return the table of what the median call goes into; none where no runner shows it."""
+    found = [
+        (row, entry.batch_size, view.parts(report, entry.parts))
+        for row in view.rows(report)
+        for entry in row.step.latency
+        if entry.parts
+    ]
+    if not found:
+        return []
+    head = ["step", "batch", *(f"{name} ms" for name, _ in found[0][2])]
+    rows = [
+        [_name(row), str(size), *(view.significant_digits(ms) for _, ms in parts)]
+        for row, size, parts in found
+    ]
+    return ["What the median call goes into:", _table(head, rows)]
 
 
 def _gates(report: Report) -> str:
@@ -149,9 +176,9 @@ def _gates(report: Report) -> str:
         [
             _name(row),
             _text(view.label(gate.metric)),
-            _text(gate.kind),
-            "passed" if gate.passed else f"**{view.verdict(gate.passed)}**",
-            view.quantity(gate.metric, gate.value),
+            _text(gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}"),
+            "passed" if gate.passed else f"**{notes.verdict(gate.passed)}**",
+            _text(notes.gate_value(gate)),
             view.quantity(gate.metric, gate.limit),
         ]
         for row in view.rows(report)

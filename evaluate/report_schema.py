@@ -44,26 +44,75 @@ class Quality(_WithInterval):
     signature: str
 
 
+class GenerationParts(_Part):
+    """What a median call of a generating model went into, ms.
+
+    encoding: the encoder, or a language model's prompt. first_token: from the texts to it, so with
+    tokenizing and encoding. further_token: each; further_tokens: how many. first_token + further_token
+    * further_tokens + detokenizing is the call, within 5 % of the p50.
+    """
+
+    tokenizing_ms: float
+    encoding_ms: float
+    first_token_ms: float
+    further_token_ms: float | None
+    further_tokens: float
+    detokenizing_ms: float
+
+
+class ClassifierParts(_Part):
+    """What a median call of a classifier went into, ms; the three add up to it, within 5 % of the p50."""
+
+    tokenizing_ms: float
+    model_ms: float
+    rest_ms: float
+
+
+class Round(_Part):
+    """What went on during a round and the baseline's beside it; see docs/latency.md."""
+
+    counted: bool
+    speedup: float | None
+    baseline_ms: float | None
+    processor_share: float
+    baseline_processor_share: float | None
+    lost_share: float
+    other_processors: float
+    stolen_processors: float
+    pressure: float | None
+
+
 class Latency(_Part):
-    """Times of one step at one batch size. `rounds_ms`: each round's median call."""
+    """Times of one step at one batch size, from text to text. `rounds_ms`: each round's median call.
+
+    stable: whether a speed may be claimed; where it is False, `reason` says why not.
+    """
 
     batch_size: int = Field(ge=1)
     threads: int | None = None
+    texts: int | None = None
     input_tokens: float | None = None
     output_tokens: float | None = None
     p50_ms: float = Field(ge=0)
     p90_ms: float | None = None
     p99_ms: float | None = None
+    processor_ms: float | None = None
     throughput: float | None = None
     unit: str | None = None
     speedup: float | None = None
     speedup_ci95: tuple[float, float] | None = None
+    stable: bool | None = None
+    reason: str | None = None
+    parts: GenerationParts | ClassifierParts | None = None
     rounds_ms: list[float] | None = None
+    rounds: list[Round] | None = None
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
         if self.speedup_ci95:
             _ordered(self.speedup_ci95)
+        if self.stable is False and not self.reason:
+            raise ValueError("times that are not stable need a 'reason'")
         return self
 
 
@@ -78,7 +127,8 @@ class Gate(_Part):
     """A limit of the recipe and whether the step keeps it.
 
     `value` is None where it was not measured, and `reason` says why; `passed` is None where it cannot be
-    measured on this machine.
+    measured on this machine, or was disturbed. With `confidence` the `bound` of the interval was judged.
+    n_needed: about how many examples the limit asks for, where there are too few to see it.
     """
 
     metric: str
@@ -86,6 +136,9 @@ class Gate(_Part):
     limit: float
     value: float | None
     passed: bool | None
+    confidence: float | None = None
+    bound: float | None = None
+    n_needed: int | None = None
     reason: str | None = None
 
     @model_validator(mode="after")
@@ -121,6 +174,7 @@ class Step(_Part):
     runner: str | None = None
     device: str | None = None
     artifact: str | None = None
+    deployable: bool | None = None
     key: str | None = None
     settings: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
     parameters: int | None = Field(default=None, ge=0)

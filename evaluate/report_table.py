@@ -1,4 +1,4 @@
-"""The table of steps for a terminal, in plain text."""
+"""The headline and the table of steps for a terminal, in plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from smelt.evaluate import report_notes as notes
 from smelt.evaluate import report_view as view
+from smelt.evaluate.report_headline import lines as headline_lines
 from smelt.evaluate.report_schema import Report, Step, validate_report
 
 _ASCII = str.maketrans("├└│─–−…×·", "|`|---~x,")
@@ -14,7 +16,7 @@ _NARROWEST_NAME = 10
 
 
 def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
-    """Return the steps as a tree with the first metric, its difference, p50, speed-up and size.
+    """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
 
     Args:
         report: a report.json.
@@ -34,8 +36,8 @@ def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) 
     room = max(_NARROWEST_NAME, width - sum(widths) - 2 * len(widths))
     names = [row.branch + row.step.name for row, _ in lines]
     room = min(room, max([len("step"), *map(len, names)]))
-    text = [_line("step", room, head, widths)]
-    text.append("─" * len(text[0]))
+    title = _line("step", room, head, widths)
+    text = [*_headline(checked, width), title, "─" * len(title)]
     for name, (row, cells) in zip(names, lines, strict=True):
         text.append(_line(name, room, cells, widths) if cells else _unmeasured(name, row.step, room, width))
     text += ["", *_legend(checked, metric, sizes, width)]
@@ -55,9 +57,16 @@ def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
         view.number(score.value if score else None, view.digits(metric)),
         view.signed(difference.difference if difference else None, view.digits(metric)) + mark,
         view.significant_digits(latency.p50_ms if latency else None),
-        f"{view.number(latency.speedup)}×" if latency and latency.speedup is not None else view.MISSING,
+        view.speed(latency),
         view.megabytes(step.size_bytes),
     ]
+
+
+def _headline(report: Report, width: int) -> list[str]:
+    found = [
+        line for text in headline_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
+    ]
+    return [*found, ""] if found else []
 
 
 def _line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
@@ -83,16 +92,20 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
         parts.append("* p < 0.05")
     if sizes:
         parts.append(f"batch {sizes[0]}")
-    if (n := view.examples(report)) is not None:
-        parts.append(f"n = {n:,}")
+    if n := view.sample_text(report):
+        parts.append(n)
+    if any(row.stable is False for step in report.steps for row in step.latency):
+        parts.append(f"{view.DOUBT} disturbed while it was timed: no speed is claimed")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
-        f"gate {view.verdict(gate.passed)} at '{step.name}': {view.label(gate.metric)} {gate.kind}"
-        f" {view.quantity(gate.metric, gate.value)}, limit {view.quantity(gate.metric, gate.limit)}"
+        f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}, read"
+        f" {notes.gate_value(gate)}"
         for step in report.steps
         for gate in step.gates
         if not gate.passed
     ]
+    few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
+    failed += [f"'{step.name}': {notes.few_text(gate, step)}" for gate, step in few]
     failed += [f"'{step.name}' is not scored: {step.unscored}" for step in report.steps if step.unscored]
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]

@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.evaluate.report_schema import Difference, Gate, Report, Step
+from smelt.evaluate.report_schema import (
+    ClassifierParts,
+    Difference,
+    GenerationParts,
+    Latency,
+    Report,
+    Step,
+)
 
 MISSING = "–"
 MINUS = "−"
+DOUBT = "?"  # behind a speed-up whose times were disturbed
 SIGNIFICANT = 0.05
 _LABELS = {
     "bleu": "BLEU",
@@ -30,6 +38,9 @@ _LABELS = {
     "size_bytes": "size",
     "speedup": "speed-up",
 }
+
+# whose n counts the tokens that were predicted
+OF_TOKENS = frozenset({"perplexity", "bits_per_byte"})
 
 # digits after the point, where two would hide what matters
 _DIGITS = {"bits_per_byte": 4}
@@ -128,9 +139,25 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     return found
 
 
-def examples(report: Report) -> int | None:
-    """Return on how many examples the first metric was computed."""
-    return next((score.n for step in report.steps for score in step.quality.values()), None)
+def sample(report: Report) -> tuple[int, str] | None:
+    """Return on how many of what the first metric was computed: examples, or tokens."""
+    found = (
+        (score.n, "token" if metric in OF_TOKENS else "example")
+        for step in report.steps
+        for metric, score in step.quality.items()
+    )
+    return next(found, None)
+
+
+def sample_text(report: Report) -> str:
+    """Return `n = 1,000 examples`; nothing where nothing was scored."""
+    found = sample(report)
+    return f"n = {counted(*found)}" if found else ""
+
+
+def counted(number: int, word: str) -> str:
+    """Return `1 row`, `1,000 rows`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def signatures(report: Report) -> list[tuple[str, str]]:
@@ -139,34 +166,25 @@ def signatures(report: Report) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def notes(report: Report) -> list[tuple[str, str, str]]:
-    """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings.
-
-    What concerns the whole run comes first, under the step's name `run`.
-    """
-    found = [("run", "warning", text) for text in report.warnings]
-    for step in report.steps:
-        said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
-        found += [(step.name, kind, text) for kind, text in said if text]
-        found += [
-            (step.name, verdict(gate.passed), f"gate {gate_text(gate)}: {gate.reason}")
-            for gate in step.gates
-            if gate.reason and (gate.passed is None or gate.reason not in (step.error, step.reason))
-        ]
-        found += [(step.name, "warning", text) for text in step.warnings]
-        if step.earlier:
-            found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
-    return found
+def speed(row: Latency | None) -> str:
+    """Return the speed-up as `5.94×`, `5.94×?` where it was disturbed."""
+    if row is None or row.speedup is None:
+        return MISSING
+    return f"{number(row.speedup)}×{DOUBT if row.stable is False else ''}"
 
 
-def verdict(passed: bool | None) -> str:
-    """Return what became of a gate, in words."""
-    return "not judged" if passed is None else "passed" if passed else "failed"
-
-
-def gate_text(gate: Gate) -> str:
-    """Return a gate as `BLEU max_drop 1.00`."""
-    return f"{label(gate.metric)} {gate.kind} {quantity(gate.metric, gate.limit)}"
+def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tuple[str, float | None]]:
+    """Return (name, ms) of what a call goes into, in the order in which it happens."""
+    if isinstance(found, ClassifierParts):
+        return [("tokenizing", found.tokenizing_ms), ("model", found.model_ms), ("labels", found.rest_ms)]
+    first = "prefill" if report.recipe.get("task") == "language-modeling" else "encoder"
+    return [
+        ("tokenizing", found.tokenizing_ms),
+        (first, found.encoding_ms),
+        ("to the first token", found.first_token_ms),
+        ("per further token", found.further_token_ms),
+        ("detokenizing", found.detokenizing_ms),
+    ]
 
 
 def kind_of(step: Step) -> str:

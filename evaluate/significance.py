@@ -9,6 +9,7 @@ Shapes: n = examples, K = summands per example, R = resamples.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import NormalDist
 from typing import Any, TypedDict
 
 import numpy as np
@@ -64,15 +65,33 @@ def value_of(statistics: Statistics) -> float:
     return float(_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
 
 
-def bootstrap_interval(statistics: Statistics) -> tuple[float, float]:
-    """Return the 95 % percentile interval over 1000 resamples of the examples (Efron 1979)."""
-    low, high = np.quantile(_resampled(statistics), (0.025, 0.975))
+def interval_of(statistics: Statistics, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else a bootstrap."""
+    if statistics.metric in _HITS:
+        hits = sum(predicted == gold for predicted, gold in statistics.rows)
+        return wilson_interval(hits, len(statistics.rows), confidence)
+    return bootstrap_interval(statistics, confidence)
+
+
+def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the percentile interval over 1000 resamples of the examples (Efron 1979)."""
+    return _middle(_resampled(statistics), confidence)
+
+
+def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the two-sided interval of `step` minus `other`: a paired bootstrap, as in `compare`."""
+    _check_pair(step, other)
+    return _middle(_resampled(step) - _resampled(other), confidence)
+
+
+def _middle(drawn: Array, confidence: float) -> tuple[float, float]:
+    low, high = np.quantile(drawn, ((1 - confidence) / 2, (1 + confidence) / 2))
     return float(low), float(high)
 
 
-def wilson_interval(correct: int, n: int) -> tuple[float, float]:
-    """Return the 95 % Wilson score interval of `correct` out of `n`, in percent (Wilson 1927)."""
-    z = 1.959963984540054
+def wilson_interval(correct: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the Wilson score interval of `correct` out of `n`, in percent (Wilson 1927)."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     share, spread = correct / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * np.sqrt(share * (1 - share) / n + spread / (4 * n))
@@ -94,9 +113,9 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     _check_pair(step, other)
     difference = value_of(step) - value_of(other)
     drawn = _resampled(step) - _resampled(other)  # one seed: both see the same examples
-    low, high = np.quantile(drawn, (0.025, 0.975))
+    low, high = _middle(drawn, 0.95)
     p_value = _mcnemar(step, other) if step.metric in _HITS else _two_sided(drawn)
-    return {"difference": difference, "ci95": [float(low), float(high)], "p_value": p_value}
+    return {"difference": difference, "ci95": [low, high], "p_value": p_value}
 
 
 def _check_pair(step: Statistics, other: Statistics) -> None:

@@ -12,6 +12,17 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 
 _WIDTH = 80
+DOUBT = "?"  # behind a speed-up whose times were disturbed
+# Headings of what a call goes into; first and more are tokens.
+_PARTS = {
+    "tokenizing_ms": "tokenizing",
+    "encoding_ms": "encoding",
+    "first_token_ms": "to first",
+    "further_token_ms": "each more",
+    "detokenizing_ms": "to text",
+    "model_ms": "model",
+    "rest_ms": "labels",
+}
 # What is timed where no data are named: sentences of 3 to 43 words. They are English; a model for
 # another language splits them into more pieces, so times on the data of one's own say more.
 STANDARD_TEXTS = (
@@ -153,15 +164,25 @@ def bench_text(result: Mapping[str, Any]) -> str:
         for name, artifact in artifacts.items():
             row = next((row for row in artifact["latency"] if row["batch_size"] == size), None)
             lines.append(_line(_cut(name, room).ljust(room), size, row, name == result["baseline"]))
+    lines += _parts_table(artifacts, sizes[0], room)
     threads = next((row["threads"] for a in artifacts.values() for row in a["latency"]), 0)
     places = ", ".join(sorted({a["device"] for a in artifacts.values()}))
     texts, cpu = result["texts"], result["environment"]["cpu"]
     notes = [
-        f"The rounds of each alternate with those of '{result['baseline']}', which the speed-up is against;"
-        f" [95 % interval]. {texts['n']:,} texts ({texts['from']}), {threads} thread{'s' * (threads != 1)},"
-        f" {places}, {cpu}."
+        f"From text to text. The rounds of each alternate with those of '{result['baseline']}', which the"
+        f" speed-up is against; [95 % interval]. {texts['n']:,} texts ({texts['from']}),"
+        f" {threads} thread{'s' * (threads != 1)}, {places}, {cpu}."
     ]
     notes += [f"{name}: {a['error']}" for name, a in artifacts.items() if a["error"]]
+    doubts = [
+        f"{name}, batch {row['batch_size']}: {row['reason']}"
+        for name, a in artifacts.items()
+        for row in a["latency"]
+        if not row["stable"]
+    ]
+    if doubts:
+        said = f"{DOUBT} No speed is claimed; try again when the machine is quiet. "
+        notes.append(said + "; ".join(doubts) + ".")
     return "\n".join([*lines, "", *(part for note in notes for part in textwrap.wrap(note, _WIDTH))])
 
 
@@ -171,11 +192,26 @@ def _line(name: str, size: int, row: Mapping[str, Any] | None, baseline: bool) -
     ratio = "–"
     if row["speedup"] is not None:
         low, high = row["speedup_ci95"]
-        ratio = "1" if baseline else f"{_number(row['speedup'])} [{_number(low)}, {_number(high)}]"
+        doubt = "" if row["stable"] else DOUBT
+        ratio = "1" if baseline else f"{_number(row['speedup'])}{doubt} [{_number(low)}, {_number(high)}]"
     return (
         f"{name} {size:>5} {_number(row['p50_ms']):>8} {_number(row['p90_ms']):>8}"
         f" {_number(row['throughput']):>11} {ratio:>18}"
     )
+
+
+def _parts_table(artifacts: Mapping[str, Any], size: int, room: int) -> list[str]:
+    """Return what the median call at batch `size` goes into; nothing where no runner shows it."""
+    rows = {name: row for name, a in artifacts.items() for row in a["latency"] if row["batch_size"] == size}
+    timed = {name: row["parts"] for name, row in rows.items() if row["parts"]}
+    if not timed:
+        return []
+    columns = [key for key in next(iter(timed.values())) if key in _PARTS]
+    lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{_PARTS[key]:>11}" for key in columns)]
+    for name, parts in timed.items():
+        cells = ("–" if parts[key] is None else _number(parts[key]) for key in columns)
+        lines.append(_cut(name, room).ljust(room) + "".join(f"{cell:>11}" for cell in cells))
+    return lines
 
 
 def _number(value: float) -> str:

@@ -21,7 +21,7 @@ import click
     type=click.IntRange(1, 4096),
     help="Texts per call; may be repeated.",
 )
-@click.option("--threads", type=click.IntRange(1, 1024), help="Per process (default: the physical cores).")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1, 1024), help="Per process.")
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(3, 1000))
 @click.option("--texts", default=16, show_default=True, type=click.IntRange(1, 10_000), help="How many.")
@@ -32,7 +32,7 @@ def bench(
     data: Path | None,
     column: str | None,
     sizes: tuple[int, ...],
-    threads: int | None,
+    threads: int,
     device: str,
     rounds: int,
     texts: int,

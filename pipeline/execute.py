@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
@@ -271,18 +271,23 @@ class _Run:
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
         try:
             with self.store.lock("latency", self._waits("latency")):  # two at once disturb each other
-                measured = scores.measure(
+                scores.measure(
                     scored,
                     self.plan.recipe.baseline,
                     self.display.progress,
                     self._is_fresh("*"),
                     frozenset(self.kept),
+                    self._timed,
                 )
-            self.report.add_latency(measured)
         except Exception as error:
             failure = self._explain(error, "latency")
             self.report.untimed(str(failure))
             self.display.line(f"error: {failure}")
+
+    def _timed(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Report the times that are known so far, so that nothing is lost when the run is stopped."""
+        self.report.add_latency(measured)
+        self._write_report()
 
     def _write_report(self, last: bool = False) -> None:
         """Write the report; one that cannot be written stops the run only when it is the last.

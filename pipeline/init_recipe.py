@@ -74,7 +74,7 @@ def look_at_machine() -> Machine:
     """Look at processor and GPU; imports neither torch nor TensorRT."""
     from importlib.util import find_spec
 
-    from smelt.evaluate.latency_summary import physical_cores
+    from smelt.evaluate.environment import physical_cores
     from smelt.machine import has_cuda
 
     tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
@@ -177,7 +177,7 @@ def recipe_text(
         source, target = map(_scalar, map(str, seen.languages))
         lines += [f"  source_language: {source}", f"  target_language: {target}"]
     lines += ["stages:", *(line for step in steps for line in _lines(step))]
-    lines += _score(seen, machine)
+    lines += _score(seen)
     if seen.new_head:
         lines += ["baseline: tuned    # before it the classifier is random"]
     metric = _leading_metric(seen, data)
@@ -271,13 +271,13 @@ def _lines(step: _Step) -> Iterator[str]:
             yield f"    {key}: {value}"
 
 
-def _score(seen: ModelLook, machine: Machine) -> Iterator[str]:
+def _score(seen: ModelLook) -> Iterator[str]:
     yield "score:"
     if seen.task in _QUALITY:
         yield f"  quality: {_QUALITY[seen.task]}"
     if seen.task in TEXT_TO_TEXT:
         yield "  generation: {max_new_tokens: 128}"
-    yield f"  latency: {{batch_sizes: [1, 8], threads: {machine.cores}}}"
+    yield "  latency: {batch_sizes: [1, 8], threads: 1}"
 
 
 def _stem(model: str) -> str:

@@ -57,7 +57,7 @@ def answers(config: Mapping[str, Any], logits: NDArray[np.float32]) -> list[str]
     CSV data hold them), a tab, their probabilities joined by `|`; both are empty where no name is.
     Regression: the number.
     """
-    from smelt.loaded import predictions
+    from smelt.runtime.class_predictions import predictions
 
     lines = []
     for found in predictions(logits, config):

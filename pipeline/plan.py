@@ -58,12 +58,16 @@ class Step:
 
 @dataclass(frozen=True)
 class PlannedGate:
-    """A limit on one metric, as in report.json. kind: max_drop, min or max. at: names of steps."""
+    """A limit on one metric, as in report.json. kind: max_drop, min or max. at: names of steps.
+
+    confidence: of the interval whose worse end is judged; None judges the value.
+    """
 
     metric: str
     kind: str
     limit: float
     at: tuple[str, ...]
+    confidence: float | None = None
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
         if checker.recipe.baseline not in (ROOT, *kept):
             limits.pop("max_drop")  # there is nothing to drop from; a warning says that it is left out
-        out += [PlannedGate(metric, k, v, steps) for k, v in limits.items() if v is not None and steps]
+        given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
+        out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
     return tuple(out)
 
 

@@ -34,7 +34,9 @@ def plan_text(plan: Plan) -> str:
     for gate in plan.gates:
         way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
         sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]
-        lines += _wrapped(f"gate        {gate.metric}: {sign} {gate.limit:,.10g} at {', '.join(gate.at)}", 12)
+        sure = f", with confidence {gate.confidence:g}" if gate.confidence is not None else ""
+        limit = f"{sign} {gate.limit:,.10g}{sure}"
+        lines += _wrapped(f"gate        {gate.metric}: {limit} at {', '.join(gate.at)}", 12)
     if plan.until:
         lines += _wrapped(f"until       {plan.until}; left out: {', '.join(plan.left_out) or 'nothing'}", 12)
     for note in plan.notes:

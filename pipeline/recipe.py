@@ -54,11 +54,15 @@ class ScoreSettings(Settings):
 
 
 class Gate(Settings):
-    """A limit that the steps `at` (default: the last of each branch) must keep."""
+    """A limit that the steps `at` (default: the last of each branch) must keep.
+
+    confidence: of the interval whose worse end must keep it; None judges the value itself.
+    """
 
     max_drop: float | None = Field(default=None, ge=0)
     min: float | None = None
     max: float | None = None
+    confidence: float | None = Field(default=None, ge=0.5, le=0.999)
     at: str | tuple[str, ...] | None = None
 
 
@@ -267,5 +271,7 @@ def _check_limits(
     for name in given:
         if name not in fitting:
             mistakes.add((*path, name), f"does not fit '{metric}', which takes {' or '.join(fitting)}.")
+    if gate.confidence is not None and metric == "size_bytes":
+        mistakes.add((*path, "confidence"), "a size is exact: there is no interval to judge; leave it out.")
     if not given and not wrong:
         mistakes.add(path, f"no limit; give {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.")

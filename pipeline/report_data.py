@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
+from smelt.gate_verdicts import Evidence, judge
 
 if TYPE_CHECKING:
     from smelt.plan import Plan, Step
@@ -19,6 +21,7 @@ _EMPTY: dict[str, Any] = {
     "runner": None,
     "device": None,
     "artifact": None,
+    "deployable": None,
     "key": None,
     "parameters": None,
     "size_bytes": None,
@@ -129,13 +132,14 @@ class ReportBuilder:
         from smelt.evaluate.frontier import frontier
 
         for step in self.data["steps"]:
+            gates = self.plan.gates_of(step["name"])
             step["gates"] = [
-                g for gate in self.plan.gates_of(step["name"]) if (g := _judge(gate, step)) is not None
+                g for gate in gates if (g := judge(gate, step, self._evidence(step))) is not None
             ]
         if self.status == "passed" and any(self._misses_a_gate(step) for step in self.data["steps"]):
             self._set_status("gate-failed")
         self._compare_dtypes()
-        self.data["frontier"] = frontier(self.data["steps"])
+        self.data["frontier"] = frontier(self.data["steps"], self.data["baseline"])
         self.finished = True
 
     def _compare_dtypes(self) -> None:
@@ -150,6 +154,11 @@ class ReportBuilder:
                 f"sizes: '{self.data['baseline']}' is stored in {base}, {', '.join(names)} in {dtype}, so"
                 " their sizes are not compared like with like."
             )
+
+    def _evidence(self, step: Mapping[str, Any]) -> Evidence:
+        """Return what intervals of the step's scores are computed from."""
+        statistics = self.statistics
+        return Evidence(statistics.get(step["name"], {}), statistics.get(self.data["baseline"], {}))
 
     def _misses_a_gate(self, step: Mapping[str, Any]) -> bool:
         """Tell whether `step` misses a gate; one that cannot be judged counts if the step is not optional."""
@@ -216,6 +225,7 @@ def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
         "format": artifact.format,
         "target": manifest.facts.get("target"),
         "artifact": f"artifacts/{name}",
+        "deployable": _is_deployable(artifact),
         "key": artifact.key,
         "parameters": manifest.facts.get("parameters"),
         "size_bytes": artifact.size_bytes,
@@ -226,35 +236,14 @@ def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
     }
 
 
-def _judge(gate: Any, step: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the verdict of `gate` on `step`; None where the step was skipped.
+def _is_deployable(artifact: Artifact) -> bool:
+    """Say whether one would deploy this: all but a torch model with quantized layers.
 
-    `passed` is None where the step is there but cannot be scored on this machine; any other missing
-    value is a failure. Either way `reason` says why there is none.
+    Torch only computes what the runtime will compute, in float and slower; such a step is there to be
+    scored and to be exported.
     """
-    if step["status"] == "skipped":
-        return None
-    value = _value_of(gate, step)
-    verdict = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
-    if value is None:
-        unscored = step["status"] in ("done", "cached") and step["reason"] is not None
-        reason = step["reason"] or step["error"] or "it was not measured"
-        return {**verdict, "passed": None if unscored else False, "reason": reason}
-    passed = value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit
-    return {**verdict, "passed": passed, "reason": None}
-
-
-def _value_of(gate: Any, step: Mapping[str, Any]) -> float | None:
-    if gate.metric == "size_bytes":
-        return step["size_bytes"]  # type: ignore[no-any-return]
-    if gate.metric == "speedup":
-        return step["latency"][0]["speedup"] if step["latency"] else None
-    if gate.kind == "max_drop":
-        difference = step["against_baseline"].get(gate.metric)
-        score = step["quality"].get(gate.metric)
-        if difference is None or score is None:
-            return None if score is None else 0.0  # the baseline itself has lost nothing
-        # a drop of quality: where less is better, it is a rise of the number
-        return float(-difference["difference"] if score["higher_is_better"] else difference["difference"])
-    score = step["quality"].get(gate.metric)
-    return score["value"] if score else None
+    structure = artifact.path / "structure.json"
+    if artifact.format != "torch" or not structure.is_file():
+        return True
+    edits = json.loads(structure.read_text(encoding="utf-8"))["edits"]
+    return all(edit["op"] != "quantize" for edit in edits)

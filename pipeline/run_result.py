@@ -25,6 +25,11 @@ class Result:
     def __post_init__(self) -> None:
         self.exit_code = EXIT_CODES[self.report["status"]]
 
+    def __repr__(self) -> str:
+        """Return name, status and where it is: a session that shows the result wants no whole report."""
+        name = self.report["recipe"].get("name", "run")
+        return f"Result({name!r}, {self.report['status']!r}, {str(self.folder)!r})"
+
     def artifact(self, step: str) -> Path:
         """Return the folder of the artifact that `step` gave, for `smelt.load`.
 

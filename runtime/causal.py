@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
 from smelt.core.stage import Progress, silent
-from smelt.runtime.runner import Batch, Logits, Runner, Tokens
+from smelt.runtime.runner import Logits, Runner, Tokens
 from smelt.runtime.windows import TextWindows
 
 FAMILIES = ("gpt2", "llama", "qwen2")
@@ -113,15 +113,3 @@ def window_losses(
             done += len(chosen)
             progress(done, len(sums), "windows")
     return sums
-
-
-def generate_fixed(runner: Any, batch: Batch, tokens: int) -> int:
-    """Continue a left-padded batch greedily by exactly `tokens` tokens; return how many that were.
-
-    For timing: no model stops earlier than another, and nothing but the model is computed.
-    """
-    state = runner.encode(batch)
-    last = np.ascontiguousarray(batch.input_ids[:, -1])
-    for _ in range(tokens):
-        last = runner.decode_step(state, last).argmax(axis=-1)
-    return tokens * int(batch.input_ids.shape[0])

@@ -1,36 +1,60 @@
 from smelt.evaluate.frontier import axes, frontier
 
 
-def step(name, quality=None, latency=None, higher=True, batch=1):
+def step(name, quality=None, speed=None, higher=True, batch=1, **more):
+    row = {"batch_size": batch, "p50_ms": 1.0, "speedup": speed, "stable": more.pop("stable", True)}
     return {
         "name": name,
         "quality": {"bleu": {"value": quality, "higher_is_better": higher}} if quality is not None else {},
-        "latency": [{"batch_size": batch, "p50_ms": latency}] if latency is not None else [],
+        "latency": [row] if speed is not None else [],
+        **more,
     }
 
 
 def test_dominated_steps_are_out():
-    steps = [step("a", 40, 10), step("b", 39, 12), step("c", 38, 4), step("d", 37, 3), step("e", 37.5, 4)]
+    steps = [step("a", 40, 1), step("b", 39, 0.9), step("c", 38, 4), step("d", 37, 5), step("e", 37.5, 4)]
     assert frontier(steps) == ["a", "c", "d"]
 
 
 def test_equal_steps_both_stay_and_tie_in_one_axis_loses():
-    assert frontier([step("a", 40, 10), step("b", 40, 10), step("c", 40, 11)]) == ["a", "b"]
+    assert frontier([step("a", 40, 2), step("b", 40, 2), step("c", 40, 1.9)]) == ["a", "b"]
 
 
-def test_steps_without_quality_or_latency_are_out():
-    assert frontier([step("a", 40, 10), step("b", 50), step("c", None, 1), {"name": "d"}]) == ["a"]
+def test_steps_without_quality_or_speed_are_out():
+    steps = [step("a", 40, 1), step("b", 50), step("c", None, 9), {"name": "d"}]
+    untimed_baseline = step("e", 60, 1)
+    untimed_baseline["latency"][0]["speedup"] = None
+    assert frontier([*steps, untimed_baseline]) == ["a"]
 
 
 def test_lower_is_better_for_perplexity():
-    assert frontier([step("a", 5.0, 10, higher=False), step("b", 6.0, 12, higher=False)]) == ["a"]
+    assert frontier([step("a", 5.0, 2, higher=False), step("b", 6.0, 1, higher=False)]) == ["a"]
 
 
 def test_smallest_batch_size_counts():
-    steps = [step("a", 40, 10), step("b", 39, 2, batch=8)]
-    steps[0]["latency"].append({"batch_size": 8, "p50_ms": 1})
+    steps = [step("a", 40, 1), step("b", 39, 5, batch=8)]
+    steps[0]["latency"].append({"batch_size": 8, "p50_ms": 1, "speedup": 1})
     assert axes(steps) == ("bleu", 1)
     assert frontier(steps) == ["a"]
+
+
+def test_the_speed_up_counts_and_not_the_milliseconds():
+    # timed at another moment than its baseline: more milliseconds, but the greater speed-up beside it
+    steps = [step("a", 38, 3), step("b", 38, 4)]
+    steps[1]["latency"][0]["p50_ms"] = 2.0
+    assert frontier(steps) == ["b"]
+
+
+def test_what_nobody_would_deploy_beats_nobody():
+    steps = [step("model", 40, 1), step("int8", 41, 0.5, deployable=False), step("onnx", 40.5, 3)]
+    assert frontier(steps) == ["onnx"]
+    steps[1]["quality"]["bleu"]["value"], steps[1]["latency"][0]["speedup"] = 50, 9
+    assert frontier(steps) == ["onnx"]
+
+
+def test_disturbed_steps_are_out_and_the_baseline_is_not():
+    steps = [step("model", 40, 1, stable=False), step("fast", 39, 138, stable=False), step("onnx", 39, 2)]
+    assert frontier(steps, "model") == ["model", "onnx"]
 
 
 def test_nothing_measured_gives_an_empty_front():

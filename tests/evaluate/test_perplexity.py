@@ -7,7 +7,6 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.evaluate.perplexity import score_windows
-from smelt.evaluate.prompts import prompt_texts
 from smelt.evaluate.significance import compare
 
 LOSSES, TOKENS, SIZES = [10.0, 30.0, 8.0, 12.0], [5, 10, 4, 5], [20, 50, 15, 21]
@@ -53,11 +52,3 @@ def test_scores_are_refused_when_metric_or_windows_are_missing():
         score_windows(["perplexty"], LOSSES, TOKENS, SIZES, "", [])
     with pytest.raises(InputError, match="there are 0, 0"):
         score_windows(["perplexity"], [], [], [], "", [])
-
-
-def test_prompts_are_stretches_of_the_text_when_rows_are_short():
-    found = prompt_texts(["one two", "", " three four five"], 2)
-    assert " ".join(found) == "one two three four"  # what is left over is too short
-    assert prompt_texts(["one"], 100) == ["one"]
-    with pytest.raises(InputError, match="no words"):
-        prompt_texts(["", " "], 2)

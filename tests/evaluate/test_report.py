@@ -8,146 +8,26 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from sample_report import STEPS, disturb, sample
 
 from smelt.core.errors import InputError
-from smelt.evaluate.frontier import frontier
-from smelt.evaluate.report_chart import scatter
+from smelt.evaluate.report_chart import NARROW, WIDE, scatter
 from smelt.evaluate.report_html import write_html
 from smelt.evaluate.report_markdown import write_markdown
-from smelt.evaluate.report_schema import Difference, Gate, Latency, Quality, Report, Step, validate_report
+from smelt.evaluate.report_schema import (
+    ClassifierParts,
+    Difference,
+    Gate,
+    GenerationParts,
+    Latency,
+    Quality,
+    Report,
+    Round,
+    Step,
+    validate_report,
+)
 from smelt.evaluate.report_table import table
 from smelt.evaluate.report_view import number, rows, signed, significant_digits
-
-# name, stage, parent, format, target, BLEU, p50 ms at batch 1, MB, million parameters
-STEPS = [
-    ("model", "model", None, "torch", None, 38.42, 84.3, 131.6, 32.9),
-    ("control", "finetune", "model", "torch", None, 39.05, 84.1, 131.6, 32.9),
-    ("distill", "distill", "model", "torch", None, 37.96, 52.7, 107.4, 26.8),
-    ("prune", "prune", "distill", "torch", None, 37.51, 46.2, 88.2, 22.0),
-    ("small", "factorize", "prune", "torch", None, 37.31, 44.8, 76.3, 19.1),
-    ("quantize", "quantize", "small", "torch", "ort-cpu", 37.12, 61.5, 24.4, 19.1),
-    ("onnx-int8", "onnx", "quantize", "onnx", "ort-cpu", 37.05, 14.2, 25.1, 19.1),
-    ("onnx-fp32", "onnx", "small", "onnx", "ort-cpu", 37.31, 22.9, 77.0, 19.1),
-    ("engine", "tensorrt", "onnx-fp32", None, None, None, None, None, None),
-    ("openvino", "onnx", "small", None, None, None, None, None, None),
-]
-
-
-def sample():
-    """A report.json of ten steps."""
-    steps = [step(*row) for row in STEPS]
-    by_name = {one["name"]: one for one in steps}
-    by_name["engine"].update(
-        status="skipped", reason="TensorRT is not installed. pip install tensorrt adds it."
-    )
-    by_name["openvino"].update(
-        status="error", error="RunError: the exported decoder differs from its parent by 0.31 (limit 0.001)."
-    )
-    by_name["small"]["warnings"] = ["decoder.layers.0.fc1: rank 200 of 256 would save nothing, left as it is"]
-    by_name["model"]["status"] = "cached"
-    by_name["onnx-int8"]["gates"] = [
-        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": 1.37, "passed": False},
-        {"metric": "size_bytes", "kind": "max", "limit": 40e6, "value": 25.1e6, "passed": True},
-    ]
-    return {
-        "schema": 1,
-        "recipe": {
-            "model": "models/marian-small-en-de",
-            "task": "translation",
-            "data": {"test": "multi30k/test.jsonl.gz"},
-            "seed": 0,
-        },
-        "environment": {
-            "smelt": "0.1.0",
-            "python": "3.11.9",
-            "cpu": "AMD EPYC 7763",
-            "cores": 2,
-            "gpus": [],
-            "versions": {"torch": "2.13.0"},
-        },
-        "status": "gate-failed",
-        "baseline": "model",
-        "steps": steps,
-        "frontier": frontier(steps),
-    }
-
-
-def step(name, stage, parent, kind, target, bleu, p50, size, parameters):
-    measured = bleu is not None
-    lost = bleu - STEPS[0][5] if measured else 0
-    difference = {
-        "bleu": {
-            "difference": lost,
-            "ci95": [lost - 0.35, lost + 0.35],
-            "p_value": 0.002 if abs(lost) > 0.4 else 0.21,
-        },
-        "chrf": {"difference": lost * 0.8, "ci95": [lost * 0.8 - 0.3, lost * 0.8 + 0.3], "p_value": 0.04},
-    }
-    return {
-        "name": name,
-        "stage": stage,
-        "parent": parent,
-        "status": "done",
-        "reason": None,
-        "error": None,
-        "format": kind,
-        "target": target,
-        "runner": {"torch": "torch", "onnx": "onnxruntime", None: None}[kind],
-        "artifact": f"artifacts/{name}" if measured else None,
-        "key": "4f" * 32 if measured else None,
-        "settings": {"keep": 0.5, "what": ["ffn"], "losses": {"logits": 1.0}} if parent else {},
-        "parameters": round(parameters * 1e6) if measured else None,
-        "size_bytes": round(size * 1e6) if measured else None,
-        "seconds": 12.5 if measured else None,
-        "peak_memory_bytes": 812_000_000 if measured else None,
-        "warnings": [],
-        "quality": scores(bleu) if measured else {},
-        "latency": [times(p50 * f, STEPS[0][6] * f, size) for f, size in ((1, 1), (4.6, 8))]
-        if measured
-        else [],
-        "against_baseline": difference if measured and parent else {},
-        "against_parent": {"bleu": difference["bleu"]} if measured and parent else {},
-        "gates": [],
-        "facts": {"parity": {"largest": 0.00012}} if kind == "onnx" else {},
-    }
-
-
-def scores(bleu):
-    common = {"higher_is_better": True, "n": 1000}
-    return {
-        "bleu": {
-            "value": bleu,
-            "unit": "BLEU",
-            "ci95": [bleu - 1.31, bleu + 1.28],
-            "signature": "nrefs:1|bs:1000|tok:13a|version:2.6.0",
-            **common,
-        },
-        "chrf": {
-            "value": bleu + 24.5,
-            "unit": "chrF",
-            "ci95": [bleu + 23.6, bleu + 25.4],
-            "signature": "nrefs:1|nc:6|nw:0",
-            **common,
-        },
-    }
-
-
-def times(p50, baseline, size):
-    ratio = baseline / p50
-    return {
-        "batch_size": size,
-        "threads": 2,
-        "input_tokens": 14.2,
-        "output_tokens": 15.1,
-        "p50_ms": p50,
-        "p90_ms": p50 * 1.3,
-        "p99_ms": p50 * 1.7,
-        "throughput": 1000 * size / p50,
-        "unit": "sentences/s",
-        "speedup": ratio,
-        "speedup_ci95": [ratio * 0.96, ratio * 1.05],
-        "rounds_ms": [p50 * 0.99, p50, p50 * 1.02],
-    }
 
 
 @pytest.fixture
@@ -243,6 +123,7 @@ def test_html_fetches_nothing_and_is_small(report):
 def test_html_is_well_formed_and_holds_the_numbers(report):
     outline = Outline(write_html(report))
     assert outline.open == []
+    assert "to the first token" in outline.texts
     text = " ".join(outline.texts)
     for one in report["steps"]:
         assert one["name"] in text
@@ -294,28 +175,34 @@ def test_reports_of_failed_runs_can_be_drawn(report, kept):
     assert "status: error" in table(report)
 
 
-def test_chart_places_better_higher_and_faster_to_the_left(report):
-    chart = scatter(validate_report(report))
+@pytest.mark.parametrize("canvas", [WIDE, NARROW])
+def test_chart_places_better_higher_and_faster_to_the_right(report, canvas):
+    chart = scatter(validate_report(report), canvas)
     points = {point.name: point for point in chart.points}
     assert set(points) == {row[0] for row in STEPS if row[5] is not None}
     assert points["control"].y < points["model"].y < points["onnx-int8"].y
-    assert points["onnx-int8"].x < points["onnx-fp32"].x < points["model"].x
+    assert points["onnx-int8"].x > points["onnx-fp32"].x > points["model"].x
+    assert all(canvas.left < p.x < canvas.end and canvas.top < p.y < canvas.floor for p in chart.points)
     assert points["onnx-int8"].x_low < points["onnx-int8"].x < points["onnx-int8"].x_high
     assert points["model"].y_high < points["model"].y < points["model"].y_low
     assert chart.logarithmic
     assert [name for name, point in points.items() if point.front] == report["frontier"]
+    assert [name for name, point in points.items() if not point.competes] == ["quantize"]
 
 
-def test_chart_of_a_single_step_without_spread(report):
+@pytest.mark.parametrize("canvas", [WIDE, NARROW])
+def test_chart_of_a_single_step_without_spread(report, canvas):
     report["steps"] = report["steps"][:1]
     report["frontier"] = ["model"]
     report["steps"][0]["quality"]["bleu"].update(value=100.0, ci95=[100.0, 100.0])
-    report["steps"][0]["latency"][0].update(speedup=None, speedup_ci95=None)
-    chart = scatter(validate_report(report))
+    report["steps"][0]["latency"][0].update(speedup=1.0, speedup_ci95=[1.0, 1.0])
+    chart = scatter(validate_report(report), canvas)
     (point,) = chart.points
     assert point.x_low == point.x == point.x_high
-    assert 0 < point.x < 640
-    assert 0 < point.y < 420
+    assert not chart.logarithmic
+    assert canvas.left < point.x < canvas.end
+    assert canvas.top < point.y < canvas.floor
+    assert all(canvas.left <= x <= canvas.end for x, _ in chart.x_ticks)
     assert len(chart.x_ticks) >= 2
     assert len(chart.y_ticks) >= 2
     assert Outline(write_html(report)).open == []
@@ -347,7 +234,7 @@ def cells_of(line):
 def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
     text = write_markdown(report)
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         assert len({len(cells_of(line)) for line in block}) == 1
         assert all(re.fullmatch(r":--|--:", cell) for cell in cells_of(block[1]))
@@ -386,7 +273,7 @@ def test_table_fits_and_holds_the_numbers(report, width):
     line = next(one for one in lines if "onnx-int8" in one)
     assert line.split()[-5:] == ["37.05", "−1.37*", "14.2", "5.94×", "25.1"]
     assert any("engine" in one and "skipped: TensorRT is not installed" in one for one in lines)
-    assert "gate failed at 'onnx-int8': BLEU max_drop 1.37, limit 1.00" in text
+    assert "gate failed at 'onnx-int8': BLEU max_drop 1.00, read 1.37" in text
     assert lines[-1] == "status: gate-failed"
 
 
@@ -428,7 +315,7 @@ def test_engine_that_was_not_scored_says_why_in_every_drawing(unscored):
     drawn = table(unscored)
     assert next(line for line in drawn.splitlines() if "engine" in line).split()[-5:] == ["–"] * 4 + ["40.0"]
     flat = " ".join(drawn.split())
-    assert "gate not judged at 'engine': BLEU max_drop –, limit 1.00" in flat
+    assert "gate not judged at 'engine': BLEU max_drop 1.00, read –" in flat
     assert f"'engine' is not scored: {why}" in flat
 
 
@@ -462,7 +349,10 @@ def test_significant_digits(value, text):
 
 def test_docs_name_every_key_of_the_schema():
     text = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
-    for part in (Report, Step, Quality, Latency, Difference, Gate):
+    for part in (
+        *(Report, Step, Quality, Latency, Difference, Gate),
+        *(GenerationParts, ClassifierParts, Round),
+    ):
         for name, field in part.model_fields.items():
             assert f"`{field.alias or name}`" in text
     example = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
@@ -477,3 +367,79 @@ def test_docs_name_every_key_of_the_schema():
     }
     report["steps"].append(example)
     assert validate_report(report).steps[2].quality["bleu"].value == 37.05
+
+
+def test_times_that_were_disturbed_are_marked_in_every_drawing(report):
+    disturb(report["steps"][6]["latency"][0])
+    report["steps"][6]["gates"] = []
+    text = " ".join(Outline(write_html(report)).texts)
+    assert "5.94× ?" in text
+    assert "No speed is claimed" in text
+    markdown = write_markdown(report)
+    assert "5.94×?" in markdown
+    assert "No speed is claimed" in markdown
+    assert "- **onnx-int8** disturbed: times at batch 1: other work took the processor in 9 of 9" in markdown
+    drawn = table(report)
+    assert "5.94×?" in drawn
+    assert "? disturbed while it was timed: no speed is claimed" in " ".join(drawn.split())
+    (point,) = (p for p in scatter(validate_report(report)).points if p.name.startswith("onnx-int8"))
+    assert (point.name, point.competes) == ("onnx-int8 ?", False)
+
+
+def test_times_that_are_not_stable_must_say_why(report):
+    report["steps"][6]["latency"][0]["stable"] = False
+    with pytest.raises(InputError, match="not stable need a 'reason'"):
+        validate_report(report)
+
+
+def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
+    text = write_html(report)
+    outline = Outline(text)
+    labels = {value for name, value in outline.values if name == "data-label"}
+    assert labels == {
+        *(
+            "BLEU",
+            "BLEU diff.",
+            "chrF",
+            "chrF diff.",
+            "difference",
+            "p50 ms, batch 1",
+            "speed, batch 1",
+            "p50 ms, batch 8",
+        ),
+        *("speed, batch 8", "size, MB", "M parameters", "gates"),
+    }
+    # no cell of the table may stand beside the next where there is no room: each row becomes a card
+    narrow = text[text.index("@media (max-width: 820px)") :]
+    assert re.search(r"table\.cards tr \{ display: grid;", narrow)
+    assert "min-width: 520px" not in text
+    assert text.count("<table") == text.count('<table class="cards">') == 2
+
+
+def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
+    text = write_markdown(report)
+    block = next(b for b in text.split("\n\n") if "to the first token" in b)
+    head, _, first = block.splitlines()[:3]
+    assert cells_of(head)[2:] == [
+        f"{name} ms"
+        for name in ("tokenizing", "encoder", "to the first token", "per further token", "detokenizing")
+    ]
+    assert cells_of(first)[:4] == ["model", "1", "0.30", "16.9"]
+    report["recipe"]["task"] = "language-modeling"
+    assert "prefill ms" in write_markdown(report)
+    for one in report["steps"]:
+        for row in one["latency"]:
+            row["parts"] = {"tokenizing_ms": 0.2, "model_ms": 3.0, "rest_ms": 0.1}
+    assert "| model ms | labels ms |" in write_markdown(report)
+    assert Outline(write_html(report)).open == []
+
+
+def test_a_language_models_n_is_in_tokens(report):
+    for one in report["steps"]:
+        if one["quality"]:
+            one["quality"] = {"perplexity": one["quality"]["bleu"] | {"n": 12345}}
+        one["against_baseline"], one["gates"] = {}, []
+    assert "n = 12,345 tokens" in write_markdown(report)
+    assert "n = 12,345 tokens" in table(report)
+    assert "Test tokens" in write_html(report)
+    assert "n = 1,000 examples" in write_markdown(sample())

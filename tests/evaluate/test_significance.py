@@ -6,7 +6,7 @@ from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
-from smelt.evaluate.significance import compare
+from smelt.evaluate.significance import bootstrap_interval, compare, difference_interval, interval_of
 
 WORDS = [
     "a",
@@ -138,3 +138,24 @@ def test_other_examples_are_refused():
         compare(one, other)
     with pytest.raises(InputError, match="their metric differ"):
         compare(one, score_texts(["chrf"], ["a b"], [["a b"]])["chrf"].statistics)
+
+
+def test_intervals_widen_with_their_confidence_and_095_is_the_reports():
+    step, other = statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6))
+    assert list(difference_interval(step, other)) == compare(step, other)["ci95"]
+    for interval in (lambda c: difference_interval(step, other, c), lambda c: interval_of(step, c)):
+        (a, d), (b, c) = interval(0.99), interval(0.8)
+        assert a < b < c < d
+    assert interval_of(step) == bootstrap_interval(step)
+
+
+def test_interval_of_hits_is_wilsons():
+    from scipy.stats import binomtest
+
+    score = score_labels(["accuracy"], [1, 1, 0, 1, 0], [1, 1, 1, 1, 0])["accuracy"]
+    for confidence in (0.95, 0.8):
+        reference = binomtest(4, 5).proportion_ci(confidence, method="wilson")
+        assert interval_of(score.statistics, confidence) == pytest.approx(
+            (100 * reference.low, 100 * reference.high)
+        )
+    assert interval_of(score.statistics) == tuple(score.ci95)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import fake_workers
 import pytest
 import tiny
 from click.testing import CliRunner
@@ -36,7 +37,9 @@ def classifier(tmp_path_factory):
     tiny.bert(home / "m")
     tiny.labelled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
-    result = _smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
+    with pytest.MonkeyPatch.context() as patch:
+        fake_workers.calm(patch)
+        result = _smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 0, result.output
     return home
 
@@ -51,6 +54,12 @@ def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
     assert steps["model"]["latency"][0]["speedup"] == 1
     assert steps["onnx"]["peak_memory_bytes"] > 10e6
     assert report["frontier"]
+    assert "quantize" not in report["frontier"]
+    assert {name: s["deployable"] for name, s in steps.items()} == {
+        **dict.fromkeys(steps, True),
+        "quantize": False,
+    }
+    assert steps["onnx"]["latency"][0]["parts"]["model_ms"] > 0
 
 
 def test_a_repeated_run_takes_the_times_from_the_store_too(classifier):

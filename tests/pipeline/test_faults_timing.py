@@ -5,12 +5,13 @@ import os
 import signal
 from pathlib import Path
 
+import fake_workers
 import tiny
 from click.testing import CliRunner
 
 from smelt.cli import main
 from smelt.core.artifact import read_artifact
-from smelt.evaluate.latency_process import WorkerProcess
+from smelt.evaluate.latency.process import WorkerProcess
 from smelt.evaluate.report_schema import validate_report
 
 RECIPE = """
@@ -49,6 +50,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
         return ask(self, **request)
 
     monkeypatch.setattr(WorkerProcess, "ask", sabotaged)
+    fake_workers.calm(monkeypatch)
     command = ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")]
     result = CliRunner().invoke(main, command)
     assert isinstance(result.exception, SystemExit), result.exception

@@ -155,6 +155,14 @@ def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) ->
     assert [g.metric for g in made.gates_of("small")] == ["size_bytes"]
 
 
+def test_confidence_of_a_gate_is_planned_and_shown(folder: Path) -> None:
+    made = plan(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
+    assert [gate.confidence for gate in made.gates] == [0.95, None]
+    said = describe_plan(made)
+    assert "bleu: drop at most 1, with confidence 0.95 at model" in said
+    assert "chrf: at least 9 at model" in said
+
+
 def test_without_stages_the_gate_is_on_the_model(folder: Path) -> None:
     assert plan(folder, "[]\ngates: {bleu: {min: 1}}").gates[0].at == ("model",)
 

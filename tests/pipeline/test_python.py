@@ -4,13 +4,11 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import tiny
 from click.testing import CliRunner
 
 import smelt
-from smelt.loaded import predictions
 
 RECIPE = """
 model: m
@@ -54,6 +52,7 @@ def test_run_gives_the_report_that_lies_in_its_folder(translator):
     assert result.report == json.loads((home / "run" / "report.json").read_text())
     assert [s["status"] for s in result.report["steps"]] == ["done"] * 2
     assert result.artifact("quantize") == home / "run" / "artifacts" / "quantize"
+    assert repr(result) == f"Result('recipe', 'passed', '{home / 'run'}')"
     with pytest.raises(smelt.InputError, match=r"'quantise' gave no artifact; .* Did you mean 'quantize'\?"):
         result.artifact("quantise")
 
@@ -124,23 +123,6 @@ def test_predict_gives_labels_and_probabilities(classifier, step):
         assert found.probabilities[found.label] == max(found.probabilities.values())
     lines = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in made]
     assert lines == _command("predict", result.artifact(step), *texts)
-
-
-def test_predictions_are_softmax_sigmoid_or_the_number():
-    from scipy.special import expit, softmax
-
-    names = {"id2label": {"0": "a", "1": "b", "2": "c"}}
-    logits = np.array([[1.0, 3.0, -2.0], [-1.0, -2.0, -3.0]], dtype=np.float32)
-    single = predictions(logits, names)
-    assert [p.label for p in single] == ["b", "a"]
-    np.testing.assert_allclose(
-        [[*p.probabilities.values()] for p in single], softmax(logits, axis=1), rtol=1e-6
-    )
-    several = predictions(logits, names | {"problem_type": "multi_label_classification"})
-    assert [p.label for p in several] == [("a", "b"), ()]
-    np.testing.assert_allclose([[*p.probabilities.values()] for p in several], expit(logits), rtol=1e-6)
-    (number,) = predictions(np.array([[0.25]], dtype=np.float32), {"id2label": {"0": "x"}})
-    assert (number.label, number.probabilities) == (0.25, {})
 
 
 def test_what_does_not_fit_is_explained(translator, classifier, tmp_path):

@@ -145,6 +145,14 @@ threads: 0
         ),
         ("gates: {bleu: {max_drop: -1}}", "gates.bleu.max_drop: expected a number of at least 0, read -1."),
         ("gates: {bleu: {max: 3}}", "gates.bleu.max: does not fit 'bleu', which takes max_drop or min."),
+        (
+            "gates: {bleu: {max_drop: 1, confidence: 95}}",
+            "gates.bleu.confidence: expected a number between 0.5 and 0.999, read 95.",
+        ),
+        (
+            "gates: {size_bytes: {max: 9, confidence: 0.9}}",
+            "gates.size_bytes.confidence: a size is exact: there is no interval to judge; leave it out.",
+        ),
         ("gates: {bleu: {}}", "gates.bleu: no limit; give max_drop or min, for example {max_drop: 1.0}."),
         (
             "gates: {blue: {min: 3}}",

@@ -95,14 +95,15 @@ def test_predict_puts_the_prefix_before_the_words(home):
 
 
 def test_what_is_timed_is_read_behind_the_prefix(home):
-    from smelt.evaluate.latency_worker import Worker
+    from smelt.evaluate.latency.worker import Worker
     from smelt.runtime.checkpoint import load_tokenizer
 
     folder = home / "run" / "artifacts" / "onnx"
     worker, text = Worker(), tiny.SENTENCES[0]
     request = {"op": "load", "artifact": str(folder), "threads": 1, "task": "summarization"}
-    assert "onnxruntime" in worker.answer({**request, "generation": {"max_new_tokens": 2}})["runner"]
-    answer = worker.answer({"op": "prepare", "texts": [text], "pairs": None, "batch_size": 1, "limit_ms": 1})
+    assert "onnxruntime" in worker.answer(request)["runner"]
+    request = {"op": "prepare", "texts": [text], "pairs": None, "batch_size": 1, "limit_ms": 1}
+    answer = worker.answer({**request, "generation": {"max_new_tokens": 2}})
     assert answer["input_tokens"] == len(load_tokenizer(folder)(families.PREFIX + text)["input_ids"])
 
 

@@ -15,7 +15,7 @@ from smelt.core.data import Columns, read_split
 from smelt.core.store import Store
 from smelt.core.windows import Windows
 from smelt.runtime import causal as code
-from smelt.runtime.causal import generate_fixed, is_causal, losses_of, positions, token_losses
+from smelt.runtime.causal import is_causal, losses_of, positions, token_losses
 from smelt.runtime.checkpoint import load_model, save_model
 from smelt.runtime.generation import Generation
 from smelt.runtime.predict import generate_texts
@@ -69,7 +69,6 @@ def test_generation_equals_transformers_when_prompts_are_padded_on_the_left(runn
     got = generate_texts(runner, texts, Generation(max_new_tokens=9, beams=beams))
     decoded = tokenizer.batch_decode(wanted, skip_special_tokens=True)
     assert got == [a + b for a, b in zip(texts, decoded, strict=True)]
-    assert generate_fixed(runner, batch, 5) == 15
 
 
 def test_reorder_moves_and_repeats_rows_when_asked(runner):

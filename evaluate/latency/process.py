@@ -18,7 +18,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 class WorkerProcess:
-    """One `smelt.evaluate.latency_worker`; leaving the context ends it.
+    """One `smelt.evaluate.latency.worker`; leaving the context ends it.
 
     time_limit: seconds that an answer may take before the process is given up.
     """
@@ -30,7 +30,7 @@ class WorkerProcess:
         environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
         environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "smelt.evaluate.latency_worker"],
+            [sys.executable, "-m", "smelt.evaluate.latency.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -1,4 +1,4 @@
-"""What language models are timed on: stretches of running text, all of the same number of tokens."""
+"""What language models are timed on: stretches of running text, all of about the same number of tokens."""
 
 from __future__ import annotations
 
@@ -31,21 +31,31 @@ def prompt_texts(texts: Sequence[str], tokens: int) -> list[str]:
     return found or [" ".join(stretch)]
 
 
-def prompt_batches(
-    texts: Sequence[str], tokenizer: Any, batch_size: int, lengths: tuple[int, int], limit: int
-) -> tuple[list[Any], int]:
-    """Return batches of prompts and how many tokens are to follow them.
+def cut_prompts(texts: Sequence[str], runner: Any, lengths: tuple[int, int]) -> tuple[list[str], int]:
+    """Return as much of each text, in whole words, as a number of tokens holds, and how many are to follow.
 
     Args:
         texts: as `prompt_texts` gives them.
-        tokenizer: the model's.
-        batch_size: prompts per batch.
+        runner: of a language model; its tokenizer counts.
         lengths: tokens of a prompt, and tokens to follow it; less where the model has fewer positions.
-        limit: positions that the model has.
     """
-    from smelt.runtime.prompts import encode_prompts, pack_left, pad_of
+    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.predict import length_limit
 
+    tokenizer = load_tokenizer(runner.folder)
+    limit = length_limit(tokenizer, runner.config)
     most = max(1, min(lengths[0], limit // 2))
-    prompts = [ids[:most] for ids in encode_prompts(texts, tokenizer, 10**9)]
-    groups = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
-    return [pack_left(group, pad_of(tokenizer)) for group in groups], min(lengths[1], limit - most)
+    found = [_cut(text.split(), tokenizer, most) for text in texts]
+    return found, max(1, min(lengths[1], limit - most))
+
+
+def _cut(words: Sequence[str], tokenizer: Any, most: int) -> str:
+    """Return as many of `words`, at least one, as make at most `most` tokens; found by halving."""
+    low, high = 1, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(tokenizer(" ".join(words[:middle]), verbose=False)["input_ids"]) <= most:
+            low = middle
+        else:
+            high = middle - 1
+    return " ".join(words[:low])

@@ -1,0 +1,220 @@
+"""Artifacts against a baseline: who is timed when, and for how long.
+
+Every artifact runs in a process of its own (`smelt.evaluate.latency.worker`): in one process the
+runtimes' spinning threads disturb each other. Short rounds of artifact and baseline alternate
+(A B B A ...), and only one process works at a time, so that a machine that gets slower or busier
+touches both sides of every ratio. Rounds that were disturbed all the same are repeated, and what does
+not become calm is told (`smelt.evaluate.latency.rounds`). Two workers live at once, whatever the number
+of artifacts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smelt.core.data import Task
+from smelt.core.errors import InputError, RunError
+from smelt.core.stage import Progress, silent
+from smelt.evaluate.latency.job import Job, Timed
+from smelt.evaluate.latency.rounds import MOST, Pair, Round, judge
+from smelt.evaluate.latency.settings import LatencySettings
+from smelt.evaluate.latency.summary import Lengths, Row
+from smelt.runtime.generation import Generation
+
+# Raised whenever the same artifact on the same machine would be timed in another way.
+# 2: from text to text, one thread, rounds that were disturbed do not count.
+VERSION = 2
+
+
+@dataclass
+class Latency:
+    """What was measured, by artifact name.
+
+    rows: one per batch size, as report.json's `latency`. errors: why an artifact has no or too few rows.
+    peak_memory_bytes: of the artifact's process. runners: for example "onnxruntime 1.31.1".
+    """
+
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    runners: dict[str, str] = field(default_factory=dict)
+
+
+def measure(
+    artifacts: Mapping[str, Path],
+    baseline: str,
+    texts: Sequence[str],
+    settings: LatencySettings,
+    task: Task,
+    *,
+    generation: Generation | None = None,
+    progress: Progress = silent,
+    pairs: Sequence[str | None] | None = None,
+    device: str = "auto",
+    counts: Mapping[int, int] | None = None,
+    told: Callable[[Latency, str], None] | None = None,
+) -> Latency:
+    """Time every artifact against `artifacts[baseline]` on the same texts, from text to text.
+
+    The baseline's rounds beside each artifact are part of every ratio and so are always taken anew;
+    its own rows pool all of them. Where its rows are kept from before, pass the baseline and the new
+    artifacts and leave the returned rows of the baseline aside. An artifact that fails is an entry in
+    `errors`; where the baseline fails, the others are timed without a speed-up (None).
+
+    Args:
+        artifacts: folders, by name.
+        baseline: the name of the one that the others are compared with.
+        texts: of the test data.
+        settings: how.
+        task: what the artifacts do.
+        generation: how texts are generated; of language models the lengths are those of `settings`.
+        progress: told of every pair of rounds.
+        pairs: each text's second text, or None where it has none.
+        device: auto, cpu or cuda.
+        counts: how many texts to use, by batch size, where that was decided before.
+        told: called with what is known so far and the name of each artifact that has been timed.
+
+    Raises:
+        InputError: no texts, or `baseline` is not among `artifacts`.
+    """
+    if not texts:
+        raise InputError("Latency: there are no texts to measure on.")
+    if baseline not in artifacts:
+        names = ", ".join(artifacts) or "no artifacts"
+        raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
+    job = Job(settings, task, generation or Generation(), texts, pairs, device, dict(counts or {}))
+    others = [name for name in artifacts if name != baseline]
+    with ExitStack() as stack:
+        measurement = _Measurement(job, baseline, progress, max(1, len(others)))
+        measurement.start_baseline(stack, artifacts[baseline])
+        for name in others:
+            measurement.time_artifact(name, artifacts[name])
+            if told is not None:
+                told(measurement.result, name)
+        return measurement.finish()
+
+
+class _Measurement:
+    """The baseline's process, and what has been measured so far."""
+
+    def __init__(self, job: Job, baseline: str, progress: Progress, artifacts: int) -> None:
+        self._job, self._name, self._progress = job, baseline, progress
+        self._total = artifacts * len(job.settings.batch_sizes) * job.settings.rounds
+        self._done = 0
+        self._base: Timed | None = None
+        self._pooled: dict[int, list[Pair]] = {}
+        self._lengths: dict[int, Lengths] = {}
+        self.result = Latency()
+
+    def start_baseline(self, stack: ExitStack, path: Path) -> None:
+        try:
+            self._base = self._job.start(stack, path)
+            self.result.runners[self._name] = self._base.runner
+        except RunError as error:
+            self.result.errors[self._name] = str(error)
+
+    def time_artifact(self, name: str, path: Path) -> None:
+        """Time one artifact at every batch size; its process ends before the next one's begins."""
+        rows: list[Row] = []
+        with ExitStack() as stack:
+            try:
+                timed = self._job.start(stack, path)
+                self.result.runners[name] = timed.runner
+                for size in self._job.settings.batch_sizes:
+                    rows.append(self._time_batches(timed, name, size))
+            except RunError as error:
+                self.result.errors[name] = str(error)
+            else:
+                self._ask_memory(timed, name)
+        if rows:
+            self.result.rows[name] = rows
+        self._sum_baseline_up()
+
+    def _time_batches(self, timed: Timed, name: str, size: int) -> Row:
+        prepared = self._prepare_baseline(size)
+        lengths = self._job.prepare(timed, size)
+        pairs = self._pairs(timed, prepared, f"{name}, batch {size}")
+        base = self._base.place if self._base else timed.place
+        beside = [Pair(pair.baseline, None) for pair in pairs if pair.baseline]
+        if beside:
+            self._pooled.setdefault(size, []).extend(beside)
+        return self._job.row(size, pairs, timed.place, base, lengths)
+
+    def _pairs(self, timed: Timed, against_baseline: bool, note: str) -> list[Pair]:
+        """Take pairs of rounds until enough of them were undisturbed and agree, or it is no use."""
+        wanted = self._job.settings.rounds
+        pairs: list[Pair] = []
+        while True:
+            first = self._round_baseline() if against_baseline and len(pairs) % 2 else None
+            own = self._job.round(timed)
+            other = first or (self._round_baseline() if against_baseline else None)
+            if against_baseline and other is None:  # it failed: what follows is timed alone
+                against_baseline, pairs = False, [Pair(pair.own, None) for pair in pairs]
+            pairs.append(Pair(own, other))
+            self._step(note, len(pairs) > wanted)
+            if len(pairs) >= wanted:
+                base = self._base.place if self._base else timed.place
+                if len(pairs) >= MOST * wanted or judge(pairs, timed.place, base, wanted).settled:
+                    return pairs
+
+    def finish(self) -> Latency:
+        """Sum the baseline up; where there was nothing to compare it with, time it alone."""
+        if not self._pooled and self._base is not None:
+            base = self._base
+            try:
+                for size in self._job.settings.batch_sizes:
+                    self._lengths[size] = self._job.prepare(base, size)
+                    self._pooled[size] = self._pairs(base, False, f"{self._name}, batch {size}")
+            except RunError as error:
+                self._baseline_failed(error)
+        self._sum_baseline_up()
+        return self.result
+
+    def _sum_baseline_up(self) -> None:
+        place = self._base.place if self._base else None
+        rows = [
+            self._job.row(size, pairs, place, place, self._lengths[size])
+            for size, pairs in self._pooled.items()
+            if place is not None
+        ]
+        if rows:
+            self.result.rows[self._name] = [r | {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]} for r in rows]
+        if self._base is not None and self._base.worker.alive:
+            self._ask_memory(self._base, self._name)
+
+    def _prepare_baseline(self, size: int) -> bool:
+        """Make the baseline ready for batches of `size`; say whether it is."""
+        if self._base is None or not self._base.worker.alive:
+            return False
+        try:
+            self._lengths[size] = self._job.prepare(self._base, size)
+        except RunError as error:
+            self._baseline_failed(error)
+            return False
+        return True
+
+    def _round_baseline(self) -> Round | None:
+        assert self._base is not None
+        try:
+            return self._job.round(self._base)
+        except RunError as error:
+            self._baseline_failed(error)
+            return None
+
+    def _baseline_failed(self, error: RunError) -> None:
+        self.result.errors.setdefault(self._name, str(error))
+
+    def _ask_memory(self, timed: Timed, name: str) -> None:
+        try:
+            self.result.peak_memory_bytes[name] = timed.worker.ask(op="memory")["peak_bytes"]
+        except RunError as error:
+            self.result.errors.setdefault(name, str(error))
+
+    def _step(self, note: str, repeated: bool) -> None:
+        self._done += 1
+        self._total += repeated
+        again = ", again" if repeated else ""
+        self._progress(min(self._done, self._total), self._total, note + again)

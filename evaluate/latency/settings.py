@@ -1,0 +1,37 @@
+"""What a recipe may say of how latency is measured."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from smelt.core.stage import Settings
+
+
+class LatencySettings(Settings):
+    """How latency is measured.
+
+    batch_sizes: texts per call. threads: per process; with one, other work on the machine disturbs least.
+    rounds: pairs of rounds; disturbed ones are repeated, up to three times as many in all. texts: how many
+    test texts are used, the same for all artifacts. min_round_ms: a round repeats the texts until this
+    much time has gone by. seconds: what one artifact's rounds at one batch size may take, repeated ones
+    aside; where the baseline needs more, fewer texts are used. time_limit_seconds: a process that is
+    silent for longer is given up. prompt_tokens, new_tokens: of language models, which continue stretches
+    of the text of about so many tokens by exactly so many.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 8)
+    threads: int = Field(default=1, ge=1, le=1024)
+    rounds: int = Field(default=5, ge=3, le=1000)
+    texts: int = Field(default=16, ge=1, le=10_000)
+    min_round_ms: float = Field(default=200.0, gt=0, le=60_000)
+    seconds: float = Field(default=20.0, gt=0)
+    time_limit_seconds: float = Field(default=600.0, gt=0)
+    prompt_tokens: int = Field(default=32, ge=1, le=1 << 20)
+    new_tokens: int = Field(default=32, ge=1, le=4096)
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _positive(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if not sizes or len(set(sizes)) != len(sizes) or any(not 1 <= s <= 4096 for s in sizes):
+            raise ValueError(f"expected different whole numbers from 1 to 4096, read {list(sizes)}")
+        return sizes

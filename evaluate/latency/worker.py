@@ -1,0 +1,224 @@
+"""The process that one artifact is timed in: `python -m smelt.evaluate.latency.worker`.
+
+Speaks JSON lines: a request per line on standard input, an answer per line on standard output. It
+works only between a request and its answer and is blocked on the pipe otherwise, so that it disturbs
+nobody's measurement; when the pipe closes (the parent ended, however) it ends too.
+
+    load: artifact, threads, task, device             -> runner, device
+    cut: texts, prompt_tokens, new_tokens             -> texts, new_tokens
+    prepare: batch_size, texts, pairs, generation, limit_ms
+                                                      -> call_ms, input_tokens, output_tokens, whole
+    round: min_ms                                     -> times_ms, parts, texts, load
+    memory                                            -> peak_bytes
+
+An answer `{"error": "..."}` says that a request failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from smelt.core.data import Example
+from smelt.evaluate.latency.machine_load import between, look
+
+if TYPE_CHECKING:
+    from smelt.evaluate.latency.watch import Watch
+    from smelt.runtime.generation import Generation
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    """Loads one artifact and times what `smelt.load` does with texts: the very functions, one batch a call.
+
+    Tokenizing, detokenizing and a classifier's labels are inside of the timed part.
+    """
+
+    def __init__(self) -> None:
+        self._watch: Watch | None = None
+        self._task = ""
+        self._generation: Generation | None = None
+        self._groups: list[list[Example]] = []
+
+    def answer(self, request: dict[str, Any]) -> Answer:
+        """Do what the request asks for; whatever goes wrong becomes an answer with `error`."""
+        operations = {
+            "load": self._load,
+            "cut": self._cut,
+            "prepare": self._prepare,
+            "round": self._round,
+            "memory": self._memory,
+        }
+        try:
+            return operations[request["op"]](request)
+        except Exception as error:  # the parent decides what a failure means, so none may be lost here
+            from smelt.core.errors import SmeltError
+
+            kind = "" if isinstance(error, SmeltError) else f"{type(error).__name__}: "
+            return {"error": f"{kind}{error}"}
+
+    def _load(self, request: dict[str, Any]) -> Answer:
+        from smelt.core.artifact import read_artifact
+
+        artifact = read_artifact(Path(request["artifact"]))  # first: a wrong folder is told at once
+        from smelt.evaluate.latency.watch import Watch
+        from smelt.runtime.runner import open_runner
+
+        runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
+        self._watch, self._task = Watch(runner), request["task"]
+        return {"runner": f"{runner.name} {runner.version}", "device": runner.device}
+
+    def _cut(self, request: dict[str, Any]) -> Answer:
+        """Cut prompts for a language model."""
+        from smelt.evaluate.latency.prompts import cut_prompts
+
+        assert self._watch is not None
+        lengths = request["prompt_tokens"], request["new_tokens"]
+        texts, new = cut_prompts(request["texts"], self._watch, lengths)
+        return {"texts": texts, "new_tokens": new}
+
+    def _prepare(self, request: dict[str, Any]) -> Answer:
+        """Take the texts and warm up: one pass, cut after `limit_ms`.
+
+        call_ms is the median call; whole says whether the pass came to its end.
+        """
+        from smelt.runtime.generation import Generation
+
+        assert self._watch is not None
+        self._generation = Generation.model_validate(request["generation"])
+        self._groups = groups_of(request["texts"], request["pairs"], request["batch_size"])
+        read = written = texts = 0
+        timed: list[float] = []
+        begin = time.perf_counter()
+        for group in self._groups:
+            at = time.perf_counter()
+            self._run(group)
+            timed.append(1000 * (time.perf_counter() - at))
+            assert self._watch.batch is not None
+            read += int(self._watch.batch.attention_mask.sum())
+            written += self._written(len(group))
+            texts += len(group)
+            if 1000 * (time.perf_counter() - begin) > request["limit_ms"]:
+                break
+        return {
+            # the first call also builds kernels and buffers
+            "call_ms": statistics.median(timed[1:] or timed),
+            "input_tokens": read / texts,
+            "output_tokens": written / texts,
+            "whole": len(timed) == len(self._groups),
+        }
+
+    def _run(self, group: Sequence[Example]) -> None:
+        """Do for one batch of texts what `generate` and `predict` of `smelt.load` do."""
+        from smelt.runtime.class_predictions import predictions
+        from smelt.runtime.predict import class_logits, generate_texts
+
+        runner: Any = self._watch
+        if self._task == "text-classification":
+            predictions(class_logits(runner, group, len(group)), runner.config)
+        else:
+            assert self._generation is not None
+            generate_texts(runner, [example.text for example in group], self._generation, len(group))
+
+    def _written(self, texts: int) -> int:
+        """Return how many tokens the model makes of the last batch; the texts no longer show it."""
+        from smelt.runtime.generation import generate
+
+        assert self._generation is not None
+        if self._task == "text-classification":
+            return 0
+        if self._task == "language-modeling":
+            return texts * int(self._generation.max_new_tokens or 0)
+        runner: Any = self._watch
+        return sum(map(len, generate(runner, runner.batch, self._generation)))
+
+    def _round(self, request: dict[str, Any]) -> Answer:
+        """Time whole passes over the batches until `min_ms` have gone by."""
+        assert self._watch is not None
+        watch, run, clock = self._watch, self._run, time.perf_counter_ns
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()  # a collection inside a call would be charged to it
+        try:
+            run(
+                self._groups[-1]
+            )  # after the wait caches are cold and cores slow; the shortest is the cheapest
+            times: list[float] = []
+            parts: list[list[float]] = []
+            passes = 0
+            before = look()
+            begin = clock()
+            while clock() - begin < request["min_ms"] * 1e6:
+                for group in self._groups:
+                    at = watch.begin()
+                    run(group)
+                    end = clock()
+                    times.append((end - at) / 1e6)
+                    if (found := watch.parts(at, end)) is not None:
+                        parts.append(found)
+                passes += 1
+            after = look()
+        finally:
+            if collects:
+                gc.enable()
+        return {
+            "times_ms": times,
+            "parts": parts,
+            "texts": passes * sum(map(len, self._groups)),
+            "load": between(before, after).dump(),
+        }
+
+    def _memory(self, request: dict[str, Any]) -> Answer:
+        return {"peak_bytes": peak_memory_bytes()}
+
+
+def groups_of(texts: Sequence[str], pairs: Sequence[str | None] | None, size: int) -> list[list[Example]]:
+    """Return the texts in groups of `size`, those of similar length together, the longest first.
+
+    Length is in bytes, so that the groups are the same for every tokenizer.
+    """
+    order = sorted(range(len(texts)), key=lambda i: (-len(texts[i].encode()), i))
+    examples = [Example(texts[i], text_pair=pairs[i] if pairs else None) for i in order]
+    return [examples[at : at + size] for at in range(0, len(examples), size)]
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory (resident set, bytes) that this process has held so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # not ru_maxrss: Linux hands the forking parent's peak on through exec
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import psutil
+
+    peak = getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if peak is not None:
+        return int(peak)
+    import resource
+
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # macOS counts in bytes
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
+    # Libraries print to standard output; the answers get a descriptor that nobody else knows.
+    answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    worker = Worker()
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

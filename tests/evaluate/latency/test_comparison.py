@@ -1,0 +1,227 @@
+"""Who is timed when: with real processes, and with made-up ones whose times are known."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_workers
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from smelt.core.artifact import Manifest
+from smelt.core.errors import InputError
+from smelt.core.store import Store
+from smelt.evaluate.latency import LatencySettings, measure
+from smelt.evaluate.report_schema import Latency
+
+TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = Store(tmp_path_factory.mktemp("store"))
+    config = BertConfig(
+        vocab_size=8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+    )
+    with store.workspace() as work:
+        out = work / "model"
+        torch.manual_seed(0)
+        BertForSequenceClassification(config).save_pretrained(out)
+        (out / "vocab.txt").write_text(
+            "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "end", "a"])
+        )
+        settings = {"tokenizer_class": "BertTokenizer", "model_max_length": 16}
+        (out / "tokenizer_config.json").write_text(json.dumps(settings))
+        manifest = Manifest(
+            key="a" * 64,
+            format="torch",
+            task="text-classification",
+            stage="model",
+            settings={},
+            seed=0,
+            parent=None,
+            versions={},
+        )
+        return store.commit(out, manifest).path
+
+
+def test_measure_goes_on_past_a_broken_artifact(classifier: Path, tmp_path: Path) -> None:
+    settings = LatencySettings(batch_sizes=(1, 4), threads=1, rounds=3, texts=4, min_round_ms=1)
+    artifacts = {"model": classifier, "broken": tmp_path, "same": classifier}
+    seen: list[tuple[int, int]] = []
+    result = measure(
+        artifacts,
+        "model",
+        TEXTS,
+        settings,
+        "text-classification",
+        progress=lambda d, t, note="": seen.append((d, t)),
+    )
+    assert set(result.rows) == {"model", "same"}
+    assert "no manifest.json" in result.errors["broken"]
+    assert set(result.errors) == {"broken"}
+    for rows in result.rows.values():
+        assert [r["batch_size"] for r in rows] == [1, 4]
+        for row in rows:
+            Latency.model_validate(row)
+            assert (row["threads"], row["texts"]) == (
+                1,
+                2 * row["batch_size"] if row["batch_size"] > 2 else 4,
+            )
+            assert 0 < row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"]
+            assert row["output_tokens"] == 0
+    # the middles of the four quarters have 2, 5, 8 and 11 times "word"; "end", [CLS] and [SEP] make 3 more
+    assert result.rows["same"][0]["input_tokens"] == pytest.approx(statistics.fmean([5, 8, 11, 14]))
+    same = result.rows["same"][0]
+    assert same["speedup_ci95"][0] <= same["speedup"] <= same["speedup_ci95"][1]
+    assert 3 <= len(same["rounds_ms"]) <= 9
+    assert result.rows["model"][0]["speedup_ci95"] == [1.0, 1.0]
+    # a process with torch loaded holds more than 50 MiB and less than 8 GiB
+    assert all(50 * 2**20 < b < 8 * 2**30 for b in result.peak_memory_bytes.values())
+    assert result.runners["same"].startswith("torch ")
+    assert seen[-1][0] <= seen[-1][1]
+
+
+def test_measure_refuses_no_texts_and_an_unknown_baseline(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no texts"):
+        measure({"a": tmp_path}, "a", [], LatencySettings(), "translation")
+    with pytest.raises(InputError, match="baseline 'b' is not among a"):
+        measure({"a": tmp_path}, "b", ["x"], LatencySettings(), "translation")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_workers.install(monkeypatch)
+
+
+SETTINGS = LatencySettings(batch_sizes=(1,), rounds=4)
+
+
+def _measure(*names, **kept):
+    folders = {name: Path("/nowhere") / name for name in names}
+    return measure(folders, "base", TEXTS, kept.pop("settings", SETTINGS), "translation", **kept)
+
+
+def test_a_true_double_speed_is_claimed_when_the_machine_is_calm(fake):
+    (row,) = _measure("base", "twice").rows["twice"]
+    assert row["stable"]
+    assert row["speedup"] == pytest.approx(2, rel=0.01)
+    low, high = row["speedup_ci95"]
+    assert 1.9 < low < 2 < high < 2.1
+    assert len(row["rounds_ms"]) == 4  # none had to be repeated
+
+
+def test_rounds_alternate_and_who_is_first_changes(fake):
+    _measure("base", "twice")
+    assert [name for op, name in fake.asked if op == "round"] == [
+        *("twice", "base", "base", "twice", "twice", "base", "base", "twice")
+    ]
+
+
+def test_disturbed_rounds_are_repeated_until_enough_were_calm(fake):
+    fake.used = staticmethod(lambda folder, number: 0.5 if number <= 3 else 0.99)
+    result = _measure("base", "twice")
+    (row,) = result.rows["twice"]
+    assert [r["counted"] for r in row["rounds"]] == [False] * 3 + [True] * 4
+    assert row["stable"]
+    assert [r["counted"] for r in result.rows["base"][0]["rounds"]] == [False] * 3 + [True] * 4
+
+
+def test_what_never_becomes_calm_is_given_up_and_flagged(fake):
+    fake.used = staticmethod(lambda folder, number: 0.5)
+    seen = []
+    result = _measure("base", "twice", progress=lambda d, t, note="": seen.append((d, t, note)))
+    for name in ("base", "twice"):
+        (row,) = result.rows[name]
+        assert len(row["rounds_ms"]) == 12  # three times what was asked for
+        assert not row["stable"]
+        assert row["reason"].startswith("other work took the processor in 12 of 12 rounds, up to 50 %")
+    assert seen[-1] == (12, 12, "twice, batch 1, again")
+    assert seen[3] == (4, 4, "twice, batch 1")
+
+
+def test_an_artifact_is_as_fast_as_itself_when_the_machine_is_calm(fake):
+    (row,) = _measure("base", "same").rows["same"]
+    low, high = row["speedup_ci95"]
+    assert row["stable"]
+    assert low <= 1 <= high
+
+
+def test_each_artifact_is_told_as_soon_as_it_is_through(fake):
+    told = []
+    _measure("base", "twice", "same", told=lambda result, name: told.append((name, sorted(result.rows))))
+    assert told == [("twice", ["base", "twice"]), ("same", ["base", "same", "twice"])]
+
+
+def test_texts_are_as_many_as_before_when_that_was_decided(fake):
+    assert _measure("base", "twice").rows["twice"][0]["texts"] == 16
+    assert _measure("base", "twice", counts={1: 5}).rows["twice"][0]["texts"] == 5
+    slow = LatencySettings(batch_sizes=(4,), rounds=4, seconds=0.4)  # 5 calls of 20 ms in each of 4 rounds
+    assert _measure("base", settings=slow).rows["base"][0]["texts"] == 16
+    assert _measure("base", settings=slow.model_copy(update={"seconds": 0.17})).rows["base"][0]["texts"] == 8
+
+
+def test_a_baseline_that_breaks_leaves_times_without_a_speed_up(fake):
+    fake.fails = staticmethod(lambda folder, number: folder == "base" and number > 2)
+    result = _measure("base", "twice")
+    (row,) = result.rows["twice"]
+    assert (row["speedup"], row["speedup_ci95"], row["stable"]) == (None, None, True)
+    assert row["p50_ms"] == pytest.approx(10, rel=0.02)
+    assert result.errors == {"base": "broke"}
+
+
+def test_language_models_are_asked_for_exactly_so_many_tokens(fake, monkeypatch):
+    given = {}
+
+    def ask(self, op, **request):
+        if op == "cut":
+            given["cut"] = request
+            return {"texts": ["a b c", "d e f"], "new_tokens": 7}
+        if op == "prepare":
+            given["prepare"] = request
+        return fake_workers.Worker.ask(self, op, **request)
+
+    fake.ask = ask
+    settings = LatencySettings(batch_sizes=(1,), rounds=3, prompt_tokens=5, new_tokens=9)
+    folders = {"base": Path("/nowhere/base")}
+    (row,) = measure(folders, "base", TEXTS, settings, "language-modeling").rows["base"]
+    assert (given["cut"]["prompt_tokens"], given["cut"]["new_tokens"]) == (5, 9)
+    assert (given["prepare"]["generation"]["min_new_tokens"], row["unit"]) == (7, "tokens/s")
+    assert given["prepare"]["generation"]["max_new_tokens"] == 7
+    assert set(given["prepare"]["texts"]) == {"a b c", "d e f"}
+    assert row["throughput"] == pytest.approx(4 * 1000 / 20, rel=0.02)  # 4 tokens a text
+
+
+BUSY = "while True: pass"
+PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_speed_is_claimed_between_an_artifact_and_itself_when_others_work(classifier, threads):
+    settings = LatencySettings(batch_sizes=(1,), threads=threads, rounds=3, texts=2, min_round_ms=50)
+    loops = []
+
+    def disturb(done, total, note=""):
+        if not loops:  # from the second pair of rounds on
+            loops.extend(subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(PROCESSORS))
+
+    folders = {"a": classifier, "b": classifier}
+    try:
+        result = measure(folders, "a", TEXTS, settings, "text-classification", progress=disturb)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    (row,) = result.rows["b"]
+    low, high = row["speedup_ci95"]
+    assert not row["stable"] or (low <= 1 <= high), row
+    assert max(r["lost_share"] for r in row["rounds"]) > 0.1, "the loops were not seen"

@@ -1,0 +1,17 @@
+import pytest
+from pydantic import ValidationError
+
+from smelt.evaluate.latency import LatencySettings
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_sizes": []}, {"batch_sizes": [0]}, {"batch_sizes": [2, 2]}, {"rounds": 2}, {"threads": 0}],
+)
+def test_settings_refuse_when_out_of_range(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LatencySettings.model_validate(wrong)
+
+
+def test_one_thread_is_measured_when_nothing_is_said() -> None:
+    assert LatencySettings().threads == 1

@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from smelt.evaluate.latency.machine_load import Load
+from smelt.evaluate.latency.rounds import Pair, Place, Round
+from smelt.evaluate.latency.summary import NEAR, Lengths, parts_of, spread, summarize
+from smelt.evaluate.report_schema import Latency
+
+ONE = Place(threads=1, processors=2)
+CALM = Load(100.0, 99.0, 0.0, 0.1, 0.0, 0.2)
+
+
+def a_round(times, load=CALM, parts=()):
+    return Round(list(times), list(parts), 2 * len(times), load)
+
+
+def test_summary_of_known_calls():
+    pairs = [Pair(a_round(times), None) for times in ([1.0, 2.0], [3.0, 4.0], [1.0, 4.0])]
+    row = summarize(pairs, ONE, ONE, Lengths(3.0, 2.0))
+    assert row["p50_ms"] == 2.5
+    assert row["p90_ms"] == pytest.approx(4.0)
+    assert row["throughput"] == pytest.approx(1000 * 12 / 15)  # 12 texts in 15 ms
+    assert row["processor_ms"] == pytest.approx(3 * 99 / 6)
+    assert row["rounds_ms"] == [1.5, 3.5, 2.5]
+    assert (row["speedup"], row["speedup_ci95"], row["parts"]) == (None, None, None)
+    assert (row["stable"], row["reason"]) == (True, None)
+    Latency.model_validate({"batch_size": 2, "unit": "texts/s", "threads": 1, "texts": 4} | row)
+
+
+def test_percentiles_are_those_of_the_rounds_that_count():
+    busy = Load(100.0, 50.0, 50.0, 1.5, 0.0, 0.9)
+    pairs = [Pair(a_round([10.0]), a_round([20.0])) for _ in range(3)]
+    pairs.insert(1, Pair(a_round([90.0], busy), a_round([20.0])))
+    row = summarize(pairs, ONE, ONE, Lengths(3.0, 2.0))
+    assert row["p99_ms"] == 10
+    assert row["speedup"] == pytest.approx(2)
+    assert row["rounds_ms"] == [10, 90, 10, 10]
+    assert [r["counted"] for r in row["rounds"]] == [True, False, True, True]
+    seen = row["rounds"][1]
+    assert (seen["lost_share"], seen["processor_share"], seen["baseline_processor_share"]) == (0.5, 0.5, 0.99)
+    assert (seen["other_processors"], seen["pressure"], seen["baseline_ms"]) == (1.5, 0.9, 20)
+
+
+def test_parts_add_up_to_the_median_call():
+    draw = np.random.default_rng(0)
+    for count in (3, 4, 50, 51):
+        parts = [[*draw.uniform(1, 20, size=4), 7.0, 0.5] for _ in range(count)]
+        calls = np.array([sum(p[:4]) + p[5] for p in parts])
+        p50 = float(np.median(calls))
+        found = parts_of(calls, parts, p50)
+        first, last = found["first_token_ms"], found["detokenizing_ms"]
+        whole = first + found["further_token_ms"] * found["further_tokens"] + last
+        assert whole == pytest.approx(p50, rel=NEAR)
+        assert first > found["tokenizing_ms"] + found["encoding_ms"]
+
+
+def test_parts_of_a_classifier_add_up_to_the_median_call():
+    parts = [[1.0, 5.0, 0.5], [1.0, 9.0, 0.5], [2.0, 5.0, 0.5]]
+    found = parts_of(np.array([6.5, 10.5, 7.5]), parts, 7.5)
+    assert found == {"tokenizing_ms": 2.0, "model_ms": 5.0, "rest_ms": 0.5}
+
+
+def test_parts_of_two_far_calls_are_those_about_the_median():
+    parts = [[1.0, 1.0, 1.0, 0.0, 0.0, 1.0], [1.0, 7.0, 1.0, 0.0, 0.0, 1.0]]
+    found = parts_of(np.array([4.0, 10.0]), parts, 7.0)
+    assert found["encoding_ms"] == 4
+    assert found["further_token_ms"] is None
+
+
+def test_spread_takes_the_middles_of_equal_shares_of_the_lengths():
+    texts = ["x" * n for n in (9, 1, 5, 7, 3, 2, 8, 4, 6, 10)]
+    assert [len(texts[i]) for i in spread(texts, 5)] == [2, 4, 6, 8, 10]
+    assert len(spread(["a", "b"], 6)) == 6

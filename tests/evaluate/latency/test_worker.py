@@ -1,0 +1,167 @@
+"""The worker, in this process: what it times, and that it times what `smelt.load` does."""
+
+import gc
+import time
+
+import causal
+import numpy as np
+import pytest
+import tiny
+
+from smelt.core.data import Example
+from smelt.core.store import Store
+from smelt.evaluate.latency import worker as module
+from smelt.evaluate.latency.worker import Worker, groups_of
+
+GENERATION = {"max_new_tokens": 5}
+
+
+def _artifact(folder, task):
+    """Put a model into a store, so that it has a manifest with hashes."""
+    made = {"translation": tiny.marian, "text-classification": tiny.bert}
+    store = Store(folder / "store")
+    with store.workspace() as work:
+        if task == "language-modeling":
+            causal.model(work / "m", "gpt2")
+        else:
+            made[task](work / "m")
+        return store.commit(work / "m", tiny.artifact(work / "m", task).manifest).path
+
+
+def _load(folder, task):
+    worker = Worker()
+    answer = worker.answer({"op": "load", "artifact": str(folder), "threads": 1, "task": task})
+    assert answer["runner"].startswith("torch "), answer
+    assert answer["device"] == "cpu"
+    return worker
+
+
+def _prepare(worker, texts, size, pairs=None, limit_ms=60_000, generation=GENERATION):
+    request = {"op": "prepare", "texts": texts, "pairs": pairs, "batch_size": size, "limit_ms": limit_ms}
+    answer = worker.answer(request | {"generation": generation})
+    assert "error" not in answer, answer
+    return answer
+
+
+def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
+    import smelt.runtime.predict as predict
+
+    folder = _artifact(tmp_path, "translation")
+    worker = _load(folder, "translation")
+    texts = tiny.SENTENCES[:4]
+    prepared = _prepare(worker, texts, 2)
+    assert prepared["whole"]
+    assert 0 < prepared["output_tokens"] <= 5
+    seen = []
+    real = predict.generate_texts
+    monkeypatch.setattr(
+        predict, "generate_texts", lambda *a, **k: seen.append((a[1], a[2], a[3])) or real(*a, **k)
+    )
+    answer = worker.answer({"op": "round", "min_ms": 1})
+    longest = sorted(texts, key=lambda text: -len(text))
+    assert [group for group, *_ in seen] == [longest[2:], longest[:2], longest[2:]]  # one unasked, to warm up
+    assert all((g.max_new_tokens, size) == (5, 2) for _, g, size in seen)
+    assert len(answer["times_ms"]) == len(answer["parts"]) == 2
+    assert answer["texts"] == 4
+    for whole, parts in zip(answer["times_ms"], answer["parts"], strict=True):
+        assert sum(parts[:4]) + parts[5] == pytest.approx(whole, rel=0.05)
+        assert min(parts[:3]) > 0
+
+
+def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
+    from smelt.core.artifact import read_artifact
+    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.generation import Generation, generate
+    from smelt.runtime.predict import make_batches
+    from smelt.runtime.runner import open_runner
+
+    folder = _artifact(tmp_path, "translation")
+    texts = tiny.SENTENCES[:4]
+    prepared = _prepare(_load(folder, "translation"), texts, 2, generation={"max_new_tokens": 30})
+    tokenizer = load_tokenizer(folder)
+    with open_runner(read_artifact(folder), 1) as runner:
+        batches = make_batches(texts, tokenizer, 4, 40)
+        made = [generate(runner, batch, Generation(max_new_tokens=30)) for _, batch in batches]
+    lengths = [len(row) for rows in made for row in rows]
+    assert prepared["output_tokens"] == pytest.approx(np.mean(lengths))
+    assert prepared["input_tokens"] == pytest.approx(
+        np.mean([len(ids) for ids in tokenizer(texts)["input_ids"]])
+    )
+
+
+def test_a_classifier_is_timed_with_its_labels_and_pairs(tmp_path, monkeypatch):
+    import smelt.runtime.class_predictions as labels
+
+    folder = _artifact(tmp_path, "text-classification")
+    worker = _load(folder, "text-classification")
+    alone = _prepare(worker, ["a man", "two dogs"], 2)
+    both = _prepare(worker, ["a man", "two dogs"], 2, pairs=["the cat", "a song"])
+    assert both["input_tokens"] == alone["input_tokens"] + 3  # two words and a separator
+    assert both["output_tokens"] == 0
+    given = []
+    real = labels.predictions
+    monkeypatch.setattr(labels, "predictions", lambda *a: given.append(real(*a)) or given[-1])
+    answer = worker.answer({"op": "round", "min_ms": 1})
+    assert {p.label for p in given[0]} <= {"LABEL_0", "LABEL_1"}
+    assert all(len(parts) == 3 for parts in answer["parts"])
+
+
+def test_a_language_model_continues_by_exactly_so_many_tokens(tmp_path):
+    folder = _artifact(tmp_path, "language-modeling")
+    worker = _load(folder, "language-modeling")
+    cut = worker.answer({"op": "cut", "texts": [causal.TEXT], "prompt_tokens": 9, "new_tokens": 6})
+    assert cut["new_tokens"] == 6
+    fixed = {"min_new_tokens": 6, "max_new_tokens": 6}
+    prepared = _prepare(worker, cut["texts"], 1, generation=fixed)
+    assert 5 <= prepared["input_tokens"] <= 9
+    assert prepared["output_tokens"] == 6
+    answer = worker.answer({"op": "round", "min_ms": 1})
+    assert {parts[4] for parts in answer["parts"]} == {5.0}
+
+
+def test_round_times_only_the_calls_and_whole_passes(monkeypatch) -> None:
+    worker, calls = Worker(), []
+
+    class Watch:
+        def begin(self):
+            return time.perf_counter_ns()
+
+        def parts(self, begin, end):
+            return None
+
+    def sleepy(group):
+        calls.append(len(group[0].text))
+        time.sleep(0.005)
+
+    worker._watch, worker._groups = Watch(), [[Example("xxx")] * 2, [Example("x")] * 2]
+    monkeypatch.setattr(worker, "_run", sleepy)
+    gc.disable()
+    try:
+        answer = worker.answer({"op": "round", "min_ms": 25})
+        assert not gc.isenabled()  # as it was found
+    finally:
+        gc.enable()
+    times = answer["times_ms"]
+    assert calls[0] == 1, "the shortest batch warms up, untimed"
+    assert len(times) == len(calls) - 1
+    assert len(times) % 2 == 0
+    assert sum(times) >= 20
+    assert min(times) >= 5
+    assert answer["texts"] == 2 * len(times)
+    assert answer["parts"] == []
+    assert answer["load"]["wall_ms"] >= 25
+    # it slept, so it used no processor: with one thread that is a round that was disturbed
+    assert answer["load"]["processor_ms"] < 0.5 * answer["load"]["wall_ms"]
+
+
+def test_groups_are_of_similar_length_and_the_longest_comes_first():
+    groups = groups_of(["a", "ccc", "bb", "dddd", "é"], ["1", None, "2", None, "3"], 2)
+    assert [[e.text for e in group] for group in groups] == [["dddd", "ccc"], ["bb", "é"], ["a"]]
+    assert groups[1][0].text_pair == "2"
+
+
+def test_what_fails_becomes_an_answer(tmp_path):
+    answer = Worker().answer({"op": "load", "artifact": str(tmp_path), "threads": 1, "task": "translation"})
+    assert "no manifest.json" in answer["error"]
+    assert Worker().answer({"op": "prepare"})["error"].startswith("AssertionError")
+    assert module.peak_memory_bytes() > 2**20

@@ -1,0 +1,107 @@
+"""What stands first in every drawing of a report."""
+
+import re
+
+import pytest
+from sample_report import disturb, sample
+
+from smelt.evaluate.report_headline import headline, lines
+from smelt.evaluate.report_html import write_html
+from smelt.evaluate.report_markdown import write_markdown
+from smelt.evaluate.report_schema import validate_report
+from smelt.evaluate.report_table import table
+
+
+@pytest.fixture
+def report():
+    found = sample()
+    found["steps"][6]["gates"] = []  # of onnx-int8: it fails one
+    return found
+
+
+def _headline(report):
+    return headline(validate_report(report))
+
+
+def _everywhere(report, words):
+    flat = [" ".join(text.split()) for text in (table(report), write_markdown(report), write_html(report))]
+    return [words in text.replace("\\", "") for text in flat]
+
+
+def test_the_fastest_step_that_can_be_deployed_is_named(report):
+    found = _headline(report)
+    assert (found.pick.name, found.times.batch_size, found.withheld, found.trial) == (
+        *("onnx-int8", 1, None),
+        None,
+    )
+    (line,) = lines(validate_report(report))
+    assert line == (
+        "Fastest step: onnx-int8, 5.94× [5.70, 6.23] at batch 1; BLEU 37.05 (−1.37, p = 0.002);"
+        " 25.1 MB (19 % of model)."
+    )
+    assert " ".join(table(report).split()).startswith(line)
+    assert line in write_markdown(report).replace("\\", "")
+    assert "<b>onnx-int8</b>" in write_html(report)
+
+
+def test_a_faster_step_that_nobody_would_deploy_is_not_named(report):
+    report["steps"][5]["latency"][0]["speedup"] = 99.0  # quantize, which torch only emulates
+    report["steps"][5]["latency"][0]["speedup_ci95"] = [98.0, 100.0]
+    assert _headline(report).pick.name == "onnx-int8"
+
+
+def test_a_step_that_fails_a_gate_is_not_named(report):
+    report["steps"][6]["gates"] = sample()["steps"][6]["gates"]
+    assert _headline(report).pick.name == "onnx-fp32"
+    assert lines(validate_report(report))[0].startswith("Fastest step that fails no gate: onnx-fp32")
+    for step in report["steps"]:
+        step["gates"] = report["steps"][6]["gates"]
+    assert (_headline(report).pick, _headline(report).withheld) == (None, "No step keeps all its gates.")
+
+
+def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturbed(report):
+    disturb(report["steps"][7]["latency"][0])  # onnx-fp32, not the fastest
+    found = _headline(report)
+    assert found.pick is None
+    assert found.withheld.startswith("No speed is claimed: the times of onnx-fp32 were disturbed (other work")
+    assert _everywhere(report, "No speed is claimed: the times of onnx-fp32 were disturbed") == [True] * 3
+    assert not re.search(r"Fastest step", write_html(report))
+
+
+def test_a_disturbed_step_that_does_not_compete_withholds_nothing(report):
+    disturb(report["steps"][5]["latency"][0])  # quantize
+    disturb(report["steps"][0]["latency"][0])  # the baseline: each pair of rounds was judged by itself
+    disturb(report["steps"][7]["latency"][0])  # onnx-fp32, which fails a gate
+    report["steps"][7]["gates"] = sample()["steps"][6]["gates"]
+    assert _headline(report).pick.name == "onnx-int8"
+
+
+def test_the_speed_up_at_the_smallest_batch_decides(report):
+    for step in report["steps"]:
+        step["latency"].reverse()
+    report["steps"][7]["latency"][0]["speedup"] = 50.0  # batch 8
+    report["steps"][7]["latency"][0]["speedup_ci95"] = [49.0, 51.0]
+    assert _headline(report).pick.name == "onnx-int8"
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "said"),
+    [
+        (64, {"train": 64, "test": 48}, "A trial on 48 rows, not a result."),
+        (1, {"test": 1}, "A trial on 1 row, not a result."),
+        (5000, {"train": 300, "test": 48}, None),  # more than there are: nothing was left out
+        (None, {"test": 48}, None),
+    ],
+)
+def test_a_trial_is_called_one_in_every_headline(report, limit, rows, said):
+    report["recipe"].update(limit=limit, rows=rows)
+    assert _headline(report).trial == said
+    assert _everywhere(report, said or "A trial on") == [bool(said)] * 3
+
+
+def test_nothing_timed_gives_no_headline(report):
+    for step in report["steps"]:
+        step["latency"] = []
+    report["frontier"] = []
+    assert lines(validate_report(report)) == []
+    assert table(report).startswith("step ")

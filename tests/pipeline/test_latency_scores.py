@@ -1,0 +1,126 @@
+"""Which times are kept in the store, and what is left of them when a run is stopped."""
+
+import json
+
+import fake_workers
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+from smelt.evaluate.latency import comparison
+from smelt.evaluate.report_schema import validate_report
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+    name: one
+  - prune: {what: [ffn], keep: 0.25, importance: magnitude}
+    from: model
+    name: two
+score: {quality: [accuracy], latency: {batch_sizes: [1, 2], rounds: 3, texts: 2}}
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    tiny.bert(tmp_path / "m")
+    tiny.labelled(tmp_path / "data.jsonl", 8)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def _run(home, *arguments):
+    command = ["run", str(home / "recipe.yaml"), "--out", str(home / "r"), "--quiet", *arguments]
+    result = CliRunner().invoke(main, command)
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    report = json.loads((home / "r" / "report.json").read_text())
+    validate_report(report)
+    return result, report, {step["name"]: step for step in report["steps"]}
+
+
+def _loads(fake):
+    found = [folder for op, folder in fake.asked if op == "load"]
+    fake.asked.clear()
+    return found
+
+
+def test_what_was_timed_before_ctrl_c_is_shown_and_kept_and_the_next_run_goes_on(home, monkeypatch):
+    fake = fake_workers.install(monkeypatch)
+    ask = fake.ask
+
+    def stopped(self, op, **request):
+        if op == "round" and len([1 for asked, _ in fake.asked if asked == "load"]) == 3:
+            raise KeyboardInterrupt
+        return ask(self, op, **request)
+
+    monkeypatch.setattr(fake, "ask", stopped)
+    result, report, steps = _run(home)
+    assert (result.exit_code, report["status"]) == (130, "interrupted")
+    assert [row["batch_size"] for row in steps["one"]["latency"]] == [1, 2]
+    assert [row["batch_size"] for row in steps["model"]["latency"]] == [1, 2]
+    assert steps["two"]["latency"] == []
+    keys = {name: step["key"] for name, step in steps.items()}
+    assert _loads(fake) == [keys["model"], keys["one"], keys["two"]]
+
+    monkeypatch.setattr(fake, "ask", ask)
+    fake.ms = {keys["model"]: 9000.0}  # now so slow that it would leave time for fewer texts
+    result, report, again = _run(home)
+    assert (result.exit_code, report["status"]) == (0, "passed")
+    assert _loads(fake) == [keys["model"], keys["two"]]  # the baseline beside what is missing
+    assert again["one"]["latency"] == steps["one"]["latency"]
+    assert again["model"]["latency"] == steps["model"]["latency"]
+    assert again["two"]["latency"][0]["texts"] == steps["one"]["latency"][0]["texts"]
+    _run(home)
+    assert _loads(fake) == []
+
+
+def test_disturbed_times_are_taken_anew_by_the_next_run(home, monkeypatch):
+    fake = fake_workers.install(monkeypatch)
+    noisy = []
+    fake.used = staticmethod(lambda folder, number: 0.5 if folder in noisy else 0.99)
+    _, _, steps = _run(home, "--set", "score.latency=false")
+    noisy.append(steps["two"]["key"])
+    result, report, steps = _run(home)
+    assert result.exit_code == 0
+    assert [steps[n]["latency"][0]["stable"] for n in ("model", "one", "two")] == [True, True, False]
+    assert "two" not in report["frontier"]
+    said = (home / "r" / "report.md").read_text()
+    assert "No speed is claimed: the times of two were disturbed" in said
+    _loads(fake)
+    noisy.clear()
+    _, _, steps = _run(home)
+    assert _loads(fake) == [steps["model"]["key"], steps["two"]["key"]]
+    assert steps["two"]["latency"][0]["stable"]
+    _run(home)
+    assert _loads(fake) == []
+
+
+def test_times_taken_in_another_way_are_not_taken_for_these(home, monkeypatch):
+    import smelt.evaluate.latency as latency
+
+    fake = fake_workers.install(monkeypatch)
+    _run(home)
+    fake.asked.clear()
+    monkeypatch.setattr(latency, "VERSION", comparison.VERSION + 1)
+    _run(home)
+    assert len(_loads(fake)) == 3
+    _run(home, "--set", "score.latency.threads=2")
+    assert len(_loads(fake)) == 3
+    assert comparison.VERSION == 2  # from text to text; whoever changes what is timed raises it
+
+
+def test_a_speed_gate_is_not_judged_when_the_times_were_disturbed(home, monkeypatch):
+    fake = fake_workers.install(monkeypatch)
+    fake.used = staticmethod(lambda folder, number: 0.5)
+    result, report, steps = _run(home, "--set", "gates={speedup: {min: 0.5, at: one}}")
+    (gate,) = steps["one"]["gates"]
+    assert (gate["passed"], gate["value"] > 0.5) == (None, True)
+    assert gate["reason"].startswith("the times were disturbed: other work took the processor in 9 of 9")
+    assert (result.exit_code, report["status"]) == (3, "gate-failed")
+    fake.used = staticmethod(lambda folder, number: 0.99)
+    result, _, steps = _run(home, "--set", "gates={speedup: {min: 0.9, at: one}}")
+    assert (steps["one"]["gates"][0]["passed"], result.exit_code) == (True, 0)

@@ -98,8 +98,8 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
         parts.append(f"{view.DOUBT} disturbed while it was timed: no speed is claimed")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
-        f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}, read"
-        f" {notes.gate_value(gate)}"
+        f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}"
+        + (f", read {notes.gate_value(gate)}" if gate.value is not None else "")
         for step in report.steps
         for gate in step.gates
         if not gate.passed

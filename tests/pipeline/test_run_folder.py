@@ -161,7 +161,7 @@ def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkey
 
     def measure(folders, baseline, *rest, **more):
         asked.append(set(folders))
-        rows = {name: [{"p50_ms": 1.0}] for name in folders}
+        rows = {name: [{"batch_size": 1, "texts": 1, "stable": True}] for name in folders}
         return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={})
 
     monkeypatch.setattr("smelt.evaluate.latency.measure", measure)

@@ -26,7 +26,9 @@ def shop(**changes):
 
 
 def step(stage=Finetune, **settings):
-    return Step(stage.name, stage.name, stage, stage.settings_type(**settings), "model", False, 1)
+    return Step(
+        stage.name, stage.name, stage, stage.settings_type(**settings), "model", False, 1, needs=stage.needs
+    )
 
 
 def key(of=None, made=None, ancestors=ANCESTORS):

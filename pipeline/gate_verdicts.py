@@ -25,17 +25,20 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
     """Return the verdict of `gate` on `step`, as report.json's `gates` has it; None for a skipped step.
 
     With `confidence` the bound of the interval is judged instead of the value: a drop must be within the
-    limit, and a speed-up above it, even at the worse end. `passed` is None where the step is there but
-    cannot be scored on this machine, or its times were disturbed; any other missing value is a failure.
-    Either way `reason` says why.
+    limit, and a speed-up above it, even at the worse end. `passed` is None where the step is there but it
+    or the baseline that it is compared with cannot be scored on this machine, or its times were disturbed;
+    any other missing value is a failure. Either way `reason` says why.
     """
     if step["status"] == "skipped":
         return None
-    value = _value_of(gate, step)
+    value = _value_of(gate, step, evidence)
     found = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
     found |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None, "reason": None}
     if value is None:
-        unscored = step["status"] in ("done", "cached") and step["reason"] is not None
+        done = step["status"] in ("done", "cached")
+        if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
+            return found | {"reason": "the baseline was not scored, so there is nothing to drop from"}
+        unscored = done and step["reason"] is not None
         reason = step["reason"] or step["error"] or "it was not measured"
         return found | {"passed": None if unscored else False, "reason": reason}
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
@@ -69,7 +72,7 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
     return math.ceil(n * (half / gate.limit) ** 2)
 
 
-def _value_of(gate: PlannedGate, step: Step) -> float | None:
+def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None:
     if gate.metric == "size_bytes":
         return step["size_bytes"]  # type: ignore[no-any-return]
     if gate.metric == "speedup":
@@ -79,9 +82,10 @@ def _value_of(gate: PlannedGate, step: Step) -> float | None:
     if gate.kind == "max_drop":
         difference = step["against_baseline"].get(gate.metric)
         if difference is None or score is None:
-            return None if score is None else 0.0  # the baseline itself has lost nothing
+            # the baseline itself has lost nothing; of no baseline nothing is known
+            return None if score is None or gate.metric not in evidence.baseline else 0.0
         # a drop of quality: where less is better, it is a rise of the number
-        return float(-difference["difference"] if score["higher_is_better"] else difference["difference"])
+        return float((0.0 - difference["difference"]) if score["higher_is_better"] else difference["difference"])
     return score["value"] if score else None
 
 

@@ -1,12 +1,22 @@
+import math
+
 import numpy as np
 import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
+from scipy.optimize import brentq, minimize_scalar
+from scipy.stats import multinomial, norm
 from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
-from smelt.evaluate.significance import bootstrap_interval, compare, difference_interval, interval_of
+from smelt.evaluate.significance import (
+    bootstrap_interval,
+    compare,
+    difference_interval,
+    interval_of,
+    tango_interval,
+)
 
 WORDS = [
     "a",
@@ -159,3 +169,47 @@ def test_interval_of_hits_is_wilsons():
             (100 * reference.low, 100 * reference.high)
         )
     assert interval_of(score.statistics) == tuple(score.ci95)
+
+
+def score_test(gained, lost, n, difference):
+    """The score statistic, with the most likely P(lost) at this difference searched for, not solved for."""
+
+    def unlikely(share):
+        cells = (share + difference, share, 1 - 2 * share - difference)
+        counts = (gained, lost, n - gained - lost)
+        return -sum(k * math.log(max(p, 1e-300)) for k, p in zip(counts, cells, strict=True))
+
+    bounds = (max(0.0, -difference), (1 - difference) / 2)
+    share = minimize_scalar(unlikely, bounds=bounds, method="bounded", options={"xatol": 1e-12}).x
+    return (gained - lost - n * difference) / math.sqrt(n * (2 * share + difference - difference**2))
+
+
+@pytest.mark.parametrize(("gained", "lost", "n"), [(10, 2, 40), (3, 9, 200), (1, 4, 30), (6, 6, 50)])
+def test_interval_of_accuracy_holds_the_differences_that_a_score_test_does_not_reject(gained, lost, n):
+    low, high = tango_interval(gained, lost, n, 0.9)
+    middle, z = (gained - lost) / n, norm.ppf(0.95)
+    wanted = [
+        100 * brentq(lambda d, at=at: score_test(gained, lost, n, d) - at, *ends)
+        for at, ends in ((z, (-0.9, middle)), (-z, (middle, 0.9)))
+    ]
+    assert [low, high] == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0.0, 0.02), (0.01, 0.03), (0.0, 0.005)])
+def test_interval_of_accuracy_covers_the_truth_as_often_as_it_says(gained, lost):
+    n, covered = 60, 0.0
+    for more in range(12):
+        for less in range(12):
+            low, high = tango_interval(more, less, n)
+            if low <= 100 * (gained - lost) <= high:
+                cells = (gained, lost, 1 - gained - lost)
+                covered += multinomial.pmf([more, less, n - more - less], n, cells)
+    assert covered > 0.94
+
+
+def test_no_changed_prediction_of_few_examples_does_not_show_that_nothing_was_lost():
+    few = score_labels(["accuracy"], [1] * 30, [1] * 30)["accuracy"].statistics
+    many = score_labels(["accuracy"], [1] * 3000, [1] * 3000)["accuracy"].statistics
+    z2 = norm.ppf(0.975) ** 2
+    assert compare(few, few)["ci95"] == pytest.approx([-100 * z2 / (30 + z2), 100 * z2 / (30 + z2)])
+    assert difference_interval(many, many)[1] == pytest.approx(0.13, abs=0.01)

@@ -107,6 +107,12 @@ def test_the_baseline_itself_has_lost_nothing_and_has_no_bound():
     assert (found["value"], found["bound"], found["passed"]) == (0.0, None, True)
 
 
+def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
+    found = judge(gate(confidence=0.95), step(against_baseline={}), Evidence(EVIDENCE.own, {}))
+    assert (found["value"], found["passed"]) == (None, None)
+    assert found["reason"] == "the baseline was not scored, so there is nothing to drop from"
+
+
 def test_n_needed_grows_with_the_square_of_what_is_missing():
     low, high = compare(OF_OWN, OF_BASE)["ci95"]
     half = (high - low) / 2

@@ -83,19 +83,27 @@ class Scorer:
         # the order of the metrics is the recipe's: the first one leads the report
         return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
 
+    def conditions(self) -> dict[str, Any]:
+        """Return, JSON-able, what a score depends on besides the artifact, the rows and what runs it."""
+        return {
+            "version": VERSION,
+            "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
+            "batch_size": self.batch_size,
+            "strict": self.strict,
+            "libraries": library_versions(_METRIC_LIBRARIES),
+        }
+
     def _key(self, artifact: Artifact, split: Split) -> str:
+        libraries = library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES))
         return hash_of(
-            {
+            self.conditions()
+            | {
                 "kind": "quality",
-                "version": VERSION,
                 "artifact": artifact.key,
                 "data": split.fingerprint,
                 "metrics": sorted(self.metrics),
-                "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
-                "batch_size": self.batch_size,
-                "strict": self.strict,
                 "device": device_of(artifact, self.device),
-                "libraries": library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES)),
+                "libraries": libraries,
             }
         )
 

@@ -181,6 +181,7 @@ class Workshop:
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
                 **self._machine(step),
+                **self._judge(step),
             }
         )
 
@@ -194,6 +195,13 @@ class Workshop:
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = multiplies_bf16()
         return found
+
+    def _judge(self, step: Step) -> dict[str, Any]:
+        """What decides which checkpoint is kept, where a metric does: how it is generated and scored."""
+        from smelt.compress.training import LOSS
+
+        chosen = getattr(step.settings, "select", LOSS)
+        return {} if chosen == LOSS else {"score": self.validation.conditions()}
 
     def _make(self, step: Step, ancestors: Mapping[str, Artifact], key: str, space: Path) -> Manifest:
         """Run the stage into `space / "out"`; return the manifest of what it made."""

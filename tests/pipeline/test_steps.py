@@ -11,6 +11,8 @@ from smelt.core.data import Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.machine import multiplies_bf16, trains_on
 from smelt.plan import Step
+from smelt.runtime.generation import Generation
+from smelt.scoring import Scorer
 from smelt.steps import Workshop
 
 ROWS = Split("made", (Example("a"), Example("b")))
@@ -78,6 +80,19 @@ def test_the_key_says_whether_the_processor_decided_for_bf16(monkeypatch):
     monkeypatch.setattr(steps, "multiplies_bf16", lambda: not multiplies_bf16())
     assert key() != automatic
     assert key(made=step(precision="fp32")) == given
+
+
+def test_the_key_says_how_the_metric_that_chooses_a_checkpoint_was_found():
+    def scored(**changes):
+        asked = {"batch_size": 8} | changes
+        generation = Generation(max_new_tokens=asked.pop("new"))
+        return shop(validation=Scorer(None, "translation", ("bleu",), generation, threads=1, **asked))
+
+    chosen = step(select="bleu")
+    assert key(scored(new=5), chosen) == key(scored(new=5), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=50), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=5, strict=True), chosen)
+    assert key(scored(new=5)) == key(scored(new=50)) == key()  # the loss generates nothing
 
 
 def test_bf16_is_read_from_the_processors_own_words(tmp_path):

@@ -190,7 +190,7 @@ class Workshop:
         found: dict[str, Any] = {}
         if "tensorrt" in step.needs:
             found["gpus"] = gpu_names()  # an engine is made for the GPU that it was built on
-        if "train" in step.needs:
+        if step.needs & {"train", "calibration"}:  # gradients are taken of either
             found["device"] = trains_on(self.device)
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = multiplies_bf16()

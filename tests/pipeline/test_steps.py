@@ -7,6 +7,7 @@ import pytest
 
 from smelt import machine, steps
 from smelt.compress.finetune import Finetune
+from smelt.compress.prune.structured import Prune
 from smelt.core.data import Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.machine import multiplies_bf16, trains_on
@@ -73,6 +74,15 @@ def test_the_key_says_where_training_went(monkeypatch):
     assert key(shop(device="auto")) == key(shop(device="cuda"))
     assert key(shop(device="cpu")) == before
     assert key(shop(device="auto"), step(Onnx)) == graph  # no training, so no matter
+
+
+def test_the_key_says_where_units_were_scored_whichever_rows_were_looked_at(monkeypatch):
+    monkeypatch.setattr(machine, "cuda_lacks", lambda: None)
+    scored = {word: replace(step(Prune), needs=frozenset({word})) for word in ("train", "calibration")}
+    free = replace(step(Prune, importance="magnitude"), needs=frozenset())
+    for made in scored.values():
+        assert key(shop(device="cuda"), made) != key(shop(device="cpu"), made)
+    assert key(shop(device="cuda"), free) == key(shop(device="cpu"), free)
 
 
 def test_the_key_says_whether_the_processor_decided_for_bf16(monkeypatch):

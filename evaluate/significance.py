@@ -80,7 +80,7 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> tupl
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the two-sided interval of `step` minus `other`, as in `compare`: Tango's for hits, else a bootstrap."""
+    """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap."""
     _check_pair(step, other)
     if step.metric in _HITS:
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
@@ -117,7 +117,7 @@ def tango_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> 
     z = NormalDist().inv_cdf((1 + confidence) / 2)
 
     def distance(difference: float) -> float:
-        """How many standard errors the observed difference lies above `difference`, that being the true one."""
+        """How many standard errors the observed difference is above this one, were this one true."""
         b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # most likely P(lost), given it

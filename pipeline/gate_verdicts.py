@@ -85,7 +85,8 @@ def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None
             # the baseline itself has lost nothing; of no baseline nothing is known
             return None if score is None or gate.metric not in evidence.baseline else 0.0
         # a drop of quality: where less is better, it is a rise of the number
-        return float((0.0 - difference["difference"]) if score["higher_is_better"] else difference["difference"])
+        change = float(difference["difference"])
+        return 0.0 - change if score["higher_is_better"] else change  # not -change, which may be -0.0
     return score["value"] if score else None
 
 
@@ -103,7 +104,7 @@ def _bound_of(gate: PlannedGate, step: Step, evidence: Evidence, confidence: flo
         return None  # the baseline itself
     other = Statistics.model_validate(evidence.baseline[gate.metric])
     low, high = difference_interval(own, other, confidence)
-    return -low if step["quality"][gate.metric]["higher_is_better"] else high
+    return 0.0 - low if step["quality"][gate.metric]["higher_is_better"] else high
 
 
 def _slowest(step: Step, confidence: float) -> float | None:

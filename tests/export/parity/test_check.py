@@ -29,6 +29,8 @@ MASKS = ["drop_padding_mask", "mask_of_ones", "shift_the_mask"]
 BIASES = ["bias_of_zeros", "norm_bias_of_zeros"]
 PLACES = ["position_off_by_one", "shifted_table", "shorter_table"]
 PROJECTIONS = ["swap_query_and_key", "swap_key_and_value"]
+# found, though no single layer is far enough off to be blamed, or no node reads what is missing
+UNNAMED = ("swap_outputs", "shorter_table", "other_gelu")
 QUANTIZED = ["change_one_scale", "swap_two_scales", "take_another_layers_scales", "change_one_code"]
 
 # what can go wrong with which graph of which family, in all schemes
@@ -105,7 +107,7 @@ def test_a_mistake_is_found_and_named(family, scheme, dtype, graph, mutation, tm
         check_graphs(subject, found.reference)
     said = str(caught.value)
     assert said.startswith(f"{graph}: "), said
-    assert " node '" in said or "(node '" in said or mutation in ("swap_outputs", "shorter_table"), said
+    assert " node '" in said or "(node '" in said or mutation in UNNAMED, said
     assert sorted(p.name for p in subject.folder.iterdir()) == sorted(p.name for p in found.folder.iterdir())
 
 

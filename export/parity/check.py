@@ -73,9 +73,11 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
 def _check_exactly(subject: Subject, reference: Reference) -> Figures:
     """Compare what the graphs compute on their own constants in float32 with the dequantized parent."""
     half = subject.kind == "fp16"
+    exact = exact_of(subject.model, reference)
+    _require_unchanged(subject, reference, exact)
     if half:
         round_weights_(subject.model)
-    exact = exact_of(subject.model, reference)
+        exact = exact_of(subject.model, reference)
     with _in_float32(subject) as folder:
         try:
             with _opened(subject, folder) as runner:
@@ -83,6 +85,21 @@ def _check_exactly(subject: Subject, reference: Reference) -> Figures:
         except ParityError as error:
             where = first_difference(folder, subject.graphs, str(error), subject.model, reference)
             raise ParityError(f"{error}{where}") from error
+
+
+def _require_unchanged(subject: Subject, reference: Reference, exact: Exact) -> None:
+    """Require that the prepared model still computes what it computed before it was prepared.
+
+    What preparing has changed is the same in the graph and in the model, so that the two agree on it.
+
+    Raises:
+        ParityError: it computes something else.
+    """
+    if reference.exact is not None:
+        try:
+            check_parity(subject.graphs[-1].name, "logits", reference.exact, exact.logits, "fp32")
+        except ParityError as error:
+            raise ParityError(f"{error} Preparing the export changed the model itself.") from error
 
 
 @contextmanager

@@ -18,7 +18,8 @@ class Tolerance:
     """How far an output may be off, relative to the standard deviation of the parent's output.
 
     What can be compared exactly is compared as fp32: the largest difference decides. Two runtimes that sum
-    in different orders drift apart by 1e-6 to 1e-5 over the layers of a model. `rounded` is the graph of an
+    in different orders drift apart by 1e-6 to 1e-5 over the layers of a model, by less than 1e-6 in the
+    mean; GELU approximated by tanh in place of GELU is 9e-5 in the mean off. `rounded` is the graph of an
     fp16 file computed in float32 on its own weights: there constants that are no weights were rounded too.
 
     As deployed (fp16, int8, ...) single values may be far off, so there the mean decides. In int8 a code
@@ -34,7 +35,7 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "fp32": Tolerance(largest=1e-3, mean=1e-4),
+    "fp32": Tolerance(largest=1e-3, mean=5e-5),
     "rounded": Tolerance(largest=None, mean=1e-3),
     "fp16": Tolerance(largest=None, mean=0.01),
     "int8": Tolerance(largest=None, mean=0.05),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,13 +37,15 @@ class Reference:
     """What the parent computes for a batch, as it is deployed.
 
     logits: float32 [B, C], or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], what the decoder was
-    fed; None for a classifier. hidden: float32 [B, L, D], an encoder's states, else None.
+    fed; None for a classifier. hidden: float32 [B, L, D], an encoder's states, else None. exact: as logits,
+    with dequantized weights, before the model was prepared for the export.
     """
 
     batch: Batch
     logits: Array
     tokens: Tokens | None = None
     hidden: Array | None = None
+    exact: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,12 @@ class Exact:
 
 
 def reference_of(runner: Any, batch: Batch) -> Reference:
-    """Run the parent's runner on `batch`."""
+    """Run the parent's runner on `batch`; asked before anything prepares its model for an export."""
+    reference = _as_deployed(runner, batch)
+    return replace(reference, exact=exact_of(runner.model, reference).logits)
+
+
+def _as_deployed(runner: Any, batch: Batch) -> Reference:
     if is_causal(runner.config):
         return _stepped(runner, batch, batch.input_ids[:, -1], None)
     if not runner.config.get("is_encoder_decoder"):

@@ -216,6 +216,17 @@ def other_softness(model: Any) -> None:
     attribute.f *= 1.05
 
 
+@mutation
+def other_gelu(model: Any) -> None:
+    """GELU is approximated by tanh where it is exact, and the other way round."""
+    for node in nodes(model, "Gelu"):
+        kind = next((a for a in node.attribute if a.name == "approximate"), None)
+        if kind is None:
+            node.attribute.append(helper.make_attribute("approximate", "tanh"))
+        else:
+            kind.s = b"none" if kind.s == b"tanh" else b"tanh"
+
+
 # codes, scales, zero points
 
 
@@ -348,6 +359,25 @@ def shifted_table(model: Any) -> None:
         raise Nothing("table")
     axis = 1 if "bias_by_distance" in tensor.name else 0
     change(tensor, lambda v: np.roll(v, 1, axis=axis))
+
+
+@mutation
+def shorter_table(model: Any) -> None:
+    """The table of positions (of angles) lacks its last row, which no text that is compared reaches."""
+    names = (*_TABLES, "bias_by_distance", "tables.cos", "tables.sin")
+    tensors = [t for t in model.graph.initializer if any(w in t.name for w in names)]
+    if not tensors:
+        raise Nothing("table")
+    for tensor in tensors:
+        change(tensor, _without_last_column if "bias_by_distance" in tensor.name else _without_last_row)
+
+
+def _without_last_row(values: Any) -> Any:
+    return values[:-1]
+
+
+def _without_last_column(values: Any) -> Any:
+    return values[:, :-1]
 
 
 @mutation

@@ -68,11 +68,19 @@ def test_another_way_of_computing_is_noticed(name, settings):
 
 @pytest.fixture
 def graph(tmp_path):
-    weight = onnx.numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3), "w")
+    weights = [
+        onnx.numpy_helper.from_array(np.arange(9, dtype=np.float32).reshape(3, 3), "w"),
+        onnx.numpy_helper.from_array(np.arange(9, dtype=np.float32)[::-1].reshape(3, 3).copy(), "v"),
+        onnx.numpy_helper.from_array(np.array(0.25, np.float32), "factor"),
+    ]
     value = onnx.helper.make_tensor_value_info
-    node = onnx.helper.make_node("Gemm", ["x", "w"], ["y"], alpha=0.5)
-    ends = [value("x", 1, ["n", 2])], [value("y", 1, ["n", 3])]
-    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", *ends, [weight]))
+    nodes = [
+        onnx.helper.make_node("Gemm", ["x", "w"], ["a"], alpha=0.5),
+        onnx.helper.make_node("Gemm", ["a", "v"], ["b"], alpha=0.5),
+        onnx.helper.make_node("Mul", ["b", "factor"], ["y"]),
+    ]
+    ends = [value("x", 1, ["n", 3])], [value("y", 1, ["n", 3])]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", *ends, weights))
     onnx.save(model, tmp_path / "model.onnx")
     return tmp_path
 
@@ -87,7 +95,7 @@ def changed(folder, how):
 
 def test_another_node_attribute_constant_or_dimension_of_a_graph_is_noticed(graph):
     def node(model):
-        model.graph.node[0].output[0] = "z"
+        model.graph.node[2].output[0] = "z"
         model.graph.node.append(onnx.helper.make_node("Identity", ["z"], ["y"]))
 
     assert "'Identity': 1" in changed(graph, node)[0]
@@ -98,10 +106,16 @@ def test_another_node_attribute_constant_or_dimension_of_a_graph_is_noticed(grap
     assert "structure" in changed(graph, attribute)[0]
 
     def constant(model):
-        weight = onnx.numpy_helper.from_array(np.arange(6, dtype=np.float32)[::-1].reshape(2, 3).copy(), "w")
-        model.graph.initializer[0].CopyFrom(weight)
+        factor = onnx.numpy_helper.from_array(np.array(0.26, np.float32), "factor")
+        model.graph.initializer[2].CopyFrom(factor)
 
-    assert changed(graph, constant)[0].startswith("model model.w: ")
+    assert changed(graph, constant)[0].startswith("model Mul: ")
+
+    def wiring(model):
+        first, second = model.graph.node[:2]
+        first.input[1], second.input[1] = second.input[1], first.input[1]
+
+    assert changed(graph, wiring)[0].startswith("model Gemm: ")
 
     def dimension(model):
         model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"

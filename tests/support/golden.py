@@ -189,18 +189,35 @@ def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:
 def _of_graphs(out: Path) -> dict[str, Any]:
     """Return for each graph its operators, its structure, and projections of its constants."""
     import onnx
-    from onnx import numpy_helper
 
     exact, numbers = {}, {}
     for path in sorted(out.glob("*.onnx")):
         model = onnx.load(path)
         kinds = Counter(node.op_type for node in model.graph.node)
         exact[path.stem] = {"operators": dict(sorted(kinds.items())), "structure": _digest(_lines(model))}
-        constants = {f"{path.stem}.{t.name}": numpy_helper.to_array(t) for t in model.graph.initializer}
-        numbers |= _projections(
-            {n: a for n, a in constants.items() if a.ndim and a.dtype.kind in "fiu"}, path.stem
-        )
+        numbers |= _projections(_constants(model.graph), path.stem)
     return {"exact": exact, "numbers": numbers}
+
+
+def _constants(graph: Any) -> dict[str, Any]:
+    """Return a graph's constants in the order of their use, so that two that changed places are noticed.
+
+    One without a name of its own is called by the operator that takes it.
+    """
+    from onnx import numpy_helper
+
+    users: dict[str, str] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, node.op_type)
+    tensors = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+    ordered = [name for name in users if name in tensors]
+    ordered += sorted(tensors.keys() - users.keys())
+    return {
+        f"{place:05}.{name if '.' in name else users.get(name, name)}": tensors[name]
+        for place, name in enumerate(ordered)
+        if tensors[name].dtype.kind in "fiu"
+    }
 
 
 def _lines(model: Any) -> Iterator[str]:
@@ -240,7 +257,6 @@ def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[flo
             1.0 - 2.0 * (_bits(x.size, 77 + 2 * number + k) & np.uint64(1)).astype(np.float64) for k in (0, 1)
         ]
         kind = ".".join(part for part in name.split(".")[-2:] if not part.isdigit())
-        kind = re.sub(r"val_\\d+.*|\\d+", "", kind)
         found[f"{prefix} {kind}".strip()].append(
             (x.size, float((x * x).sum()), *(float(s @ x) for s in signs))
         )

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.stage import Settings
 from smelt.runtime.beam import beam_search
-from smelt.runtime.decoding import settle
+from smelt.runtime.decoding import Decoding, settle
 from smelt.runtime.generation_rules import Rules
 from smelt.runtime.runner import Batch, Logits, Runner, Tokens
 from smelt.runtime.sampling import draw, narrow
@@ -87,7 +87,11 @@ def generate(runner: Runner, batch: Batch, generation: Generation, part: int = 0
     Raises:
         InputError: the generation config asks for something that this loop does not do.
     """
-    decoding = settle(generation, runner)
+    return generate_with(runner, batch, settle(generation, runner), part)
+
+
+def generate_with(runner: Runner, batch: Batch, decoding: Decoding, part: int = 0) -> list[list[int]]:
+    """As `generate`, with settings whose gaps are filled already."""
     if decoding.start is None:
         rules = Rules(decoding, batch.input_ids, batch.attention_mask)
     else:
@@ -112,17 +116,21 @@ def _token_by_token(
     """Feed each row the token that `choose` picks from its scores until all rows have ended."""
     state = runner.encode(batch)
     rows, length = rules.prompt.shape
-    texts = np.empty((rows, rules.longest), dtype=np.int64)
+    texts = np.full((rows, rules.longest), rules.decoding.pad, dtype=np.int64)
     texts[:, :length] = rules.prompt
     tokens = rules.prompt[:, -1]
     unfinished = np.ones(rows, dtype=bool)
+    left = rows
     while length < rules.longest:
         scores = runner.decode_step(state, tokens)
         rules.apply(scores, texts[:, :length])
-        tokens = np.where(unfinished, choose(scores), rules.decoding.pad)
+        tokens = choose(scores)
+        if left < rows:
+            tokens = np.where(unfinished, tokens, rules.decoding.pad)
         texts[:, length] = tokens
         length += 1
         unfinished &= ~rules.ends(tokens)
-        if not unfinished.any():
+        left = np.count_nonzero(unfinished)
+        if not left:
             break
     return [rules.new_tokens(row) for row in texts[:, :length]]

@@ -39,6 +39,11 @@ class Rules:
         # only what has an effect: the loop asks in every step
         self._rules = [*self._of_texts(), *self._of_lengths(), *self._of_tokens()]
 
+    def keep(self, rows: Tokens) -> None:
+        """Let only `rows`, int64 [R], of the batch go on."""
+        if self._padding is not None:
+            self._padding = self._padding[rows]
+
     def apply(self, scores: Logits, texts: Tokens) -> None:
         """Change float32 `scores` [R, V] in place, given each row's tokens so far, int64 [R, T]."""
         for rule in self._rules:

@@ -23,7 +23,8 @@ from smelt.core.artifact import read_artifact
 from smelt.core.data import Columns, read_split
 from smelt.runtime.checkpoint import load_tokenizer
 from smelt.runtime.generation import Generation, generate
-from smelt.runtime.predict import length_limit, make_batches
+from smelt.runtime.limits import length_limit
+from smelt.runtime.predict import make_batches
 from smelt.runtime.runner import Batch, Runner, open_runner
 
 Rows = list[list[int]]

@@ -1,8 +1,8 @@
 """The speeds that the documentation promises, measured: `make bench`.
 
-Command-line start-up, planning, export, scoring, what a stage costs besides its own work, and whether the
-report's latency is what a stopwatch around `smelt.load` reads. The parts
-that need a real model skip with a reason where ../shared (or --model and --data) is not there.
+Command-line start-up, planning, the first text, export, scoring, what a stage costs besides its own work,
+and whether the report's latency is what a stopwatch around `smelt.load` reads. The parts that need a real
+model skip with a reason where ../shared (or --model and --data) is not there.
 """
 
 from __future__ import annotations
@@ -107,6 +107,50 @@ def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
     return results
 
 
+_FIRST = """
+import sys
+import smelt
+with smelt.load(sys.argv[1], threads=1) as model:
+    print(model.generate([sys.argv[2]])[0], flush=True)
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def _first_text(model: Path, data: Path) -> list[bool]:
+    """Time from starting Python to the first translated text, as int8 in ONNX Runtime."""
+    import smelt
+
+    with tempfile.TemporaryDirectory() as name:
+        recipe = Path(name) / "recipe.yaml"
+        steps = "[{quantize: {scheme: int8-dynamic}}, {onnx: {target: ort-cpu}, name: int8}]"
+        recipe.write_text(
+            f"model: {model}\ntask: translation\ndata: {{test: {data / 'test.jsonl.gz'}}}\n"
+            f"stages: {steps}\nscore: {{latency: false}}\n",
+            encoding="utf-8",
+        )
+        result = smelt.run(recipe, out=Path(name) / "run", limit=8, quiet=True)
+        artifact = str(result.artifact("int8"))
+        text = "A man is riding a bicycle."
+        python = [_first(sys.executable, "-c", _FIRST, artifact, text) for _ in range(5)]
+        return [
+            _report("from starting Python to the first text of smelt.load, int8", python, 1.5),
+            _report("smelt predict, one text, int8", _command("predict", artifact, text), 1.5),
+        ]
+
+
+def _first(*command: str) -> float:
+    """Return the seconds until `command` has printed its first line."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        taken = time.perf_counter() - start
+        process.communicate()
+    if process.returncode or not line.strip():
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}, after {line!r}.")
+    return taken
+
+
 def _stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     """Compare the report's latency with a stopwatch around `smelt.load`, on the graphs just exported."""
     manifest = _artifact(graphs).manifest.model_copy(
@@ -175,6 +219,7 @@ def main(model: Path, data: Path, batch_size: int) -> None:
         _report("overhead of a step besides its own work and its scoring", _overhead(), 1.0),
     ]
     if model.is_dir() and data.is_dir():
+        results += _first_text(model, data)
         results += _real(model, data, batch_size)
     else:
         click.echo(f"skipped: export and scoring need {model} and {data}")

@@ -24,7 +24,8 @@ from smelt.core.labels import (
     read_numbers,
 )
 from smelt.core.stage import Context
-from smelt.runtime.predict import encode_texts, length_limit, takes_types
+from smelt.runtime.limits import length_limit
+from smelt.runtime.predict import encode_texts, takes_types
 from smelt.runtime.windows import cut_windows
 
 IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.core.rows import Rows, hub_rows, read_file
+from smelt.core.text import half_character
 from smelt.core.text_files import file_kind, read_text_file
 from smelt.core.windows import Windows
 
@@ -230,13 +231,10 @@ def _require_characters(text: str, where: str, column: str) -> None:
     Raises:
         InputError: there is one.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
+    if (half := half_character(text)) is not None:
         raise InputError(
             f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character."
-        ) from error
+        )
 
 
 # What public data sets call these columns. They are never guessed, only named in the message.

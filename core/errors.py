@@ -36,6 +36,18 @@ class MissingDependencyError(InputError):
     """A package that a step needs is not installed; the message says how to install it."""
 
 
+class TruncationWarning(UserWarning):
+    """Texts were longer than the model takes and were cut: `count` of them, at `limit` tokens."""
+
+    def __init__(self, count: int, total: int, limit: int) -> None:
+        self.count, self.limit = count, limit
+        what = f"{total} text{'s' if total > 1 else ''} {'was' if count == 1 else 'were'}"
+        super().__init__(
+            f"{count} of {what} longer than the model takes ({limit} tokens) and cut."
+            " Shorten or split what is longer."
+        )
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known word that `word` is a slip of, or an empty string.
 

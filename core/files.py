@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from smelt.core.errors import InputError
+
 # The end of a file's name while it is being written.
 _PART = ".part"
 # What file systems answer that cannot flush a folder.
@@ -143,3 +145,20 @@ def size_of(folder: Path) -> int:
             found = path.stat()
             total += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return total
+    """Return the bytes of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, or an empty one where there is no such file.
+
+    Raises:
+        InputError: it is no JSON.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: broken JSON: {error}") from error
+    return value if isinstance(value, dict) else {}

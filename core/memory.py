@@ -1,7 +1,10 @@
-"""How much memory is left, and work that is known not to fit."""
+"""How much memory is left, work that is known not to fit, and work that no garbage is looked for in."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 from smelt.core.errors import RunError
@@ -60,3 +63,15 @@ def _cached(limit: Path) -> int:
         if name in ("inactive_file", "total_inactive_file"):
             return int(value)
     return 0
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python's garbage collector still meanwhile; a caller who had it off finds it off again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -23,6 +23,15 @@ def printable(text: str) -> str:
     return "".join(_escape(c) if _is_unsafe(c) else c for c in text)
 
 
+def half_character(text: str) -> str | None:
+    """Return the first half of a surrogate pair that stands alone in `text`, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
+
+
 def _is_unsafe(character: str) -> bool:
     if character in _KEPT:
         return False

@@ -1,9 +1,10 @@
 """What a runtime computes from constants when it loads a graph, spelled out as standard operators.
 
-Layers emit place-holders of the domain `smelt.load` (runtime/emit.py) for widening bits and scales.
-The optimizers before them, torch's and onnxsim, would store what standard operators make of constants:
-a file 16 times as large for bits. So they see the place-holders, and these become the last change to the
-graph. ONNX Runtime folds the operators once, when a session is opened, and the file stays small.
+Layers emit place-holders of the domain `smelt.load` (runtime/emit.py) for widening bits and scales, and
+for turning a matrix. The optimizers before them, torch's and onnxsim, would store what standard operators
+make of constants: a file 16 times as large for bits, a second matrix beside the first. So they see the
+place-holders, and these become the last change to the graph. ONNX Runtime folds the operators once, when a
+session is opened, and the file stays small.
 
     bits uint8 [N, G, n] -- Cast int32 -- Gather in a table [256, 2] -- Reshape -- codes uint8 [N, G, 2 n]
 
@@ -61,6 +62,8 @@ def spell_out(model: Any) -> int:
             renamed[result] = first
         elif node.op_type == "FloatScales":
             nodes.append(_cast(source, result))
+        elif node.op_type == "Transposed":
+            nodes.append(_turn(source, result))
         else:
             nodes += _widen(graph, source, result, shapes[source])
     found = len(made) + len(renamed)
@@ -83,6 +86,12 @@ def _cast(source: str, result: str) -> Any:
     from onnx import TensorProto, helper
 
     return helper.make_node("Cast", [source], [result], f"{result}.cast", to=TensorProto.FLOAT)
+
+
+def _turn(source: str, result: str) -> Any:
+    from onnx import helper
+
+    return helper.make_node("Transpose", [source], [result], f"{result}.turn", perm=[1, 0])
 
 
 def _widen(graph: Any, source: str, result: str, shape: list[int]) -> list[Any]:

@@ -9,7 +9,6 @@ Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import warnings
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smelt.core.errors import InputError, RunError
+from smelt.core.memory import uncollected
 from smelt.export.attention import Scope, graph_attention, is_attention, pack_projections
 from smelt.runtime import emit
 from smelt.runtime.causal import KEEP, is_causal
@@ -129,9 +129,9 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
         RunError: torch's exporter failed.
     """
     _prepare(graph)
-    gc.disable()  # tracing makes millions of objects that live on: looking through them took 22 % of the time
     try:
-        with emit.exporting_to(target), torch.no_grad(), warnings.catch_warnings():
+        # tracing makes millions of objects that live on: looking through them took 22 % of the time
+        with uncollected(), emit.exporting_to(target), torch.no_grad(), warnings.catch_warnings():
             # torch warns of its own deprecated calls, of shared axes, and that torchvision is not there
             warnings.simplefilter("ignore")
             logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
@@ -146,8 +146,6 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
         return model
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
-    finally:
-        gc.enable()
 
 
 def _name_kept(graph: Any) -> None:

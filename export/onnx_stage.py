@@ -61,7 +61,7 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -92,7 +92,19 @@ class Onnx:
             subject = Subject(ctx.out, graphs, parent.model, kind, settings.target, ctx.threads)
             ctx.facts["parity"] = check_graphs(subject, reference)
         copy_tokenizer(src.path, ctx.out)
+        _export_tokenizer(src.path, ctx)
         ctx.facts["graphs"] = facts
+
+
+def _export_tokenizer(folder: Path, ctx: Context) -> None:
+    """Make the texts of the exported model readable without transformers, where that is exact."""
+    from smelt.export.tokenizer_export import export_tokenizer
+    from smelt.runtime.checkpoint import load_tokenizer
+
+    found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
+    ctx.facts["tokenizer"] = found.reader
+    if found.reason:
+        ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")
 
 
 def _require_memory(model: Any, settings: OnnxSettings) -> None:
@@ -142,7 +154,7 @@ def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:
     from smelt.export.parity.rows import causal_batch, parity_batch
     from smelt.runtime.causal import is_causal
     from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.predict import length_limit
+    from smelt.runtime.limits import length_limit
 
     tokenizer = load_tokenizer(folder)
     choose = causal_batch if is_causal(parent.config) else parity_batch

@@ -86,7 +86,7 @@ class TensorrtStage:
     produces: ClassVar[Format] = "tensorrt"
     needs: ClassVar[frozenset[Need]] = frozenset({"tensorrt"})
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -130,7 +130,7 @@ def dimension_ranges(
     Raises:
         InputError: no data to take lengths from and none given.
     """
-    from smelt.runtime.predict import position_limit
+    from smelt.runtime.limits import position_limit
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     limit = position_limit(config)
@@ -185,7 +185,7 @@ def _prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSetti
     if settings.lengths is not None:
         return settings.lengths.max
     from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.predict import length_limit
+    from smelt.runtime.limits import length_limit
     from smelt.runtime.windows import window_length
 
     windows = next((ctx.data[name].windows for name in _PLACES if name in ctx.data), None)

@@ -10,13 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError
+from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError, TruncationWarning
 
 if TYPE_CHECKING:
     from smelt.loaded import Model
     from smelt.run_result import Result
 
-__all__ = ["InputError", "MissingDependencyError", "RunError", "SmeltError", "load", "run"]
+__all__ = [
+    "InputError",
+    "MissingDependencyError",
+    "RunError",
+    "SmeltError",
+    "TruncationWarning",
+    "load",
+    "run",
+]
 
 
 def run(

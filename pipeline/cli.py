@@ -10,9 +10,9 @@ import click
 
 from smelt.cli_bench import bench
 from smelt.cli_init import init
+from smelt.cli_options import FOLDER, device, search, show
+from smelt.cli_predict import predict
 from smelt.cli_store import store
-
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 class _Commands(click.Group):
@@ -25,7 +25,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except SmeltError as error:
-            _show(f"error: {error}", err=True)
+            show(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # click's own ways out
@@ -38,7 +38,7 @@ class _Commands(click.Group):
         except Exception as error:
             from smelt.failures import explain_command
 
-            _show(f"error: {explain_command(error, str(ctx.invoked_subcommand))}", err=True)
+            show(f"error: {explain_command(error, str(ctx.invoked_subcommand))}", err=True)
             ctx.exit(1)
 
     def resolve_command(
@@ -51,13 +51,6 @@ class _Commands(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             raise click.UsageError(error.message + nearest(args[0], self.commands), ctx) from error
-
-
-def _show(text: str, err: bool = False) -> None:
-    """Print what may hold words of strangers: data, model folders, recipes."""
-    from smelt.core.text import printable
-
-    click.echo(printable(text), err=err)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -82,8 +75,8 @@ def _overrides(command: Any) -> Any:
 @main.command(short_help="Carry out a recipe and write its report.")
 @click.argument("recipe")
 @_overrides
-@click.option("--out", type=_FOLDER, help="The run's folder (default: runs/NAME).")
-@click.option("--store", type=_FOLDER, help="Where artifacts are kept (default: .store beside the run).")
+@click.option("--out", type=FOLDER, help="The run's folder (default: runs/NAME).")
+@click.option("--store", type=FOLDER, help="Where artifacts are kept (default: .store beside the run).")
 @click.option(
     "--fresh",
     "fresh",
@@ -114,10 +107,10 @@ def run(
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
-        _show(f"warning: {warning}", err=True)
+        show(f"warning: {warning}", err=True)
     result = run_plan(plan, Options(out, store, frozenset(fresh), limit, quiet))
     for line in summary_lines(result):
-        _show(line)
+        show(line)
     sys.exit(result.exit_code)
 
 
@@ -133,7 +126,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     from smelt.plan import describe_plan, load_plan
 
     made = load_plan(recipe, overrides, until)
-    _show(describe_plan(made))
+    show(describe_plan(made))
     if made.blocked:
         sys.exit(InputError.exit_code)
 
@@ -147,33 +140,8 @@ def stages(name: str | None) -> None:
     click.echo(list_stages() if name is None else describe_stage(name))
 
 
-def _search(command: Any) -> Any:
-    """Add the options that say how texts are generated."""
-    most = click.option(
-        "--max-new-tokens",
-        type=click.IntRange(1, 4096),
-        metavar="N",
-        help="The longest output (default: the model's, else 128).",
-    )
-    beams = click.option(
-        "--beams",
-        default=1,
-        show_default=True,
-        type=click.IntRange(1, 64),
-        help="Beams of a beam search; 1 is greedy search.",
-    )
-    return beams(most(command))
-
-
-def _device(command: Any) -> Any:
-    places = click.Choice(["auto", "cpu", "cuda"])
-    return click.option("--device", default="auto", show_default=True, type=places, help="Where to run.")(
-        command
-    )
-
-
 @main.command("eval", short_help="Score an artifact on data of your own.")
-@click.argument("artifact", type=_FOLDER)
+@click.argument("artifact", type=FOLDER)
 @click.option("--data", required=True, help="Rows to score on: a file or a hub id.")
 @click.option(
     "--metric", "metrics", multiple=True, help="A metric; may be repeated (default: those of the task)."
@@ -189,16 +157,16 @@ def _device(command: Any) -> Any:
     help="Tokens a language model sees (default: as in its run).",
 )
 @click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Tokens from window to window.")
-@_search
+@search
 @click.option("--threads", type=click.IntRange(min=1))
-@_device
+@device
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (a folder of a run's artifacts) on data of your own."""
     from smelt.use import evaluate_artifact, quality_lines
 
-    scores = evaluate_artifact(artifact, **options, say=lambda text: _show(text, err=True))
+    scores = evaluate_artifact(artifact, **options, say=lambda text: show(text, err=True))
     if as_json:
         import json
 
@@ -207,44 +175,13 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
         click.echo("\n".join(quality_lines(scores)))
 
 
-@main.command()
-@click.argument("artifact", type=_FOLDER)
-@click.argument("text", nargs=-1)
-@_search
-@click.option("--sample", "do_sample", is_flag=True, help="Draw each token instead of taking the best.")
-@click.option("--temperature", type=click.FloatRange(0, 100, min_open=True), help="Above 1: more varied.")
-@click.option("--top-k", type=click.IntRange(min=0), help="Draw among the K most likely; 0: among all.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw among the likely ones.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the draws (default: 0).")
-@click.option("--threads", type=click.IntRange(min=1))
-@_device
-def predict(
-    artifact: Path, text: tuple[str, ...], threads: int | None, device: str, **generation: Any
-) -> None:
-    """Run ARTIFACT on each TEXT, or on the lines of standard input.
-
-    For a classifier of pairs a tab parts the two texts.
-    """
-    from smelt.use import predict_texts
-
-    for name in ("temperature", "top_k", "top_p", "seed"):
-        if generation[name] is not None and not generation["do_sample"]:
-            raise click.UsageError(f"--{name.replace('_', '-')} means nothing without --sample.")
-    texts = list(text) or [line.rstrip("\n") for line in sys.stdin]
-    for line in predict_texts(artifact, texts, generation, threads, device):
-        if sys.stdout.isatty():
-            _show(line)  # a model may have learned what moves a cursor
-        else:
-            click.echo(line)
-
-
 @main.command(short_help="Show the table of a run, draw its pages anew.")
-@click.argument("run_folder", metavar="RUN", type=_FOLDER)
+@click.argument("run_folder", metavar="RUN", type=FOLDER)
 def report(run_folder: Path) -> None:
     """Show the table of a finished RUN, and draw its report.md and report.html anew."""
     from smelt.use import redraw_report
 
-    _show(redraw_report(run_folder))
+    show(redraw_report(run_folder))
 
 
 @main.command(short_help="Tell what is installed and what works here.")
@@ -257,4 +194,5 @@ def doctor() -> None:
 
 main.add_command(bench)
 main.add_command(init)
+main.add_command(predict)
 main.add_command(store)

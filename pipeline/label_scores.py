@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from smelt.runtime.class_predictions import Prediction
+
 
 def score_classifier(
     metrics: Sequence[str], config: Mapping[str, Any], logits: NDArray[np.float32], split: Split
@@ -50,21 +52,15 @@ def score_classifier(
     return score_labels(metrics, predicted, wanted), [names[i] for i in predicted]
 
 
-def answers(config: Mapping[str, Any], logits: NDArray[np.float32]) -> list[str]:
-    """Return what `smelt predict` prints for each row of logits, float32 [n, C].
+def answer(found: Prediction) -> str:
+    """Return what `smelt predict` prints for a prediction.
 
     One label a text: the name, a tab, its probability. Several: the names above 0.5 joined by `|` (as
     CSV data hold them), a tab, their probabilities joined by `|`; both are empty where no name is.
     Regression: the number.
     """
-    from smelt.runtime.class_predictions import predictions
-
-    lines = []
-    for found in predictions(logits, config):
-        if isinstance(found.label, float):
-            lines.append(f"{found.label:.4f}")
-            continue
-        names = [found.label] if isinstance(found.label, str) else list(found.label)
-        chances = (f"{found.probabilities[name]:.3f}" for name in names)
-        lines.append(SEPARATOR.join(names) + "\t" + SEPARATOR.join(chances))
-    return lines
+    if isinstance(found.label, float):
+        return f"{found.label:.4f}"
+    names = [found.label] if isinstance(found.label, str) else list(found.label)
+    chances = (f"{found.probabilities[name]:.3f}" for name in names)
+    return SEPARATOR.join(names) + "\t" + SEPARATOR.join(chances)

@@ -18,8 +18,9 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
     Raises:
         InputError: some are too long; every split is named with their lines (or rows, from 1).
     """
-    from smelt.runtime.checkpoint import load_tokenizer, read_json
-    from smelt.runtime.predict import length_limit
+    from smelt.core.files import read_json
+    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.limits import length_limit
 
     if task == "language-modeling":
         return

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from smelt.core.artifact import read_artifact
 from smelt.core.data import Example
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, TruncationWarning
+from smelt.given import count_of, texts_of, texts_or_pairs_of
 from smelt.runtime.class_predictions import Prediction, predictions
 
 CLASSIFIES = "text-classification"
@@ -18,6 +21,8 @@ Text = str | tuple[str, str]
 
 class Model:
     """An artifact that was loaded into its runtime. A context manager: leaving it frees the memory.
+
+    Several threads may use one model at the same time; see docs/serving.md.
 
     Args:
         folder: an artifact, such as runs/NAME/artifacts/onnx-int8.
@@ -34,9 +39,20 @@ class Model:
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
+        count = None if threads is None else count_of(threads, "threads")
         self.artifact = read_artifact(Path(folder).expanduser())
         self.artifact.verify()
-        self._runner = open_runner(self.artifact, threads, device)
+        self._runner = open_runner(self.artifact, count, device)
+        try:
+            self._runner.text.tokenizer  # noqa: B018 -- opened here: the first request need not wait for it
+        except BaseException:
+            self._runner.close()
+            raise
+        # an engine's execution context and its stream serve one thread at a time; other runtimes several
+        most = 1 if self.artifact.format == "tensorrt" else None
+        closed = f"{self.artifact.path}: this model was closed. Open it again with smelt.load."
+        self._calls = Calls(closed, most)
+        self._truncated = 0
 
     @property
     def task(self) -> str:
@@ -53,8 +69,20 @@ class Model:
         """Where it runs: cpu or cuda."""
         return self._runner.device
 
-    def generate(self, texts: Sequence[str], batch_size: int = 32, **generation: Any) -> list[str]:
+    @property
+    def tokenizer(self) -> str:
+        """What reads the texts: tokenizers, sentencepiece, or transformers, which takes seconds to import."""
+        return self._runner.text.tokenizer.reader
+
+    @property
+    def truncated(self) -> int:
+        """How many texts were longer than the model takes and were cut, since it was opened."""
+        return self._truncated
+
+    def generate(self, texts: Iterable[str], batch_size: int = 32, **generation: Any) -> list[str]:
         """Return what the model makes of each text: a translation, a summary, a continuation.
+
+        Warns with `TruncationWarning` where texts were longer than the model takes.
 
         Args:
             texts: in any order and of any lengths; results come in the same order.
@@ -62,33 +90,52 @@ class Model:
             generation: as in a recipe's `score.generation`, for example max_new_tokens=64.
 
         Raises:
-            InputError: the model classifies, or a setting of generation is unknown or out of range.
+            InputError: the model classifies or was closed, something else than texts was given, or a
+                setting of generation is unknown or out of range.
         """
         from smelt.runtime.predict import generate_texts
 
-        if self.task == CLASSIFIES:
-            raise InputError(f"{self.artifact.path}: this model classifies; use predict.")
-        settings = generation_of(generation)
-        return generate_texts(self._runner, _texts(texts), settings, batch_size) if texts else []
+        with self._calls:
+            if self.task == CLASSIFIES:
+                raise InputError(f"{self.artifact.path}: this model classifies; use predict.")
+            settings, given = generation_of(generation), texts_of(texts)
+            size, cuts = count_of(batch_size, "batch_size"), Cuts()
+            found = generate_texts(self._runner, given, settings, size, cut=cuts) if given else []
+            self._report(cuts, len(given))
+        return found
 
-    def predict(self, texts: Sequence[Text], batch_size: int = 32) -> list[Prediction]:
+    def predict(self, texts: Iterable[Text], batch_size: int = 32) -> list[Prediction]:
         """Return the class of each text, or of each pair of texts (a tuple of two).
 
+        Warns with `TruncationWarning` where texts were longer than the model takes.
+
         Raises:
-            InputError: the model generates text.
+            InputError: the model generates text or was closed, or something else than texts was given.
         """
         from smelt.runtime.predict import class_logits
 
-        if self.task != CLASSIFIES:
-            raise InputError(f"{self.artifact.path}: this model is for {self.task}; use generate.")
-        if not texts:
-            return []
-        logits = class_logits(self._runner, [_example(text) for text in _texts(texts)], batch_size)
+        with self._calls:
+            if self.task != CLASSIFIES:
+                raise InputError(f"{self.artifact.path}: this model is for {self.task}; use generate.")
+            given = [_example(text) for text in texts_or_pairs_of(texts)]
+            size, cuts = count_of(batch_size, "batch_size"), Cuts()
+            if not given:
+                return []
+            logits = class_logits(self._runner, given, size, cut=cuts)
+            self._report(cuts, len(given))
         return predictions(logits, self._runner.config)
 
+    def _report(self, cuts: Cuts, total: int) -> None:
+        if cuts.count:
+            with self._calls.lock:
+                self._truncated += cuts.count
+            # the caller of generate or predict
+            warnings.warn(TruncationWarning(cuts.count, total, cuts.limit), stacklevel=3)
+
     def close(self) -> None:
-        """Free the memory; the model cannot be used any more."""
-        self._runner.close()
+        """Free the memory, once the calls that other threads are in have ended; no new ones are taken."""
+        if self._calls.close():
+            self._runner.close()
 
     def __enter__(self) -> Self:
         return self
@@ -99,10 +146,48 @@ class Model:
         self.close()
 
 
-def _texts(texts: Any) -> Any:
-    if isinstance(texts, str):
-        raise InputError("expected a list of texts, read one text. Put it into a list: [TEXT].")
-    return list(texts)
+class Cuts:
+    """Hears of texts that were cut: `count` of them, at `limit` tokens."""
+
+    def __init__(self) -> None:
+        self.count = self.limit = 0
+
+    def __call__(self, count: int, limit: int) -> None:
+        """Take note of `count` more."""
+        self.count, self.limit = self.count + count, limit
+
+
+class Calls:
+    """The calls that threads are in. A context manager around each call.
+
+    closed: what to say to who comes too late. most: calls at a time, the others wait; None: any number.
+    """
+
+    def __init__(self, closed: str, most: int | None = None) -> None:
+        self.lock = threading.Condition()
+        self._message, self._most = closed, most
+        self._closed = False
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.lock.wait_for(lambda: self._closed or self._most is None or self._inside < self._most)
+            if self._closed:
+                raise InputError(self._message)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self._inside -= 1
+            self.lock.notify_all()
+
+    def close(self) -> bool:
+        """Let nobody in any more and wait until all are out; return whether this call did it."""
+        with self.lock:
+            first, self._closed = not self._closed, True
+            self.lock.notify_all()  # who waits for a turn goes away
+            self.lock.wait_for(lambda: self._inside == 0)
+        return first
 
 
 def _example(text: Text) -> Example:

@@ -20,6 +20,7 @@ from smelt.model_folder import (
     unknown_family,
 )
 from smelt.problem import has_classifier
+from smelt.runtime.limits import position_limit
 from smelt.runtime.weight_files import values_in, weight_tensors
 
 # Families with several tasks, where the checkpoint does not say which: what most of them are for.
@@ -82,7 +83,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         tasks=tasks,
         parameters=count,
         dtype=dtype,
-        limit=_limit(config),
+        limit=position_limit(config),
         new_head=chosen == "text-classification" and not has_classifier(config),
         config=config,
         languages=_languages(folder) if folder is not None else (None, None),
@@ -123,13 +124,6 @@ def _languages(folder: Path) -> tuple[str | None, str | None]:
         return None, None
     source, target = (name if isinstance(name, str) else None for name in found)
     return source, target
-
-
-def _limit(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the position table has room for (RoBERTa counts from its pad id + 1)."""
-    rows = config.get("max_position_embeddings") or config.get("n_positions")
-    unused = int(config.get("pad_token_id") or 0) + 1 if config.get("model_type") == "roberta" else 0
-    return int(rows) - unused if isinstance(rows, int) else None
 
 
 def _weights(folder: Path) -> tuple[int, str]:

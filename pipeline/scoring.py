@@ -17,7 +17,7 @@ from smelt.machine import device_of
 from smelt.runtime.generation import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 3
+VERSION = 4
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 
@@ -127,7 +127,7 @@ class Scorer:
         from smelt.evaluate.perplexity import score_windows
         from smelt.runtime.causal import window_losses
         from smelt.runtime.checkpoint import load_tokenizer
-        from smelt.runtime.predict import length_limit
+        from smelt.runtime.limits import length_limit
         from smelt.runtime.windows import cut_windows
 
         tokenizer = load_tokenizer(runner.folder)
@@ -199,11 +199,7 @@ def _of_device(artifact: Artifact, device: str) -> list[str]:
 
 
 def _count_too_long(runner: Any, examples: Sequence[Example]) -> int:
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.predict import encode_texts, length_limit
+    from smelt.runtime.predict import encode_texts
 
-    tokenizer = load_tokenizer(runner.folder)
-    limit = length_limit(tokenizer, runner.config)
-    return encode_texts(
-        [e.text for e in examples], tokenizer, limit, [e.text_pair for e in examples]
-    ).truncated
+    texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
+    return encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs).truncated

@@ -187,9 +187,9 @@ def _make(
     labels: tuple[ProblemType, list[str]] | None,
 ) -> list[str]:
     """Write the model into `out`, its tokenizer trained into the folder `words` before, if it is to be."""
+    from smelt.runtime.limits import position_limit
     from smelt.runtime.new_model import make_model
     from smelt.runtime.new_tokenizer import train_tokenizer
-    from smelt.runtime.predict import position_limit
 
     if isinstance(tokenizer, NewTokenizer):
         words.mkdir()

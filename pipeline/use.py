@@ -1,21 +1,20 @@
-"""Using a finished artifact or run: score it, run it on texts, draw its report again."""
+"""Using a finished artifact or run: score it, draw its report again."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import Example, Split, read_split
+from smelt.core.data import Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.store import Store
 from smelt.data_look import parse_columns
-from smelt.label_scores import answers
 from smelt.problem import METRICS_OF, metric_mistakes
 from smelt.recipe import DEFAULT_METRICS, METRICS
 from smelt.scoring import Scorer
@@ -130,36 +129,6 @@ def quality_lines(scores: dict[str, Any]) -> list[str]:
         for name, s in scores.items()
         for n in [digits(name)]
     ]
-
-
-def predict_texts(
-    folder: Path,
-    texts: Sequence[str],
-    generation: Mapping[str, Any],
-    threads: int | None = None,
-    device: str = "auto",
-) -> list[str]:
-    """Return the artifact's output for each of `texts`: a translation, or a label with its probability.
-
-    generation: as a recipe's `score.generation`; None for what is not said.
-    """
-    from smelt.loaded import generation_of
-    from smelt.runtime.predict import class_logits, generate_texts
-    from smelt.runtime.runner import open_runner
-
-    artifact, wishes = _open(folder), generation_of(generation)
-    if not texts:
-        return []
-    with open_runner(artifact, threads, device) as runner:
-        if artifact.manifest.task == "text-classification":
-            return answers(runner.config, class_logits(runner, [_pair(text) for text in texts]))
-        return generate_texts(runner, texts, wishes)
-
-
-def _pair(text: str) -> Example:
-    """Return the text that a classifier is to see; a tab parts the two texts of a pair."""
-    first, tab, second = text.partition("\t")
-    return Example(first, text_pair=second if tab else None)
 
 
 def redraw_report(folder: Path) -> str:

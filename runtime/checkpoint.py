@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.files import read_json
 from smelt.core.stage import StoredDtype
 from smelt.runtime.conv1d import turned, use_linears
 from smelt.runtime.quantized import matrix_types
@@ -36,6 +37,7 @@ _NOT_TOKENIZER = {
     INDEX,
 }
 _NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
+_quiet = threading.RLock()
 TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
 
 
@@ -279,7 +281,15 @@ def count_parameters(folder: Path) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and load reports off the terminal."""
+    """Keep transformers' progress bars, load reports and advice off the terminal.
+
+    All of that is set for the whole process, so one thread at a time; two would put back each other's.
+    """
+    with _quiet:
+        yield from _hush()
+
+
+def _hush() -> Iterator[None]:
     caught = warnings.catch_warnings()
     caught.__enter__()
     warnings.simplefilter("ignore")  # MarianTokenizer recommends a package that changes nothing here
@@ -294,21 +304,6 @@ def quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(level)
         if bars:
             transformers.logging.enable_progress_bar()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or an empty one where there is no such file.
-
-    Raises:
-        InputError: it is no JSON.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: broken JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
 
 
 def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError
+from smelt.runtime.limits import position_table
 
 if TYPE_CHECKING:
     from smelt.runtime.generation import Generation
@@ -75,14 +76,17 @@ class Decoding(BaseModel):
     pad: int = 0
     positions: int | None = None
 
+    def asked(self, prompt_length: int) -> int:
+        """Return how many new tokens are asked for, whether or not the model has positions for them."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length is not None and self.max_length > prompt_length:
+            return self.max_length - prompt_length
+        return MAX_NEW_TOKENS
+
     def longest(self, prompt_length: int) -> int:
         """Return the most tokens that a text may have, its prompt counted."""
-        if self.max_new_tokens is not None:
-            most = prompt_length + self.max_new_tokens
-        elif self.max_length is not None and self.max_length > prompt_length:
-            most = self.max_length
-        else:
-            most = prompt_length + MAX_NEW_TOKENS
+        most = prompt_length + self.asked(prompt_length)
         # the last token is never fed, so it needs no place of its own
         return most if self.positions is None else max(prompt_length + 1, min(most, self.positions + 1))
 
@@ -150,9 +154,7 @@ def settle(generation: Generation, runner: Runner) -> Decoding:
             taken = {name: value for name, value in taken.items() if name not in (one, other)}
     values = taken | said | _special_tokens(runner)
     values["forced_eos_token_id"] = _ids(values.get("forced_eos_token_id"))
-    config = runner.config
-    table = config.get("max_position_embeddings") or config.get("n_positions")
-    values["positions"] = getattr(runner, "positions", table)
+    values["positions"] = position_table(runner.config)
     try:
         decoding = Decoding.model_validate(values)
     except ValidationError as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import io
 import subprocess
 import sys
 from functools import cache
@@ -51,13 +54,26 @@ def onnx_device(wanted: str, target: str | None) -> Place:
     if target != "ort-cuda" or wanted == "cpu":
         return "cpu"
     import onnxruntime
-    import torch
 
-    if torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers() and cuda_devices():
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find; the session tells
+            onnxruntime.preload_dlls()  # cuBLAS and cuDNN from their packages, without torch's help
         return "cuda"
     if wanted == "cuda":
         raise MissingDependencyError(NO_ORT_CUDA)
     return "cpu"
+
+
+def cuda_devices() -> int:
+    """Return how many devices NVIDIA's driver sees; 0 where there is no driver. Asked without torch."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    # CUDA Driver API, 6.2 Initialization and 6.5 Device Management; 0 is CUDA_SUCCESS
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
 
 
 @cache

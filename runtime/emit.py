@@ -121,6 +121,11 @@ def widened_bits(bits: Tensor) -> Tensor:
     return _at_load("TwoBitCodes", bits, (*bits.shape[:-1], 2 * bits.shape[-1]), torch.uint8)
 
 
+def transposed(columns: Tensor) -> Tensor:
+    """Emit what turns a constant int8 [K, N] into [N, K] when the graph is loaded."""
+    return _at_load("Transposed", columns, (columns.shape[1], columns.shape[0]), torch.int8)
+
+
 def _at_load(word: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Emit a place-holder that export/load_time.py turns into standard operators.
 

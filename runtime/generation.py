@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from smelt.core.stage import Settings
 from smelt.runtime.beam import beam_search
-from smelt.runtime.decoding import settle
+from smelt.runtime.decoding import Decoding, settle
 from smelt.runtime.generation_rules import Rules
 from smelt.runtime.runner import Batch, Logits, Runner, Tokens
 from smelt.runtime.sampling import draw, narrow
@@ -87,7 +87,11 @@ def generate(runner: Runner, batch: Batch, generation: Generation, part: int = 0
     Raises:
         InputError: the generation config asks for something that this loop does not do.
     """
-    decoding = settle(generation, runner)
+    return generate_with(runner, batch, settle(generation, runner), part)
+
+
+def generate_with(runner: Runner, batch: Batch, decoding: Decoding, part: int = 0) -> list[list[int]]:
+    """As `generate`, with settings whose gaps are filled already."""
     if decoding.start is None:
         rules = Rules(decoding, batch.input_ids, batch.attention_mask)
     else:
@@ -96,33 +100,59 @@ def generate(runner: Runner, batch: Batch, generation: Generation, part: int = 0
     if decoding.beams > 1:
         return beam_search(runner, batch, rules)
     if not decoding.do_sample:
-        return _token_by_token(runner, batch, rules, lambda scores: scores.argmax(axis=-1))
+        return _token_by_token(runner, batch, rules, lambda scores: scores.argmax(axis=-1), leave=True)
     random = np.random.default_rng([decoding.seed, part])
 
     def sample(scores: Logits) -> Tokens:
         narrow(scores, decoding.temperature, decoding.top_k, decoding.top_p)
         return draw(scores, random)
 
-    return _token_by_token(runner, batch, rules, sample)
+    # each row has a number of its own in every draw, so all rows stay until the end
+    return _token_by_token(runner, batch, rules, sample, leave=False)
 
 
 def _token_by_token(
-    runner: Runner, batch: Batch, rules: Rules, choose: Callable[[Logits], Tokens]
+    runner: Runner, batch: Batch, rules: Rules, choose: Callable[[Logits], Tokens], leave: bool
 ) -> list[list[int]]:
-    """Feed each row the token that `choose` picks from its scores until all rows have ended."""
+    """Feed each row the token that `choose` picks from its scores until all rows have ended.
+
+    leave: rows that have ended leave the batch, once they are a quarter of it: to take the others out of
+    the caches costs about as much as one of them does in a step.
+    """
     state = runner.encode(batch)
     rows, length = rules.prompt.shape
-    texts = np.empty((rows, rules.longest), dtype=np.int64)
+    found: list[list[int]] = [[] for _ in range(rows)]
+    places = np.arange(rows)  # of the rows that are still in the batch
+    texts = np.full((rows, rules.longest), rules.decoding.pad, dtype=np.int64)
     texts[:, :length] = rules.prompt
     tokens = rules.prompt[:, -1]
     unfinished = np.ones(rows, dtype=bool)
+    left = rows
     while length < rules.longest:
+        if leave and left <= rows - max(1, rows // 4):
+            for place, text in zip(places[~unfinished], texts[~unfinished, :length], strict=True):
+                found[place] = rules.new_tokens(text)
+            kept = unfinished.nonzero()[0]
+            state = runner.reorder(state, kept)
+            rules.keep(kept)
+            places, texts, tokens, unfinished, rows = (
+                places[kept],
+                texts[kept],
+                tokens[kept],
+                unfinished[kept],
+                left,
+            )
         scores = runner.decode_step(state, tokens)
         rules.apply(scores, texts[:, :length])
-        tokens = np.where(unfinished, choose(scores), rules.decoding.pad)
+        tokens = choose(scores)
+        if left < rows:
+            tokens = np.where(unfinished, tokens, rules.decoding.pad)
         texts[:, length] = tokens
         length += 1
         unfinished &= ~rules.ends(tokens)
-        if not unfinished.any():
+        left = np.count_nonzero(unfinished)
+        if not left:
             break
-    return [rules.new_tokens(row) for row in texts[:, :length]]
+    for place, text in zip(places, texts[:, :length], strict=True):
+        found[place] = rules.new_tokens(text)
+    return found

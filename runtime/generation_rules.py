@@ -8,10 +8,18 @@ Shapes: R = rows (sentences, times beams), P = prompt, T = tokens so far, V = vo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
 import numpy as np
+from numpy.typing import NDArray
 
 from smelt.runtime.decoding import Decoding
 from smelt.runtime.runner import Logits, Tokens
+
+Rule: TypeAlias = Callable[[Logits, Tokens], None]
+Bools: TypeAlias = NDArray[np.bool_]
 
 
 class Rules:
@@ -27,41 +35,60 @@ class Rules:
         self.prompt_length = prompt.shape[1]
         self.longest = decoding.longest(self.prompt_length)
         self.eos = np.array(decoding.eos, dtype=np.int64)
-        self._shortest = decoding.shortest(self.prompt_length)
-        # as transformers does: a single end-of-sequence token cannot be a bad word
-        words = [w for w in decoding.bad_words_ids if w not in [[e] for e in decoding.eos]]
-        self._bad_tokens = [w[0] for w in words if len(w) == 1]
-        self._bad_sequences = [w for w in words if len(w) > 1]
-        late = self.prompt_length == 1 and decoding.forced_bos_token_id is not None
-        self._begin = self.prompt_length + 1 if late else self.prompt_length
         self._padding = None if mask is None or mask.all() else (mask != 0).argmax(axis=1)
+        # only what has an effect: the loop asks in every step
+        self._rules = [*self._of_texts(), *self._of_lengths(), *self._of_tokens()]
+
+    def keep(self, rows: Tokens) -> None:
+        """Let only `rows`, int64 [R], of the batch go on."""
+        if self._padding is not None:
+            self._padding = self._padding[rows]
 
     def apply(self, scores: Logits, texts: Tokens) -> None:
         """Change float32 `scores` [R, V] in place, given each row's tokens so far, int64 [R, T]."""
-        wishes = self.decoding
-        length = texts.shape[1]
-        if wishes.repetition_penalty != 1.0:
-            penalize_repetition(scores, self._without_padding(texts), wishes.repetition_penalty)
-        if wishes.no_repeat_ngram_size:
-            ban_repeated_ngrams(scores, texts, wishes.no_repeat_ngram_size)
-        if self._bad_tokens:
-            scores[:, self._bad_tokens] = -np.inf
-        for word in self._bad_sequences:
-            ban_sequence(scores, texts, word)
-        if length < self._shortest:
-            scores[:, self.eos] = -np.inf
-        if length == 1 and wishes.forced_bos_token_id is not None:
-            _force(scores, [wishes.forced_bos_token_id])
-        if length == self.longest - 1 and wishes.forced_eos_token_id:
-            _force(scores, wishes.forced_eos_token_id)
-        if wishes.remove_invalid_values:
-            np.nan_to_num(scores, copy=False)
-        if wishes.suppress_tokens:
-            scores[:, wishes.suppress_tokens] = -np.inf
-        if wishes.begin_suppress_tokens and length == self._begin:
-            scores[:, wishes.begin_suppress_tokens] = -np.inf
+        for rule in self._rules:
+            rule(scores, texts)
 
-    def ends(self, tokens: Tokens) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def _of_texts(self) -> Iterator[Rule]:
+        """Yield the rules that look at what has come so far."""
+        wishes = self.decoding
+        if wishes.repetition_penalty != 1.0:
+            yield lambda scores, texts: penalize_repetition(
+                scores, self._without_padding(texts), wishes.repetition_penalty
+            )
+        if wishes.no_repeat_ngram_size:
+            yield lambda scores, texts: ban_repeated_ngrams(scores, texts, wishes.no_repeat_ngram_size)
+        # as transformers does: a single end-of-sequence token cannot be a bad word
+        words = [w for w in wishes.bad_words_ids if w not in [[e] for e in wishes.eos]]
+        if single := [w[0] for w in words if len(w) == 1]:
+            yield _ban(single)
+        for word in (w for w in words if len(w) > 1):
+            yield partial(ban_sequence, word=word)
+
+    def _of_lengths(self) -> Iterator[Rule]:
+        """Yield the rules of the first and the last token, and of texts that are too short."""
+        wishes, first, last = self.decoding, self.decoding.forced_bos_token_id, self.longest - 1
+        shortest = wishes.shortest(self.prompt_length)
+        if shortest > 0 and wishes.eos:
+            yield _when(lambda length: length < shortest, _ban(wishes.eos))
+        if first is not None:
+            yield _when(lambda length: length == 1, _force([first]))
+        if wishes.forced_eos_token_id:
+            yield _when(lambda length: length == last, _force(wishes.forced_eos_token_id))
+
+    def _of_tokens(self) -> Iterator[Rule]:
+        """Yield the rules that come after all others."""
+        wishes = self.decoding
+        if wishes.remove_invalid_values:
+            yield lambda scores, texts: np.copyto(scores, np.nan_to_num(scores))
+        if wishes.suppress_tokens:
+            yield _ban(wishes.suppress_tokens)
+        if wishes.begin_suppress_tokens:
+            late = self.prompt_length == 1 and wishes.forced_bos_token_id is not None
+            begin = self.prompt_length + 1 if late else self.prompt_length
+            yield _when(lambda length: length == begin, _ban(wishes.begin_suppress_tokens))
+
+    def ends(self, tokens: Tokens) -> Bools:
         """Say which of `tokens` end a text."""
         # a handful of comparisons; np.isin sorts
         hit = np.zeros(tokens.shape, dtype=bool)
@@ -111,6 +138,29 @@ def ban_sequence(scores: Logits, texts: Tokens, word: list[int]) -> None:
         scores[hit, word[-1]] = -np.inf
 
 
-def _force(scores: Logits, tokens: list[int]) -> None:
-    scores[:] = -np.inf
-    scores[:, tokens] = 0.0
+def _ban(tokens: list[int]) -> Rule:
+    """Forbid some tokens; one alone takes a slice, which numpy writes many times as fast."""
+    places = slice(tokens[0], tokens[0] + 1) if len(tokens) == 1 else tokens
+
+    def rule(scores: Logits, texts: Tokens) -> None:
+        scores[:, places] = -np.inf
+
+    return rule
+
+
+def _force(tokens: list[int]) -> Rule:
+    def rule(scores: Logits, texts: Tokens) -> None:
+        scores[:] = -np.inf
+        scores[:, tokens] = 0.0
+
+    return rule
+
+
+def _when(condition: Callable[[int], bool], rule: Rule) -> Rule:
+    """Return `rule` for the lengths of text that `condition` names."""
+
+    def found(scores: Logits, texts: Tokens) -> None:
+        if condition(texts.shape[1]):
+            rule(scores, texts)
+
+    return found

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from smelt.core.artifact import MANIFEST
-from smelt.core.files import write_json
+from smelt.core.files import read_json, write_json
 from smelt.core.labels import SINGLE, ProblemType
-from smelt.runtime.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, read_json, save_model
+from smelt.runtime.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, save_model
 from smelt.runtime.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.weight_files import INDEX, find_weights
 from smelt.runtime.weights_fit import require_body

@@ -18,11 +18,12 @@ import onnxruntime
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.files import read_json
 from smelt.runtime.causal import KEEP, positions
-from smelt.runtime.checkpoint import read_json
 from smelt.runtime.device import onnx_device
 from smelt.runtime.onnx_runner import open_session, take_rows
 from smelt.runtime.runner import Batch, Logits, Tokens
+from smelt.runtime.text_tools import TextTools
 
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -55,6 +56,7 @@ class OnnxCausalRunner:
         self.folder = folder
         self.config: dict[str, Any] = read_json(folder / "config.json")
         self.generation_config: dict[str, Any] = read_json(folder / "generation_config.json")
+        self.text = TextTools(self.folder, self.config, self.generation_config)
         self.device = onnx_device(device, target)
         path = folder / "model.onnx"
         if not path.is_file():

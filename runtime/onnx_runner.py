@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.runtime.checkpoint import read_json
+from smelt.core.files import read_json
 from smelt.runtime.device import NO_ORT_CUDA, onnx_device
 from smelt.runtime.runner import Batch, Logits, Tokens
+from smelt.runtime.text_tools import TextTools
 
 _MAKE_AGAIN = "Run the onnx stage again to make it anew."
 
@@ -31,14 +32,13 @@ _MAKE_AGAIN = "Run the onnx stage again to make it anew."
 class _State:
     """The bound inputs of the next decoder step.
 
-    caches: input name -> OrtValue, the keys and values of self-attention; shared: the same for what
-    all steps and all beams of a sentence share. sentences: int64 [R], the batch's row that each row
-    goes on from.
+    caches: OrtValues, the keys and values of self-attention, in the order of the runner's names; shared:
+    input name -> OrtValue, what all steps and all beams of a sentence share. sentences: int64 [R], the
+    batch's row that each row goes on from.
     """
 
     binding: Any
-    present: list[str]
-    caches: dict[str, Any]
+    caches: list[Any]
     shared: dict[str, Any]
     sentences: Tokens
 
@@ -63,6 +63,7 @@ class OnnxRunner:
         self.folder: Path = folder
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self.generation_config: dict[str, Any] = read_json(self.folder / "generation_config.json")
+        self.text = TextTools(self.folder, self.config, self.generation_config)
         self.device = self._device = onnx_device(device, target)
         self._threads = threads
         self._model = self._encoder = self._decoder = None
@@ -104,10 +105,11 @@ class OnnxRunner:
             raise InputError(
                 f"{self.folder}: encoder and decoder graphs do not fit each other: {odd}. {_MAKE_AGAIN}"
             )
-        self._self_names, self._cross_names = outputs, cross
+        self._present, self._cross = outputs, cross
+        self._past = [_past(name) for name in outputs]
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-        past = [inputs[_past(n)] for n in outputs]
-        self._empty = [(p.name, p.shape[1], p.shape[3], kinds[p.type]) for p in past]
+        past = [inputs[name] for name in self._past]
+        self._empty = [(p.shape[1], p.shape[3], kinds[p.type]) for p in past]
 
     def forward(self, batch: Batch) -> Logits:
         """Return class logits, float32 [B, C]."""
@@ -134,21 +136,20 @@ class OnnxRunner:
         encoder = self._encoder.io_binding()
         encoder.bind_cpu_input("input_ids", np.ascontiguousarray(batch.input_ids))
         encoder.bind_cpu_input("attention_mask", np.ascontiguousarray(batch.attention_mask))
-        for name in self._cross_names:
+        for name in self._cross:
             encoder.bind_output(name, self._device)
         self._encoder.run_with_iobinding(encoder)
         decoder = self._decoder.io_binding()
         made = encoder.get_outputs()
-        shared = {_past(name): value for name, value in zip(self._cross_names, made, strict=True)}
+        shared = {_past(name): value for name, value in zip(self._cross, made, strict=True)}
         shared["encoder_attention_mask"] = self._value(batch.attention_mask)
         rows = batch.input_ids.shape[0]
-        caches = {
-            name: self._value(np.zeros((rows, heads, 0, width), dtype=kind))
-            for name, heads, width, kind in self._empty
-        }
-        for name, value in (shared | caches).items():
+        caches = [
+            self._value(np.zeros((rows, heads, 0, width), dtype=kind)) for heads, width, kind in self._empty
+        ]
+        for name, value in (*shared.items(), *zip(self._past, caches, strict=True)):
             decoder.bind_ortvalue_input(name, value)
-        return _State(decoder, self._self_names, caches, shared, np.arange(rows))
+        return _State(decoder, caches, shared, np.arange(rows))
 
     def decode_step(self, state: _State, tokens: Tokens) -> Logits:
         """Feed one token per row (int64 [B]); return float32 [B, V]."""
@@ -157,31 +158,34 @@ class OnnxRunner:
         binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens).reshape(-1, 1))
         # outputs are bound anew: they grow, and what the last step left is now an input
         binding.bind_output("logits", "cpu")
-        for name in state.present:
+        for name in self._present:
             binding.bind_output(name, self._device)
         self._decoder.run_with_iobinding(binding)
-        logits, *present = binding.get_outputs()
-        for name, value in zip(state.present, present, strict=True):
-            state.caches[_past(name)] = value
-            binding.bind_ortvalue_input(_past(name), value)
+        logits, *state.caches = binding.get_outputs()
+        for name, value in zip(self._past, state.caches, strict=True):
+            binding.bind_ortvalue_input(name, value)
         out: Logits = logits.numpy()
         return out
 
     def reorder(self, state: _State, rows: Tokens) -> _State:
         """Return the state whose row i is the row rows[i] of `state`; what beams share is not copied."""
         sentences = state.sentences[rows]
-        moved = [state.caches]
         if not np.array_equal(sentences, state.sentences):
-            moved.append(state.shared)
+            state.shared = self._bind_rows(state, state.shared, rows)
         elif np.array_equal(rows, np.arange(len(rows))):
             return state
         state.sentences = sentences
-        for values in moved:
-            for name, value in values.items():
-                # on the CPU `numpy` and `_value` only look at the memory: `take_rows` makes the one copy
-                values[name] = self._value(take_rows(value.numpy(), rows))
-                state.binding.bind_ortvalue_input(name, values[name])
+        caches = dict(zip(self._past, state.caches, strict=True))
+        state.caches = list(self._bind_rows(state, caches, rows).values())
         return state
+
+    def _bind_rows(self, state: _State, values: dict[str, Any], rows: Tokens) -> dict[str, Any]:
+        """Bind the rows `rows` of each of `values`, and return them."""
+        # on the CPU `numpy` and `_value` only look at the memory: `take_rows` makes the one copy
+        moved = {name: self._value(take_rows(value.numpy(), rows)) for name, value in values.items()}
+        for name, value in moved.items():
+            state.binding.bind_ortvalue_input(name, value)
+        return moved
 
     def _value(self, array: NDArray[Any]) -> Any:
         return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device)

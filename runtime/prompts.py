@@ -5,14 +5,23 @@ Shapes: B = batch, L = tokens of the longest prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
-from smelt.runtime.runner import Batch
+from smelt.runtime.limits import NO_LIMIT
+from smelt.runtime.runner import Batch, Runner
+from smelt.runtime.text_tokenizer import text_tokenizer
+
+if TYPE_CHECKING:
+    from smelt.runtime.decoding import Decoding
+    from smelt.runtime.generation import Generation
+
+Cut = Callable[[int, int], None]
+"""Is told how many texts of a call were cut, and at how many tokens."""
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, most: int) -> list[list[int]]:
@@ -21,16 +30,32 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, most: int) -> list[list
     Raises:
         InputError: an empty prompt, and the tokenizer has no token to begin with.
     """
-    found = []
-    for text in texts:
-        ids = list(tokenizer(text, verbose=False)["input_ids"])
+    words = text_tokenizer(tokenizer)
+    found = words.encode_rows(texts, NO_LIMIT).ids
+    for at, ids in enumerate(found):
         if not ids:
-            first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+            first = words.bos_token_id if words.bos_token_id is not None else words.eos_token_id
             if first is None:
                 raise InputError("An empty prompt: this tokenizer has no token that a text begins with.")
-            ids = [first]
-        found.append(ids[-most:])
-    return found
+            found[at] = [first]
+    return [cut_prompt(ids, most, words.bos_token_id) for ids in found]
+
+
+def cut_prompt(ids: list[int], most: int, begin: int | None) -> list[int]:
+    """Return the last `most` tokens of a prompt, behind `begin`, a special token, if it began with it."""
+    if len(ids) <= most:
+        return ids
+    lead = ids[:1] if ids[0] == begin and most > 1 else []
+    return lead + ids[len(ids) - most + len(lead) :]
+
+
+def longest_prompt(length: int, decoding: Decoding, limit: int) -> int:
+    """Return how many tokens of a prompt of `length` tokens stay, so that what is asked for has room too.
+
+    Where both do not fit in `limit` tokens, the prompt keeps at least half of them. The last new token is
+    never fed, so it needs no room.
+    """
+    return min(length, max(1, limit // 2, limit + 1 - decoding.asked(length)))
 
 
 def pack_left(prompts: Sequence[Sequence[int]], pad: int) -> Batch:
@@ -55,33 +80,54 @@ def prompt_batches(
     texts: Sequence[str], tokenizer: Any, batch_size: int, most: int
 ) -> list[tuple[list[int], Batch]]:
     """Return batches of prompts of similar length, longest first, each with its rows' places in `texts`."""
-    prompts = encode_prompts(texts, tokenizer, most)
-    order = sorted(range(len(texts)), key=lambda i: (-len(prompts[i]), i))
+    return batches_of(encode_prompts(texts, tokenizer, most), batch_size, pad_of(tokenizer))
+
+
+def batches_of(prompts: Sequence[Sequence[int]], batch_size: int, pad: int) -> list[tuple[list[int], Batch]]:
+    """Return batches of prompts of similar length, longest first, each with its rows' places."""
+    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     groups = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
-    return [(rows, pack_left([prompts[i] for i in rows], pad_of(tokenizer))) for rows in groups]
+    return [(rows, pack_left([prompts[i] for i in rows], pad)) for rows in groups]
 
 
 def continue_texts(
-    runner: Any,
+    runner: Runner,
     texts: Sequence[str],
-    generation: Any,
+    generation: Generation,
     batch_size: int = 32,
     progress: Progress = silent,
+    cut: Cut | None = None,
 ) -> list[str]:
-    """Return each text with its continuation, in their order; `generation` as in generation.py."""
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.generation import generate
-    from smelt.runtime.predict import length_limit
+    """Return each text with its continuation, in their order."""
+    from smelt.runtime.generation import generate_with
 
-    tokenizer = load_tokenizer(runner.folder)
-    limit = length_limit(tokenizer, runner.config)
-    room = min(generation.max_new_tokens or limit // 2, limit // 2)
+    tools = runner.text
+    tokenizer, limit = tools.tokenizer, tools.limit
+    decoding = tools.decoding(generation, runner)
+    whole = encode_prompts(texts, tokenizer, NO_LIMIT)
+    begin = tokenizer.bos_token_id
+    prompts = [cut_prompt(ids, longest_prompt(len(ids), decoding, limit), begin) for ids in whole]
+    shortened = sum(len(a) < len(b) for a, b in zip(prompts, whole, strict=True))
+    if shortened and cut is not None:
+        cut(shortened, limit)
     results = [""] * len(texts)
     done = 0
-    for part, (rows, batch) in enumerate(prompt_batches(texts, tokenizer, batch_size, limit - room)):
-        tokens = generate(runner, batch, generation, part)
-        for i, text in zip(rows, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True):
-            results[i] = texts[i] + text
+    for part, (rows, batch) in enumerate(batches_of(prompts, batch_size, pad_of(tokenizer))):
+        tokens = generate_with(runner, batch, decoding, part)
+        for i, new in zip(rows, tokens, strict=True):
+            results[i] = texts[i] + continuation(tokenizer, prompts[i], new)
         done += len(rows)
         progress(done, len(texts), "texts")
     return results
+
+
+def continuation(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """Return the text of `new` as it reads behind `prompt`.
+
+    A SentencePiece tokenizer drops the blank that a text begins with, and a letter may be spread over
+    several byte-level tokens; so both are decoded as one, and the prompt is taken off again. Where the
+    prompt reads otherwise with something behind it, what is new is decoded alone.
+    """
+    words = text_tokenizer(tokenizer)
+    both, before = words.decode_rows([[*prompt, *new], prompt])
+    return both[len(before) :] if both.startswith(before) else words.decode_rows([new])[0]

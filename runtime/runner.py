@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.runtime.text_tools import TextTools
 
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -37,7 +38,8 @@ class Runner(Protocol):
 
     name and version (for example onnxruntime 1.31.1) are part of every score's key, as is the device,
     cpu or cuda.
-    config: the model's Hugging Face config as a dict; generation_config likewise.
+    config: the model's Hugging Face config as a dict; generation_config likewise. text: what turns texts
+    into batches and tokens into texts.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Runner(Protocol):
     folder: Any
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    text: TextTools
 
     @property
     def device(self) -> str:
@@ -111,7 +114,7 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
 
 
 def _is_causal(artifact: Artifact) -> bool:
+    from smelt.core.files import read_json
     from smelt.runtime.causal import is_causal
-    from smelt.runtime.checkpoint import read_json
 
     return is_causal(read_json(artifact.path / "config.json"))

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.files import read_json
 from smelt.runtime.causal import KEEP, positions
-from smelt.runtime.checkpoint import read_json
-from smelt.runtime.predict import position_limit
+from smelt.runtime.limits import position_limit
 from smelt.runtime.runner import Batch, Logits, Tokens
 from smelt.runtime.tensorrt_engine import DEVICE, Engine
 from smelt.runtime.tensorrt_module import import_tensorrt
+from smelt.runtime.text_tools import TextTools
+from smelt.runtime.torch_threads import TorchThreads
 
 _BATCH, _LENGTH = 0, 1  # places in input_ids [B, S]
 _TOKENS = 2  # the place in a cache [B, K, P, d]
@@ -52,11 +54,10 @@ class TensorrtCausalRunner:
                 "A TensorRT engine runs on an NVIDIA GPU, and torch sees none (smelt doctor says why)."
             )
         self.version: str = trt.__version__
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.folder = artifact.path
         self.config: dict[str, Any] = read_json(artifact.path / "config.json")
         self.generation_config: dict[str, Any] = read_json(artifact.path / "generation_config.json")
+        self.text = TextTools(self.folder, self.config, self.generation_config)
         path = artifact.path / "model.plan"
         if not path.is_file():
             raise InputError(f"{path}: no such engine. Run the tensorrt stage again to build it.")
@@ -72,6 +73,7 @@ class TensorrtCausalRunner:
         # a text may be as long as model and engine both allow
         limits = [position_limit(self.config), self._engine.longest(self._past[0], _TOKENS) + 1]
         self.config["max_position_embeddings"] = min(n for n in limits if n)
+        self._threads = TorchThreads(threads)  # the last line: an engine that does not load changes nothing
 
     def forward(self, batch: Batch) -> Logits:
         """Return float32 [B, L, V] for a batch padded on the right."""
@@ -161,6 +163,7 @@ class TensorrtCausalRunner:
     def close(self) -> None:
         """Free the engine and its context."""
         self._engine = None
+        self._threads.give_back()
 
     def __enter__(self) -> Self:
         return self

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.checkpoint import read_json
-from smelt.runtime.predict import position_offset
+from smelt.core.files import read_json
 from smelt.runtime.runner import Batch, Logits, Tokens
 from smelt.runtime.tensorrt_engine import DEVICE, Engine
 from smelt.runtime.tensorrt_module import import_tensorrt
+from smelt.runtime.text_tools import TextTools
+from smelt.runtime.torch_threads import TorchThreads
 
 _BATCH, _LENGTH = 0, 1  # places in input_ids [B, L]
 _DECODER = "decoder_with_past_model"
@@ -84,8 +85,6 @@ class TensorrtRunner:
                 "A TensorRT engine runs on an NVIDIA GPU, and torch sees none (smelt doctor says why)."
             )
         self.version: str = trt.__version__
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.folder = artifact.path
         self.config: dict[str, Any] = read_json(artifact.path / "config.json")
         self.generation_config: dict[str, Any] = read_json(artifact.path / "generation_config.json")
@@ -99,12 +98,11 @@ class TensorrtRunner:
         if first is None:
             raise InputError(f"{artifact.path}: neither model.plan nor encoder_model.plan is here.")
         self._most_rows = first.longest("input_ids", _BATCH)
-        # how long an output may be is the model's matter, not that of the engine for the source
-        self.positions = self.config.get("max_position_embeddings")
-        # texts that are longer than the engine takes are cut, and counted, where all others are
-        longest = first.longest("input_ids", _LENGTH) + position_offset(self.config)
-        limits = [self.config.get("max_position_embeddings"), longest]
-        self.config["max_position_embeddings"] = min(n for n in limits if n)
+        # texts that are longer than the engine takes are cut, and counted, where all others are; how long
+        # an output may be is the model's matter, not that of the engine for the source
+        longest = first.longest("input_ids", _LENGTH)
+        self.text = TextTools(self.folder, self.config, self.generation_config, longest)
+        self._threads = TorchThreads(threads)  # the last line: an engine that does not load changes nothing
 
     def _named(self, name: str) -> Engine:
         if name not in self._engines:
@@ -169,6 +167,7 @@ class TensorrtRunner:
     def close(self) -> None:
         """Free engines and contexts."""
         self._engines.clear()
+        self._threads.give_back()
 
     def __enter__(self) -> Self:
         return self

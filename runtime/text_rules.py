@@ -62,7 +62,8 @@ def write_text_rules(folder: Path, rules: TextRules) -> None:
         return
     from transformers import GenerationConfig
 
-    from smelt.runtime.checkpoint import load_config, load_tokenizer, read_json
+    from smelt.core.files import read_json
+    from smelt.runtime.checkpoint import load_config, load_tokenizer
 
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     token = language_token(tokenizer, rules.target_language)

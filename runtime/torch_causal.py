@@ -15,10 +15,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from smelt.core.artifact import Artifact
+from smelt.core.files import read_json
 from smelt.runtime.causal import positions
-from smelt.runtime.checkpoint import load_model, read_json
+from smelt.runtime.checkpoint import load_model
 from smelt.runtime.device import torch_device
 from smelt.runtime.runner import Batch, Logits, Tokens
+from smelt.runtime.text_tools import TextTools
+from smelt.runtime.torch_threads import TorchThreads
 
 
 @dataclass
@@ -39,15 +42,15 @@ class TorchCausalRunner:
     version = str(torch.__version__)
 
     def __init__(self, artifact: Artifact, threads: int | None = None, device: str = "auto") -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.folder = artifact.path
         self.config: dict[str, Any] = read_json(artifact.path / "config.json")
         self.generation_config: dict[str, Any] = read_json(artifact.path / "generation_config.json")
+        self.text = TextTools(self.folder, self.config, self.generation_config)
         self.model, edits = load_model(artifact.path)
         quantized = any(edit["op"] == "quantize" for edit in edits)
         self.device = "cpu" if quantized else torch_device(device)
         self.model.to(self.device)
+        self._threads = TorchThreads(threads)  # the last line: a model that does not load changes nothing
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Logits:
@@ -110,6 +113,7 @@ class TorchCausalRunner:
     def close(self) -> None:
         """Free the model."""
         self.model = None
+        self._threads.give_back()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.runtime.limits import NO_LIMIT
 
 _LETTERS = 8  # of a token, generously: what is too much is cut by the tokenizer's count
 
@@ -39,11 +40,7 @@ def cut_prompts(texts: Sequence[str], runner: Any, lengths: tuple[int, int]) -> 
         runner: of a language model; its tokenizer counts.
         lengths: tokens of a prompt, and tokens to follow it; less where the model has fewer positions.
     """
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.predict import length_limit
-
-    tokenizer = load_tokenizer(runner.folder)
-    limit = length_limit(tokenizer, runner.config)
+    tokenizer, limit = runner.text.tokenizer, runner.text.limit
     most = max(1, min(lengths[0], limit // 2))
     found = [_cut(text.split(), tokenizer, most) for text in texts]
     return found, max(1, min(lengths[1], limit - most))
@@ -54,7 +51,8 @@ def _cut(words: Sequence[str], tokenizer: Any, most: int) -> str:
     low, high = 1, len(words)
     while low < high:
         middle = (low + high + 1) // 2
-        if len(tokenizer(" ".join(words[:middle]), verbose=False)["input_ids"]) <= most:
+        [ids] = tokenizer.encode_rows([" ".join(words[:middle])], NO_LIMIT).ids
+        if len(ids) <= most:
             low = middle
         else:
             high = middle - 1

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from smelt.core.data import Split
-from smelt.runtime.predict import Encoded, encode_texts, pack
+from smelt.runtime.predict import encode_texts, pack
 from smelt.runtime.runner import Batch
+from smelt.runtime.text_tokenizer import Encoded
 
 ROWS, LENGTH, STEPS = 8, 48, 8
 # rows of the data to choose from

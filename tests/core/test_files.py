@@ -1,4 +1,4 @@
-"""Files are whole or not there, and whoever the umask lets read them can."""
+"""Files are whole or not there, whoever the umask lets read them can, and broken JSON is named."""
 
 import errno
 import math
@@ -10,9 +10,11 @@ import time
 
 import pytest
 
+from smelt.core.errors import InputError
 from smelt.core.files import (
     flush,
     follow_umask,
+    read_json,
     seconds_since_written,
     size_of,
     unfinished_in,
@@ -175,3 +177,17 @@ def test_the_size_of_a_folder_counts_what_is_left_of_it(tmp_path, monkeypatch):
     assert size_of(tmp_path) == 5
     monkeypatch.setattr(type(tmp_path), "rglob", lambda self, _: iter([self / "b", self / "gone"]))
     assert size_of(tmp_path) == 2
+
+
+@pytest.mark.parametrize(("text", "expected"), [('{"a": 1}', {"a": 1}), ("[1]", {}), (None, {})])
+def test_read_json_gives_an_object_or_an_empty_one(tmp_path, text, expected):
+    if text is not None:
+        (tmp_path / "x.json").write_text(text)
+    assert read_json(tmp_path / "x.json") == expected
+
+
+@pytest.mark.parametrize("raw", [b"{", b"\xff", b"[" * 100_000])
+def test_read_json_names_what_is_broken(tmp_path, raw):
+    (tmp_path / "x.json").write_bytes(raw)
+    with pytest.raises(InputError, match=r"x\.json: broken JSON"):
+        read_json(tmp_path / "x.json")

@@ -1,10 +1,12 @@
 """What is free, and what is refused."""
 
+import gc
+
 import psutil
 import pytest
 
 from smelt.core.errors import RunError
-from smelt.core.memory import available_bytes, require_memory
+from smelt.core.memory import available_bytes, require_memory, uncollected
 
 
 def test_available_is_what_psutil_sees_where_no_container_limits_it(tmp_path):
@@ -25,3 +27,17 @@ def test_require_memory_refuses_what_is_known_not_to_fit():
     require_memory(10, "x", "y", free_bytes=10)
     with pytest.raises(RunError, match=r"^finetune needs at least 20\.0 GB of memory more, and 10\.0 GB are"):
         require_memory(20_000_000_000, "finetune", "Try less.", free_bytes=10_000_000_000)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_garbage_collector_is_left_as_the_caller_had_it(on):
+    (gc.enable if on else gc.disable)()
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() is on
+        with pytest.raises(ZeroDivisionError), uncollected():
+            _ = 1 / 0
+        assert gc.isenabled() is on
+    finally:
+        gc.enable()

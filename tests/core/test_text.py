@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.core.text import printable
+from smelt.core.text import half_character, printable
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,10 @@ from smelt.core.text import printable
 def test_printable_escapes_controls_only(text, shown):
     assert printable(text) == (text if shown is None else shown)
     assert printable(printable(text)) == printable(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "half"), [("", None), ("süß \U0001f600", None), ("a\udc00b", "\udc00"), ("\ud83d", "\ud83d")]
+)
+def test_half_a_pair_is_found(text, half):
+    assert half_character(text) == half

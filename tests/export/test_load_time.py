@@ -46,6 +46,29 @@ def test_scales_become_float32_where_they_are_read(tmp_path):
     assert session.run(None, {})[0].tolist() == [0.5, -3.0]
 
 
+def test_a_matrix_is_turned_where_its_rows_are_looked_up(tmp_path):
+    import onnxruntime
+
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("Transposed", ["columns"], ["rows"], domain=LOAD_TIME),
+        helper.make_node("Gather", ["rows", "ids"], ["y"], axis=0),
+    ]
+    matrix = np.arange(6, dtype=np.int8).reshape(2, 3)
+    ids, out = value("ids", TensorProto.INT64, [1]), value("y", TensorProto.INT8, [1, 2])
+    graph = helper.make_graph(nodes, "g", [ids], [out], [numpy_helper.from_array(matrix, "columns")])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(LOAD_TIME, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    assert spell_out(model) == 1
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    providers = ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
+    assert session.run(None, {"ids": np.array([2])})[0].tolist() == [[2, 5]]
+    loaded = onnx.load(tmp_path / "loaded.onnx")
+    assert [n.op_type for n in loaded.graph.node] == ["Gather"]  # turned once, while loading
+
+
 def test_a_graph_without_place_holders_is_left_alone(tmp_path):
     value = helper.make_tensor_value_info
     node = helper.make_node("Identity", ["x"], ["y"])

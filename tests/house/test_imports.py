@@ -89,6 +89,13 @@ def test_importing_the_stages_loads_nothing_heavy() -> None:
     assert loaded_after(names) == []
 
 
+def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
+    names = ["smelt.loaded", "smelt.predicting", "smelt.predict_data", "smelt.runtime.predict"]
+    assert loaded_after(names) == []
+    names += ["smelt.runtime.onnx_runner", "smelt.runtime.onnx_causal"]
+    assert loaded_after(names) == ["onnxruntime"]
+
+
 def test_heavy_check_finds_a_heavy_import() -> None:
     assert "torch" in loaded_after(["smelt.runtime.low_rank"])
 

@@ -1,6 +1,8 @@
 """Models survive being saved and loaded, also those that no longer fit their config."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -153,3 +155,24 @@ def test_the_new_head_of_a_half_precision_encoder_is_stored_as_the_rest(tmp_path
     (tmp_path / "out").mkdir()
     import_model(folder, tmp_path / "out", labels=["bad", "good"], seed=3)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}
+
+
+def test_many_threads_load_tokenizers_without_a_word(tmp_path):
+    """transformers recommends sacremoses at every load of a Marian tokenizer, which changes nothing."""
+    folder = tiny.marian(tmp_path / "m")
+    code = (
+        "import sys, warnings\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from pathlib import Path\n"
+        "from smelt.runtime.checkpoint import load_tokenizer\n"
+        "sys.setswitchinterval(1e-5)\n"
+        "warnings.simplefilter('always')\n"
+        "before = list(warnings.filters)\n"
+        "with ThreadPoolExecutor(6) as pool:\n"
+        "    list(pool.map(load_tokenizer, [Path(sys.argv[1])] * 48))\n"
+        "assert warnings.filters == before, warnings.filters\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -72,12 +72,6 @@ def test_the_longest_text(own, config, prompt, expected):
     assert settle(Generation(), runner(own, **config)).longest(prompt) == expected
 
 
-def test_a_runner_may_know_its_positions_better_than_the_config():
-    found = runner(None, max_position_embeddings=16)
-    found.positions = 512
-    assert settle(Generation(), found).longest(1) == 129
-
-
 def test_tokens_that_begin_and_end_a_text():
     assert settle(Generation(), runner({"eos_token_id": [1, 2]})).eos == [1, 2]
     assert settle(Generation(), runner(decoder_start_token_id=None, bos_token_id=7)).start == 7

@@ -11,6 +11,7 @@ import torch
 from smelt import machine
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Context
+from smelt.runtime import device as places
 from smelt.runtime.device import onnx_device, torch_device
 from smelt.runtime.runner import Batch
 from smelt.runtime.torch_runner import TorchRunner
@@ -22,6 +23,7 @@ def gpu(monkeypatch):
     import onnxruntime
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(places, "cuda_devices", lambda: 1)
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
 
@@ -46,6 +48,39 @@ def test_only_graphs_for_ort_cuda_leave_the_cpu(gpu):
     assert {onnx_device(w, t) for w in ("auto", "cpu", "cuda") for t in ("ort-cpu", "tensorrt", None)} == {
         "cpu"
     }
+
+
+def test_graphs_for_cuda_stay_on_the_cpu_where_the_driver_sees_no_device(gpu, monkeypatch):
+    monkeypatch.setattr(places, "cuda_devices", lambda: 0)
+    assert onnx_device("auto", "ort-cuda") == "cpu"
+    with pytest.raises(MissingDependencyError, match="CUDAExecutionProvider"):
+        onnx_device("cuda", "ort-cuda")
+
+
+@pytest.mark.parametrize(("init", "asked", "expected"), [(0, 0, 2), (100, 0, 0), (0, 3, 0)])
+def test_devices_are_those_that_the_driver_counts(monkeypatch, init, asked, expected):
+    class Driver:
+        def __init__(self, name):
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags):  # noqa: N802
+            return init
+
+        def cuDeviceGetCount(self, place):  # noqa: N802
+            place._obj.value = 2
+            return asked
+
+    monkeypatch.setattr(places.sys, "platform", "linux")
+    monkeypatch.setattr(places.ctypes, "CDLL", Driver)
+    assert places.cuda_devices() == expected
+
+
+def test_there_is_no_device_where_there_is_no_driver(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(places.ctypes, "CDLL", missing)
+    assert places.cuda_devices() == 0
 
 
 def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):

@@ -123,3 +123,64 @@ def test_batches_keep_every_row_and_pad_on_the_right(folder):
             )
             assert batch.attention_mask[at].sum() == len(ids)
     assert all(np.diff([b.input_ids.shape[1] for _, b in batches]) <= 0)
+
+
+class Scripted:
+    """A runner whose row i says its script's tokens one by one and knows which rows are still asked for."""
+
+    name, version, device, folder = "test", "0", "cpu", None
+    config = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}  # noqa: RUF012
+    generation_config = {}  # noqa: RUF012
+
+    def __init__(self, scripts):
+        self.scripts, self.fed = scripts, []
+
+    def encode(self, batch):
+        return {"rows": list(range(len(self.scripts))), "step": 0}
+
+    def decode_step(self, state, tokens):
+        assert len(tokens) == len(state["rows"])
+        if state["step"]:
+            said = [(self.scripts[i] + [0] * 99)[state["step"] - 1] for i in state["rows"]]
+            assert tokens.tolist() == said
+        self.fed.append(len(tokens))
+        scores = np.zeros((len(tokens), 24), dtype=np.float32)
+        for at, i in enumerate(state["rows"]):
+            scores[at, (self.scripts[i] + [9] * 99)[state["step"]]] = 100.0
+        state["step"] += 1
+        return scores
+
+    def reorder(self, state, rows):
+        return {"rows": [state["rows"][i] for i in rows], "step": state["step"]}
+
+
+ENDS = (4, 1, 9, 2, 2, 6, 9, 3)
+SCRIPTS = [[10 + i, *([5] * (end - 2)), 1] if end > 1 else [1] for i, end in enumerate(ENDS)]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "fed"),
+    [
+        # a quarter of eight has ended after two steps, when three of them have; then of five one, and so on
+        ({}, [8, 8, 5, 4, 3, 3, 2, 2, 2]),
+        ({"do_sample": True, "top_k": 1}, [8] * 9),
+    ],
+    ids=["greedy", "sampling"],
+)
+def test_rows_that_have_ended_leave_the_batch_and_stay_in_the_result(wishes, fed):
+    runner = Scripted(SCRIPTS)
+    batch = generating.batch(len(ENDS), seed=1)
+    assert generate(runner, batch, Generation(max_new_tokens=12, **wishes)) == SCRIPTS
+    assert runner.fed == fed
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rules_follow_the_rows_that_are_left(kind):
+    """Prompts are padded on the left by different lengths, and what is padding counts for no rule."""
+    runner = generating.CausalRunner(generating.model(kind))
+    batch = generating.batch(9, seed=3, left=True)
+    wishes = {"repetition_penalty": 1.7, "max_new_tokens": 14}
+    runner.generation_config["eos_token_id"] = eos = [1, 5, 9, 13]
+    ours = generate(runner, batch, Generation(**wishes))
+    assert ours == generating.theirs(runner.model, batch, do_sample=False, eos_token_id=eos, **wishes)
+    assert len({len(row) for row in ours}) > 3

@@ -8,7 +8,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from smelt.core.data import Example
 from smelt.runtime.checkpoint import load_tokenizer
-from smelt.runtime.predict import class_logits, encode_texts, length_limit, position_limit
+from smelt.runtime.limits import length_limit, position_limit
+from smelt.runtime.predict import class_logits, encode_texts
 from smelt.runtime.torch_runner import TorchRunner
 
 FIRST, SECOND = tiny.SENTENCES[:5], tiny.SENTENCES[5:]

@@ -142,7 +142,7 @@ def test_class_logits_equal_onnx_runtimes(trt, classifier):
     with TensorrtRunner(artifact(classifier, "tensorrt", "text-classification"), 1) as runner:
         got = class_logits(runner, tensorrt_graphs.ROWS, 5)
         np.testing.assert_allclose(got, expected, atol=1e-6)
-        assert runner.config["max_position_embeddings"] == 16  # what the engine takes, not the model's 32
+        assert runner.text.limit == 16  # what the engine takes, not the model's 32
         with pytest.raises(InputError, match=r"needs encoder_model\.plan, and there is model\.plan"):
             runner.encode(batch_of(runner, 1))
     with pytest.raises(InputError, match="nothing: it was closed"):

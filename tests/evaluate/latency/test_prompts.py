@@ -5,6 +5,7 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.prompts import cut_prompts, prompt_texts
+from smelt.runtime.text_tools import TextTools
 
 
 def test_prompts_are_stretches_of_the_text_when_rows_are_short():
@@ -18,7 +19,7 @@ def test_prompts_are_stretches_of_the_text_when_rows_are_short():
 def test_prompts_hold_as_many_whole_words_as_the_tokens_allow(tmp_path):
     causal.model(tmp_path, "gpt2")
     words = causal.tokenizer(tmp_path)
-    runner = SimpleNamespace(folder=tmp_path, config={"max_position_embeddings": 64})
+    runner = SimpleNamespace(text=TextTools(tmp_path, {"max_position_embeddings": 64}, {}))
     texts = [causal.TEXT, "A man in a red hat walks on the grass"]
     found, new = cut_prompts(texts, runner, (7, 5))
     assert new == 5

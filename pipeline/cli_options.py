@@ -1,0 +1,43 @@
+"""Options that several commands take, and how they print what may hold words of strangers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def show(text: str, err: bool = False) -> None:
+    """Print what may hold words of strangers: data, model folders, recipes."""
+    from smelt.core.text import printable
+
+    click.echo(printable(text), err=err)
+
+
+def search(command: Any) -> Any:
+    """Add the options that say how texts are generated."""
+    most = click.option(
+        "--max-new-tokens",
+        type=click.IntRange(1, 4096),
+        metavar="N",
+        help="The longest output (default: the model's, else 128).",
+    )
+    beams = click.option(
+        "--beams",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1, 64),
+        help="Beams of a beam search; 1 is greedy search.",
+    )
+    return beams(most(command))
+
+
+def device(command: Any) -> Any:
+    """Add the option that says where to run."""
+    places = click.Choice(["auto", "cpu", "cuda"])
+    return click.option("--device", default="auto", show_default=True, type=places, help="Where to run.")(
+        command
+    )

@@ -31,7 +31,7 @@ class Finetune:
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

@@ -86,7 +86,7 @@ class Distill:
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

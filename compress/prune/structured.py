@@ -65,7 +65,7 @@ class Prune:
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
         " run_glue.py"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 2
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,7 +49,8 @@ class Columns(BaseModel):
 class Example:
     """One row. Translation, summarization: `text` and `references`; classification: `text` and `label`.
 
-    line: where it stands in its file, None where that has no lines; it is no part of what the row says.
+    line: where it stands in its file, None where that has no lines or more than one row in this one; row: its
+    number in the file, from 1; None where it is of no file. Neither is a part of what the row says.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Example:
     text_pair: str | None = None
     label: Label | None = None
     line: int | None = field(default=None, compare=False)
+    row: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
     found: list[Example] = []
     mistakes: list[str] = []
     try:
-        for where, row in rows:
+        for number, (where, row) in enumerate(rows, start=1):
             try:
-                found.append(_example(row, where, task, columns))
+                found.append(replace(_example(row, where, task, columns), row=number))
             except _MissingColumnError:
                 raise
             except InputError as error:

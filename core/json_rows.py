@@ -23,7 +23,7 @@ _Row = tuple[str, Mapping[str, Any]]
 
 
 def json_rows(path: Path) -> Iterator[_Row]:
-    """Yield the rows of a .json file, each with the line that it begins in.
+    """Yield the rows of a .json file, each with the line that it begins in, or its number.
 
     Raises:
         InputError: it cannot be read, is no JSON, or holds no list of rows, or several.
@@ -137,9 +137,15 @@ class _Scan:
             return found
 
     def rows(self) -> Iterator[_Row]:
-        """Pass a list; yield each of its objects with where it begins."""
-        for where in self._items("[", "]"):
+        """Pass a list; yield each of its objects with the line that it begins in, or its number.
+
+        pandas writes all rows in one line, of which only the first is found by it.
+        """
+        before = 0
+        for number, at in enumerate(self._items("[", "]"), start=1):
+            line, where = self.line, at if self.line != before else f"{self.path} row {number}"
             yield where, object_row(self.value(), where)
+            before = line
 
     def members(self) -> Iterator[str]:
         """Pass an object; yield each key. Its value must be passed before the next one is asked for."""

@@ -260,19 +260,29 @@ def _read(
 
 
 def _place(examples: Sequence[Example], wrong: list[int], origin: str) -> str:
-    """Return where the first wrong row stands: its line, or its number where the file has no lines."""
-    line = examples[wrong[0]].line
-    if line is not None:
-        return f"{origin}:{line}" if origin else f"line {line}"
-    return f"{origin}: row {wrong[0] + 1}" if origin else f"row {wrong[0] + 1}"
+    """Return where the first wrong row stands: its line, or its number where lines do not tell rows apart."""
+    word, numbers = _numbers(examples, wrong[:1])
+    if word == "line" and origin:
+        return f"{origin}:{numbers[0]}"
+    return f"{origin}: {word} {numbers[0]}" if origin else f"{word} {numbers[0]}"
 
 
 def _others(examples: Sequence[Example], wrong: list[int]) -> str:
     """Return the sentence that says where the other wrong rows stand; nothing where there are none."""
-    word = "row" if examples[wrong[0]].line is None else "line"
-    others = ", ".join(str(examples[at].line or at + 1) for at in wrong[1:_SHOWN])
+    word, numbers = _numbers(examples, wrong[1:_SHOWN])
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return f" Likewise {word} {others}{more}." if others else ""
+    return f" Likewise {word} {', '.join(map(str, numbers))}{more}." if numbers else ""
+
+
+def _numbers(examples: Sequence[Example], places: Sequence[int]) -> tuple[str, list[int]]:
+    """Return the lines of the rows at `places`, or their numbers in the file where a row has no line.
+
+    The rows of a split are some of the file's, so their places in it are not their numbers.
+    """
+    lines = [example.line for example in examples]
+    if None not in lines:
+        return "line", [line for at in places if (line := lines[at]) is not None]
+    return "row", [examples[at].row or at + 1 for at in places]
 
 
 def _complaint(label: Label | None, names: Sequence[str], problem: ProblemType) -> str:

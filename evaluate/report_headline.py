@@ -71,6 +71,8 @@ def _trial(report: Report) -> str | None:
 def _disturbed(steps: list[tuple[Step, Latency]]) -> str:
     names = ", ".join(step.name for step, _ in steps)
     reason = steps[0][1].reason or "the rounds disagree"
+    if len(steps) > 1:  # each has its own, and the notes give them all
+        reason = f"{steps[0][0].name}: {reason}"
     return (
         f"No speed is claimed: the times of {names} were disturbed ({reason})."
         " Run again when the machine is quiet; only these are taken anew."

@@ -57,18 +57,21 @@ def smallest_batch(step: Step) -> dict[str, Any] | None:
 def needed(gate: PlannedGate, step: Step) -> int | None:
     """Return how many examples would show a drop as large as the limit; None where there are enough.
 
-    There are too few where the interval of the difference reaches further than the limit on either side:
-    a step that has lost nothing could then not be told from one that has lost the limit. The width of an
-    interval falls with the root of n. A limit of 0 is seen with no n, and nothing is said of it.
+    There are too few where the limit lies in the interval of the difference, so that the verdict may be
+    chance, and the interval reaches further than the limit on either side: a step that has lost nothing
+    could then not be told from one that has lost the limit. The width of an interval falls with the root
+    of n. A limit of 0 is seen with no n, and nothing is said of it.
     """
     difference = step["against_baseline"].get(gate.metric)
     if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
         return None
     low, high = difference["ci95"]
     half = float(high - low) / 2
-    if half <= gate.limit:
+    score = step["quality"][gate.metric]
+    at_limit = -gate.limit if score["higher_is_better"] else gate.limit
+    if half <= gate.limit or not low <= at_limit <= high:
         return None
-    n: int = step["quality"][gate.metric]["n"]
+    n: int = score["n"]
     return math.ceil(n * (half / gate.limit) ** 2)
 
 

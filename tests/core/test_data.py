@@ -199,6 +199,18 @@ def test_rows_know_their_lines_and_are_equal_without(tmp_path):
     assert [e.line for e in lines.examples] == [1, 2, 3]
 
 
+def test_rows_know_their_numbers_in_the_file_when_they_have_no_lines_of_their_own(tmp_path):
+    import pyarrow.parquet
+
+    rows = [{"source": f"cat {n}", "target": "Katze"} for n in range(4)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for name, lines in (("a.parquet", [None] * 4), ("a.json", [1, None, None, None])):
+        read = _read(tmp_path / name)
+        assert [e.line for e in read.examples] == lines
+        assert [e.row for e in read.some([3, 1]).examples] == [4, 2]
+
+
 def test_whole_floats_are_whole_numbers_with_the_same_fingerprint(tmp_path):
     floats = _write(tmp_path / "a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": [2.0, "x"]}')
     whole = _write(tmp_path / "b.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": [2, "x"]}')

@@ -180,6 +180,13 @@ def test_wrong_labels_are_named_by_their_lines_when_the_file_has_lines():
         read_classes(examples, ["a", "b"], "d.csv")
 
 
+def test_wrong_labels_are_named_by_their_rows_in_the_file_when_lines_do_not_tell_rows_apart():
+    examples = [Example("a", label="a", line=1, row=1)]
+    examples += [Example("a", label=label, row=row) for row, label in ((5, "x"), (9, "a"), (30, "y"))]
+    with pytest.raises(InputError, match=r"^d\.json: row 5: the label 'x' is not .* Likewise row 30\.$"):
+        read_classes(examples, ["a", "b"], "d.json")
+
+
 def test_labels_that_case_or_blanks_tell_apart_are_counted():
     labels = ["positive"] * 3 + ["Positive", " positive", "negative", 1, ("Calm", "calm"), "a|A"]
     assert spelled_alike(labels) == [

@@ -68,6 +68,16 @@ def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturb
     assert not re.search(r"Fastest step", write_html(report))
 
 
+def test_the_reason_names_its_step_when_several_were_disturbed(report):
+    for step in (report["steps"][4], report["steps"][6]):
+        disturb(step["latency"][0])
+    report["steps"][6]["latency"][0]["reason"] = "the rounds disagree: from 1.00× to 2.00×"
+    found = _headline(report).withheld
+    names = f"{report['steps'][4]['name']}, onnx-int8"
+    assert f"the times of {names} were disturbed ({report['steps'][4]['name']}: other work" in found
+    assert "from 1.00×" not in found
+
+
 def test_a_disturbed_step_that_does_not_compete_withholds_nothing(report):
     disturb(report["steps"][5]["latency"][0])  # quantize
     disturb(report["steps"][0]["latency"][0])  # the baseline: each pair of rounds was judged by itself

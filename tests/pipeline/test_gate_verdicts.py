@@ -114,10 +114,19 @@ def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
 
 
 def test_n_needed_grows_with_the_square_of_what_is_missing():
-    low, high = compare(OF_OWN, OF_BASE)["ci95"]
-    half = (high - low) / 2
-    assert needed(gate(limit=half * 1.001), step()) is None
-    assert needed(gate(limit=half / 2), step()) == pytest.approx(1600, abs=1)
-    assert needed(gate(limit=0.0), step()) is None
-    assert needed(gate("speedup", "min"), step()) is None
-    assert judge(gate(limit=half / 2), step(), EVIDENCE)["n_needed"] == pytest.approx(1600, abs=1)
+    half = 1.5
+    found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-half, half]}})
+    assert needed(gate(limit=half * 1.001), found) is None
+    assert needed(gate(limit=half / 2), found) == pytest.approx(1600, abs=1)
+    assert needed(gate(limit=0.0), found) is None
+    assert needed(gate("speedup", "min"), found) is None
+    assert judge(gate(limit=half / 2), found, EVIDENCE)["n_needed"] == pytest.approx(1600, abs=1)
+
+
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_better):
+    for low, high, enough in ((-33.0, -3.5, True), (-0.5, 33.0, True), (-33.0, 0.5, False)):
+        ci95 = [-high, -low] if lower_is_better else [low, high]
+        score = {"n": 40, "higher_is_better": not lower_is_better}
+        found = step(quality={"accuracy": score}, against_baseline={"accuracy": {"ci95": ci95}})
+        assert (needed(gate(limit=1.0), found) is None) == enough

@@ -118,6 +118,15 @@ def read_artifact(path: Path) -> Artifact:
     return Artifact(path, manifest)
 
 
+def _run_of(path: Path) -> str:
+    """Return where the artifacts are if `path` is the folder of a run; else nothing."""
+    found = sorted(path.glob(f"artifacts/*/{MANIFEST}"))
+    if not found:
+        return ""
+    names = ", ".join(file.parent.name for file in found)
+    return f" It is the folder of a run; its artifacts are in {path / 'artifacts'}: {names}."
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the artifact in the folder `path`; the other files are not looked at.
 
@@ -129,7 +138,8 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         raise InputError(f"{path}: no such folder. An artifact is a folder such as runs/x/artifacts/onnx.")
     if not file.is_file():
-        raise InputError(f"{path}: no {MANIFEST} in this folder, so it is not a smelt artifact.")
+        missing = f"no {MANIFEST} in this folder, so it is not a smelt artifact."
+        raise InputError(f"{path}: {missing}{_run_of(path)}")
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -59,7 +59,7 @@ def predict(
 
     predictor = Predictor(artifact, generation, threads, device, batch_size)
     if data is None:
-        examples = examples_of(list(text) or [line.rstrip("\n") for line in sys.stdin], predictor.task)
+        examples = examples_of(list(text) or _lines(sys.stdin), predictor.task)
     else:
         examples = read_examples(data, predictor.task, columns)
     for answer in predictor.run(examples):
@@ -70,3 +70,10 @@ def predict(
             click.echo(line)
     if predictor.warning is not None:
         show(f"warning: {predictor.warning}", err=True)
+
+
+def _lines(stream: TextIO) -> list[str]:
+    """Return the lines of `stream`; at a terminal say first that they are waited for."""
+    if stream.isatty():
+        show("Reading texts, one a line; end with Ctrl-D (on Windows: Ctrl-Z, Enter).", err=True)
+    return [line.rstrip("\n") for line in stream]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.core.artifact import Manifest, read_artifact
+from smelt.core.artifact import Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
 from smelt.core.store import Store
 
@@ -98,3 +98,13 @@ def test_what_systems_and_readers_leave_there_does_no_harm(made, name):
 def test_an_empty_folder_does_no_harm(made):
     (made.path / "empty").mkdir()
     assert read_artifact(made.path) == made
+
+
+def test_the_artifacts_are_named_when_the_folder_is_that_of_a_run(tmp_path):
+    for name in ("onnx-int8", "model"):
+        (tmp_path / "artifacts" / name).mkdir(parents=True)
+        (tmp_path / "artifacts" / name / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match=r"its artifacts are in .*artifacts: model, onnx-int8\.$"):
+        read_manifest(tmp_path)
+    with pytest.raises(InputError, match=r"is not a smelt artifact\.$"):
+        read_manifest(tmp_path / "artifacts")

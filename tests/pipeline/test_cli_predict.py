@@ -1,5 +1,6 @@
 """The command `smelt predict`: words, lines and files in, lines and JSON out."""
 
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 import smelt
 from smelt.cli import main
+from smelt.cli_predict import _lines
 
 LONG = " ".join(tiny.SENTENCES * 4)
 
@@ -85,3 +87,14 @@ def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *lines, heavy = done.stdout.splitlines()
     assert (lines, json.loads(heavy), done.stderr) == (expected, [], "")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
+    class Typed(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    assert _lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
+    said = capsys.readouterr()
+    assert ("end with Ctrl-D" in said.err, said.out) == (terminal, "")

@@ -75,12 +75,15 @@ def not_given(model: str, lack: str | None, error: Exception) -> InputError:
     )
 
 
-def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list[str]]:
+def check_model_folder(
+    folder: Path, task: Task | None, is_baseline: bool = True
+) -> tuple[list[str], list[str]]:
     """Look at the files of `folder`: config, weights, tokenizer.
 
     Args:
         folder: the model's folder.
         task: what the model is for; None where that is not known.
+        is_baseline: whether the steps are compared with the model as it is.
 
     Returns:
         What makes it unusable, and what the user should be warned of.
@@ -104,7 +107,11 @@ def check_model_folder(folder: Path, task: Task | None) -> tuple[list[str], list
     if problems:
         return problems, []
     problems, advice = misfits(folder, config)
-    return problems, [*advice, *_two_models(folder), *_warnings(config, task)] if not problems else []
+    return problems, [
+        *advice,
+        *_two_models(folder),
+        *_warnings(config, task, is_baseline),
+    ] if not problems else []
 
 
 def unknown_family(kind: str, task: Task | None = None) -> str:
@@ -259,11 +266,9 @@ def check_tokenizer(folder: Path, kind: str) -> list[str]:
     return [f"{folder}: no tokenizer; expected tokenizer.json or vocab.txt. {fix}"] if kind else []
 
 
-def _warnings(config: dict[str, Any], task: Task | None) -> list[str]:
+def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[str]:
     named = [str(name) for name in config.get("architectures") or []]
     if task == "text-classification" and named and not any("SequenceClassification" in n for n in named):
-        return [
-            f"the model ({named[0]}) has no classifier yet; one with random weights is added, so begin with"
-            " a finetune step and take that as the baseline."
-        ]
+        advice = "; begin with a finetune step and take that as the baseline" if is_baseline else ""
+        return [f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}."]
     return []

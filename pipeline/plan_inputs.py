@@ -11,6 +11,7 @@ from smelt.model_folder import FAMILIES, check_model_folder, local_folder, read_
 from smelt.plan import read_source
 from smelt.recipe import Recipe
 from smelt.recipe_errors import Mistakes, touches
+from smelt.recipe_stages import ROOT
 from smelt.text_rules import text_rules
 
 # Files up to this size are read when the plan is made, so that their mistakes are known at once.
@@ -40,7 +41,8 @@ def check_model(
         if folder is None:
             notes.append(f"'{model}' is no folder here; the run fetches it from the hub.")
             return None
-        problems, advice = check_model_folder(folder, None if touches(bad, "task") else recipe.task)
+        task = None if touches(bad, "task") else recipe.task
+        problems, advice = check_model_folder(folder, task, recipe.baseline == ROOT)
     except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
         problems, advice, folder = [f"cannot be read: {error}."], [], None
     for problem in problems:

@@ -191,6 +191,14 @@ def test_a_classifier_that_is_still_to_be_made_teaches_nobody(bare):
         load_plan(bare / "recipe.yaml")
 
 
+def test_a_step_that_is_the_baseline_already_is_not_advised(bare):
+    recipe = BARE.replace("distill: {", "distill: {teacher: tuned, ")
+    for text, advised in ((recipe, False), (recipe.replace("baseline: tuned\n", ""), True)):
+        (bare / "recipe.yaml").write_text(text)
+        (said,) = [w for w in load_plan(bare / "recipe.yaml").warnings if "no classifier yet" in w]
+        assert ("begin with a finetune step and take that as the baseline" in said) == advised
+
+
 def test_a_tuned_encoder_teaches(bare):
     steps = _run(bare, BARE.replace("distill: {", "distill: {teacher: tuned, "), "run")
     assert steps["distill"]["status"] == "done"

@@ -7,7 +7,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ def exported(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp
         source = ctx.out
     ctx = context(folder / "onnx", task)
     subject, reference = captured(source, OnnxSettings(target=target, dtype=dtype), ctx)
+    if dtype == "fp16":  # the comparison rounded the model's weights: it is no longer what it was before
+        reference = replace(reference, exact=None)
     return Exported(ctx.out, subject, reference, ctx.facts)
 
 

@@ -100,6 +100,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     from smelt.evaluate.latency.summary import spread
     from smelt.evaluate.latency.worker import groups_of
     from smelt.runtime.generation import Generation
+    from smelt.runtime.text_tools import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes
@@ -109,7 +110,8 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
         config = json.loads((artifact / "config.json").read_text(encoding="utf-8"))
         lengths = settings.prompt_tokens, settings.new_tokens
         stretches = prompt_texts(texts, settings.prompt_tokens)
-        used, new = cut_prompts(stretches, SimpleNamespace(folder=artifact, config=config), lengths)
+        runner = SimpleNamespace(text=TextTools(artifact, config, {}))
+        used, new = cut_prompts(stretches, runner, lengths)
         generation = {"min_new_tokens": new, "max_new_tokens": new}
     count = size * max(2, -(-settings.texts // size))
     groups = groups_of([used[at] for at in spread(used, count)], None, size)

@@ -28,7 +28,8 @@ def headline(report: Report) -> Headline:
     """Return what to say first of `report`.
 
     One notion of speed: the paired speed-up over the baseline at the smallest batch size. Where the times
-    of any step that competes were disturbed, nobody knows which one is the fastest, so none is named.
+    of a step that competes were disturbed and it may be the fastest, nobody knows which one is, so none is
+    named. It may be where any of its rounds, disturbed or not, reached the interval of the fastest other.
     """
     trial, sizes = _trial(report), view.batch_sizes(report)
     timed = [
@@ -40,10 +41,19 @@ def headline(report: Report) -> Headline:
     fit = [(step, row) for step, row in timed if all(gate.passed is not False for gate in step.gates)]
     if not fit:
         return Headline(trial, withheld="No step keeps all its gates." if timed else None)
-    if disturbed := [(step, row) for step, row in fit if row.stable is False]:
-        return Headline(trial, withheld=_disturbed(disturbed))
-    step, row = max(fit, key=lambda pair: pair[1].speedup or 0.0)
+    calm = [(step, row) for step, row in fit if row.stable is not False]
+    step, row = max(calm or fit, key=lambda pair: pair[1].speedup or 0.0)
+    rivals = [(s, r) for s, r in fit if r.stable is False and (not calm or _may_be_faster(r, row))]
+    if rivals:
+        return Headline(trial, withheld=_disturbed(rivals))
     return Headline(trial, step, row)
+
+
+def _may_be_faster(disturbed: Latency, fastest: Latency) -> bool:
+    reached = [one.speedup for one in disturbed.rounds or [] if one.speedup is not None]
+    if not reached or not fastest.speedup_ci95:
+        return True
+    return max(reached) >= fastest.speedup_ci95[0]
 
 
 def lines(report: Report) -> list[str]:

@@ -28,6 +28,12 @@ def _everywhere(report, words):
     return [words in text.replace("\\", "") for text in flat]
 
 
+def _rounds(*speedups):
+    idle = {"counted": False, "processor_share": 1.0, "baseline_processor_share": 1.0, "lost_share": 0.4}
+    idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "stolen_processors": 0.0, "pressure": None}
+    return [idle | {"speedup": one} for one in speedups]
+
+
 def test_the_fastest_step_that_can_be_deployed_is_named(report):
     found = _headline(report)
     assert (found.pick.name, found.times.batch_size, found.withheld, found.trial) == (
@@ -61,6 +67,7 @@ def test_a_step_that_fails_a_gate_is_not_named(report):
 
 def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturbed(report):
     disturb(report["steps"][7]["latency"][0])  # onnx-fp32, not the fastest
+    report["steps"][7]["latency"][0]["rounds"] = _rounds(*(1.9, 6.0, 2.0) * 3)
     found = _headline(report)
     assert found.pick is None
     assert found.withheld.startswith("No speed is claimed: the times of onnx-fp32 were disturbed (other work")
@@ -68,9 +75,23 @@ def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturb
     assert not re.search(r"Fastest step", write_html(report))
 
 
+@pytest.mark.parametrize(
+    ("speedups", "named"), [((1.9, 3.1, 5.6), True), ((1.9, 3.1, 5.7), False), ((None, None), False)]
+)
+def test_a_disturbed_step_withholds_only_where_it_may_be_the_fastest(report, speedups, named):
+    row = report["steps"][7]["latency"][0]  # onnx-fp32, beside onnx-int8's 5.94 [5.70, 6.23]
+    disturb(row)
+    row["rounds"] = _rounds(*speedups)
+    found = _headline(report)
+    assert (found.pick is not None, found.withheld is None) == (named, named)
+    if named:
+        assert found.pick.name == "onnx-int8"
+
+
 def test_the_reason_names_its_step_when_several_were_disturbed(report):
     for step in (report["steps"][4], report["steps"][6]):
         disturb(step["latency"][0])
+        step["latency"][0]["rounds"] = []
     report["steps"][6]["latency"][0]["reason"] = "the rounds disagree: from 1.00× to 2.00×"
     found = _headline(report).withheld
     names = f"{report['steps'][4]['name']}, onnx-int8"

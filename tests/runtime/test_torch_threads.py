@@ -1,5 +1,6 @@
 """torch's number of threads: the last runner decides, and the caller's is back in the end."""
 
+import gc
 import threading
 
 import pytest
@@ -7,13 +8,16 @@ import tiny
 import torch
 
 from smelt.core.errors import InputError
+from smelt.runtime import torch_threads
 from smelt.runtime.runner import open_runner
 from smelt.runtime.torch_threads import TorchThreads
 
 
 @pytest.fixture(autouse=True)
 def three():
-    """The caller works with three threads, whatever the machine has."""
+    """The caller works with three threads, whatever the machine has and other tests left open."""
+    gc.collect()
+    assert not torch_threads._wanted, "a test before these left a runner open and something holds it"
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -65,9 +69,16 @@ def test_many_threads_take_and_give_back_without_losing_the_callers_number():
         one.start()
     for one in crowd:
         one.join()
-    assert TorchThreads(5).count == 5  # the number that a new one finds is the caller's
-    from smelt.runtime import torch_threads
+    held = TorchThreads(5)
+    assert torch_threads._callers == [3]  # the number that a new one finds is the caller's
+    held.give_back()
+    assert torch.get_num_threads() == 3
 
-    assert torch_threads._callers == [3]
-    torch_threads._wanted[0].give_back()
+
+def test_a_runner_that_nobody_closed_lets_go_when_it_is_collected(tmp_path):
+    artifact = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
+    runner = open_runner(artifact, threads=1)
+    assert torch.get_num_threads() == 1
+    del runner
+    gc.collect()
     assert torch.get_num_threads() == 3

@@ -5,10 +5,12 @@
 #
 # make PYTHON=python3.12 ...   takes another Python for a new environment
 # make test ARGS="-k layers"   passes ARGS on to pytest, mypy or the benchmark
+# make test WORKERS=4          so many tests at once (default: one a core); 0: one process, for a debugger
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 # Stamps: an environment is set up once, and again only when what it is made from has changed.
@@ -32,7 +34,7 @@ quickstart: $(USER_READY)
 environment: $(DEV_READY)
 
 test: $(DEV_READY)
-	$(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

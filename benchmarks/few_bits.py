@@ -48,7 +48,7 @@ def _quality(folder: Path, rows: Any) -> None:
     import torch
 
     from smelt.compress.quantize.stage import QuantizeSettings, facts_of, quantize_model
-    from smelt.runtime.checkpoint import load_model, load_tokenizer
+    from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     texts, targets = [r.text for r in rows], [r.references[0] for r in rows]
@@ -72,7 +72,7 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
     from smelt.core.stage import Context
     from smelt.export.onnx_stage import Onnx, OnnxSettings
-    from smelt.runtime.weight_files import find_weights
+    from smelt.runtime.models.weight_files import find_weights
 
     def context(name: str) -> Context:
         (out / name).mkdir(parents=True)
@@ -108,7 +108,7 @@ def _feeds(session: Any, batch: int) -> dict[str, Any]:
 
 
 def _time(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
-    from smelt.runtime.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_runner import open_session
 
     sessions = {name: open_session(path, threads=1) for name, path in graphs.items()}
     for batch in (1, 8):

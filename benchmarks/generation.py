@@ -21,11 +21,11 @@ import torch
 
 from smelt.core.artifact import read_artifact
 from smelt.core.data import Columns, read_split
-from smelt.runtime.checkpoint import load_tokenizer
-from smelt.runtime.generation import Generation, generate
-from smelt.runtime.limits import length_limit
+from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import make_batches
 from smelt.runtime.runner import Batch, Runner, open_runner
+from smelt.runtime.text.limits import length_limit
 
 Rows = list[list[int]]
 

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import smelt
-from smelt.loaded import Model
+from smelt.use.loaded import Model
 
 LONGEST = 128
 

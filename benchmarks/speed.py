@@ -71,7 +71,7 @@ def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
 
 
 def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
-    from smelt.runtime.generation import Generation
+    from smelt.runtime.generate.generation import Generation
     from smelt.runtime.predict import generate_texts
 
     start = time.perf_counter()
@@ -82,8 +82,8 @@ def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
 
 def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
     from smelt.core.data import Columns, read_split
-    from smelt.runtime.onnx_runner import OnnxRunner
-    from smelt.runtime.torch_runner import TorchRunner
+    from smelt.runtime.backends.onnx_runner import OnnxRunner
+    from smelt.runtime.backends.torch_runner import TorchRunner
 
     split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)
     texts = [example.text for example in split.examples]
@@ -175,9 +175,9 @@ def _overhead() -> list[float]:
     """Seconds per step of a fresh run of the quickstart besides the stages' own work and the scoring."""
     from unittest.mock import patch
 
-    from smelt.execute import Options, run_plan
-    from smelt.plan import load_plan
-    from smelt.scoring import Scorer
+    from smelt.execute.execute import Options, run_plan
+    from smelt.execute.scoring import Scorer
+    from smelt.plan.plan import load_plan
 
     spent = 0.0
 

@@ -99,8 +99,8 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     from smelt.evaluate.latency.prompts import cut_prompts, prompt_texts
     from smelt.evaluate.latency.summary import spread
     from smelt.evaluate.latency.worker import groups_of
-    from smelt.runtime.generation import Generation
-    from smelt.runtime.text_tools import TextTools
+    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.text.tools import TextTools
 
     task: Any = read_artifact(artifact).manifest.task
     (size,) = settings.batch_sizes
@@ -173,9 +173,9 @@ def main(
     as_json: bool,
 ) -> None:
     """Compare the report's latency of ARTIFACT with a stopwatch."""
-    from smelt.bench import STANDARD_TEXTS, read_texts
     from smelt.core.artifact import read_artifact
     from smelt.evaluate.latency import LatencySettings
+    from smelt.use.bench import STANDARD_TEXTS, read_texts
 
     settings = LatencySettings(
         batch_sizes=(batch_size,),

@@ -43,7 +43,7 @@ class Finetune:
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
         from smelt.compress.quantize.through_codes import load_trainable, settle
-        from smelt.runtime.checkpoint import save_model
+        from smelt.runtime.models.checkpoint import save_model
 
         model, edits = load_trainable(src, ctx)
         train(model, src, settings, ctx, edits=edits, stage=self.name)

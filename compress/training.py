@@ -18,7 +18,7 @@ from smelt.core.stage import Context, Need, Settings, StoredDtype
 if TYPE_CHECKING:
     from smelt.compress.training_data import Row
     from smelt.compress.training_loop import Objective
-    from smelt.runtime.structure import Edit
+    from smelt.runtime.models.structure import Edit
 
 LOSS = "loss"  # what `select` says where no metric decides
 
@@ -98,8 +98,8 @@ def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
     Raises:
         InputError: the model is quantized; its integer codes have no gradient and no spectrum.
     """
-    from smelt.runtime.checkpoint import load_model
-    from smelt.runtime.structure import read_edits
+    from smelt.runtime.models.checkpoint import load_model
+    from smelt.runtime.models.structure import read_edits
 
     if any(edit.get("op") == "quantize" for edit in read_edits(src.path)):
         raise InputError(
@@ -147,7 +147,7 @@ def train(
     from smelt.compress.training_loop import label_objective, run_training
     from smelt.compress.training_rounding import Rounding
     from smelt.compress.training_score import CheckpointScore
-    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.models.checkpoint import load_tokenizer
 
     if "train" not in ctx.data:
         raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")

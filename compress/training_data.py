@@ -24,9 +24,9 @@ from smelt.core.labels import (
     read_numbers,
 )
 from smelt.core.stage import Context
-from smelt.runtime.limits import length_limit
 from smelt.runtime.predict import encode_texts, takes_types
-from smelt.runtime.windows import cut_windows
+from smelt.runtime.text.limits import length_limit
+from smelt.runtime.text.windows import cut_windows
 
 IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
 TensorBatch: TypeAlias = dict[str, Tensor]

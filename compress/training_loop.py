@@ -27,7 +27,7 @@ from smelt.compress.training_memory import require_training_memory
 from smelt.compress.training_state import threads, training_state
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
-from smelt.runtime.device import bf16_works, torch_device
+from smelt.runtime.backends.device import bf16_works, torch_device
 
 # From a model and a batch to the mean loss over its labels (a float32 scalar).
 Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]

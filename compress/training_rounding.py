@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.quantize.through_codes import LatentEmbedding, LatentLinear
-from smelt.runtime.stored_dtype import stored_types
+from smelt.runtime.models.stored_dtype import stored_types
 
 LIMIT = 0.1  # of the norm of what the training changed
 

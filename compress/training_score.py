@@ -15,8 +15,8 @@ from smelt.core.data import Split
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import save_model
-from smelt.runtime.structure import Edit
+from smelt.runtime.models.checkpoint import save_model
+from smelt.runtime.models.structure import Edit
 
 
 class CheckpointScore:

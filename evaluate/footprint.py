@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.weight_files import values_in, weight_tensors
+from smelt.runtime.models.weight_files import values_in, weight_tensors
 
 # Integer initializers with fewer values are shapes, axes and other constants of a graph, not weights.
 _FEWEST_WEIGHTS = 64

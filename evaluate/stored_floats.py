@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 from smelt.core.artifact import Artifact
-from smelt.runtime.weight_files import read_header
+from smelt.runtime.models.weight_files import read_header
 
 # safetensors' words for floating numbers.
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

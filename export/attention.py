@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.runtime import emit
-from smelt.runtime.quantized import joined
+from smelt.runtime.layers import emit
+from smelt.runtime.layers.quantized import joined
 
 Cache = tuple[Tensor, Tensor]
 # how families name queries, keys, values, the output product and the number of heads

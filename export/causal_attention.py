@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from smelt.export.attention import Pack, split_heads
 from smelt.export.norms import root_mean_square
-from smelt.runtime import emit
-from smelt.runtime.emit_causal import Heads, Places, fits_group_query_attention, group_query_attention
+from smelt.runtime.layers import emit
+from smelt.runtime.layers.emit_causal import Heads, Places, fits_group_query_attention, group_query_attention
 
 _MASKED = -10000.0  # leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
 Cache = tuple[Tensor, Tensor]

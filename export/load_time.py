@@ -1,7 +1,7 @@
 """What a runtime computes from constants when it loads a graph, spelled out as standard operators.
 
-Layers emit place-holders of the domain `smelt.load` (runtime/emit.py) for widening bits and scales, and
-for turning a matrix. The optimizers before them, torch's and onnxsim, would store what standard operators
+Layers emit place-holders of the domain `smelt.load` (runtime/layers/emit.py) for widening bits and scales,
+and for turning a matrix. The optimizers before them, torch's and onnxsim, would store what standard operators
 make of constants: a file 16 times as large for bits, a second matrix beside the first. So they see the
 place-holders, and these become the last change to the graph. ONNX Runtime folds the operators once, when a
 session is opened, and the file stays small.
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.runtime.emit import LOAD_TIME
+from smelt.runtime.layers.emit import LOAD_TIME
 
 _TABLE = "smelt.two_bit_codes"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.runtime import emit
+from smelt.runtime.layers import emit
 
 
 @contextmanager

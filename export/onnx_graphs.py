@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import uncollected
 from smelt.export.attention import Scope, graph_attention, is_attention, pack_projections
-from smelt.runtime import emit
 from smelt.runtime.causal import KEEP, is_causal
+from smelt.runtime.layers import emit
+from smelt.runtime.layers.quantized import AnyLinear, QuantizedEmbedding
+from smelt.runtime.layers.quantized_int4 import Int4Embedding
 from smelt.runtime.predict import takes_types
-from smelt.runtime.quantized import AnyLinear, QuantizedEmbedding
-from smelt.runtime.quantized_int4 import Int4Embedding
 
 _CLASSIFIERS = ("bert", "roberta", "distilbert")
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none

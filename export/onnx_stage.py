@@ -70,7 +70,7 @@ class Onnx:
         from smelt.export.onnx_graphs import graphs_of
         from smelt.export.parity.check import Subject, check_graphs
         from smelt.export.parity.reference import reference_of
-        from smelt.runtime.checkpoint import copy_tokenizer
+        from smelt.runtime.models.checkpoint import copy_tokenizer
         from smelt.runtime.runner import open_runner
 
         with open_runner(src, ctx.threads, "cpu") as opened:
@@ -99,7 +99,7 @@ class Onnx:
 def _export_tokenizer(folder: Path, ctx: Context) -> None:
     """Make the texts of the exported model readable without transformers, where that is exact."""
     from smelt.export.tokenizer_export import export_tokenizer
-    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.models.checkpoint import load_tokenizer
 
     found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
     ctx.facts["tokenizer"] = found.reader
@@ -129,7 +129,7 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
     Raises:
         InputError: the target cannot run the model's quantized layers.
     """
-    from smelt.runtime.quantized import AnyLinear, QuantizedLinear, scheme_of
+    from smelt.runtime.layers.quantized import AnyLinear, QuantizedLinear, scheme_of
 
     layers = [m for m in model.modules() if scheme_of(m) is not None]
     schemes = sorted({str(scheme_of(m)) for m in layers})
@@ -153,8 +153,8 @@ def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:
     """Return the rows that parity is asked on; a warning says if they are made up."""
     from smelt.export.parity.rows import causal_batch, parity_batch
     from smelt.runtime.causal import is_causal
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.limits import length_limit
+    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.runtime.text.limits import length_limit
 
     tokenizer = load_tokenizer(folder)
     choose = causal_batch if is_causal(parent.config) else parity_batch

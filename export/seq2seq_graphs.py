@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smelt.export.attention import Pack, Scope, graph_attention, split_heads
 from smelt.export.norms import graph_norms
 from smelt.export.onnx_graphs import Graph
-from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.layers.quantized import AnyLinear
 
 FAMILIES = ("marian", "bart", "mbart", "t5")
 

@@ -15,7 +15,7 @@ from smelt.core.errors import RunError
 from smelt.core.stage import Progress
 from smelt.export.tensorrt_messages import ParserError, explain, explain_log, explain_warning
 from smelt.export.tensorrt_profile import VALUES, Shapes
-from smelt.runtime.tensorrt_module import make_logger
+from smelt.runtime.backends.tensorrt_module import make_logger
 
 # Said of every model, of a timing cache that only costs time, or followed by a line that says more.
 _NOISE = ("has Int64 binding", "timing cache", "Detected layernorm nodes in FP16.")

@@ -24,7 +24,7 @@ from smelt.export.tensorrt_profile import (
     past_range,
     shapes_of,
 )
-from smelt.runtime.tensorrt_module import import_tensorrt
+from smelt.runtime.backends.tensorrt_module import import_tensorrt
 
 # Tokenizing more examples than this changes no percentile that matters.
 _MOST_EXAMPLES = 5000
@@ -130,7 +130,7 @@ def dimension_ranges(
     Raises:
         InputError: no data to take lengths from and none given.
     """
-    from smelt.runtime.limits import position_limit
+    from smelt.runtime.text.limits import position_limit
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     limit = position_limit(config)
@@ -170,7 +170,7 @@ def longest_output(folder: Path, task: Task) -> int:
     A `max_length` counts the prompt too, a decoder's one start token or a text; where a text alone is
     longer than that, generation falls back on its own number.
     """
-    from smelt.runtime.decoding import MAX_NEW_TOKENS, Decoding
+    from smelt.runtime.generate.decoding import MAX_NEW_TOKENS, Decoding
 
     files = (folder / "generation_config.json", folder / "config.json")
     own = json.loads(next(path for path in files if path.is_file()).read_text(encoding="utf-8"))
@@ -184,9 +184,9 @@ def _prompt_length(folder: Path, config: dict[str, Any], settings: TensorrtSetti
     """Return how many tokens are fed at once: `lengths: {max}`, else the windows that texts are cut in."""
     if settings.lengths is not None:
         return settings.lengths.max
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.limits import length_limit
-    from smelt.runtime.windows import window_length
+    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.runtime.text.limits import length_limit
+    from smelt.runtime.text.windows import window_length
 
     windows = next((ctx.data[name].windows for name in _PLACES if name in ctx.data), None)
     return window_length(windows, length_limit(load_tokenizer(folder), config))
@@ -196,7 +196,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     """Return the lengths in tokens of the inputs, and of the references where texts are generated."""
     if not examples:
         return [], []
-    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.models.checkpoint import load_tokenizer
     from smelt.runtime.predict import encode_texts
 
     tokenizer = load_tokenizer(folder)
@@ -252,7 +252,7 @@ def _options(trt: Any, settings: TensorrtSettings) -> BuildOptions:
 
 def _copy_the_rest(src: Path, out: Path) -> None:
     """Copy config, generation config and tokenizer: all that is neither a graph nor its weights."""
-    from smelt.runtime.checkpoint import copy_tokenizer
+    from smelt.runtime.models.checkpoint import copy_tokenizer
 
     for name in ("config.json", "generation_config.json"):
         if (src / name).is_file():

@@ -18,11 +18,11 @@ import numpy as np
 
 from smelt.core.data import Example, Split
 from smelt.export.awkward_texts import AWKWARD
-from smelt.runtime.hub_tokenizer import HubTokenizer
-from smelt.runtime.limits import NO_LIMIT
-from smelt.runtime.rust_tokenizer import FILE as JSON
-from smelt.runtime.text_tokenizer import TextTokenizer
-from smelt.runtime.tokenizing import Tokenizing, light_tokenizer, write_tokenizing
+from smelt.runtime.text.hub_tokenizer import HubTokenizer
+from smelt.runtime.text.limits import NO_LIMIT
+from smelt.runtime.text.rust_tokenizer import FILE as JSON
+from smelt.runtime.text.tokenizer import TextTokenizer
+from smelt.runtime.text.tokenizing import Tokenizing, light_tokenizer, write_tokenizing
 
 ROWS = 256  # of the data, that are compared
 _CUT = 8  # tokens, so that short texts are cut too
@@ -48,7 +48,7 @@ def export_tokenizer(hub: Any, src: Path, out: Path, data: Mapping[str, Split]) 
         out: the folder of the exported model; gets `tokenizing.json`.
         data: splits of the data; what they hold is compared.
     """
-    from smelt.runtime.checkpoint import quiet
+    from smelt.runtime.models.checkpoint import quiet
 
     facts = facts_of(hub)
     if facts.reader == "tokenizers":
@@ -137,7 +137,7 @@ def find_difference(hub: Any, out: Path, facts: Tokenizing, sample: Sample) -> s
 
     Transformers' own tokenizer, read from `out`, has to agree as well: its files may have been written anew.
     """
-    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.models.checkpoint import load_tokenizer
 
     reference = HubTokenizer(hub)
     light = light_tokenizer(out, facts)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError, TruncationWarning
 
 if TYPE_CHECKING:
-    from smelt.loaded import Model
-    from smelt.run_result import Result
+    from smelt.execute.run_result import Result
+    from smelt.use.loaded import Model
 
 __all__ = [
     "InputError",
@@ -60,8 +60,8 @@ def run(
     import json
     import warnings
 
-    from smelt.execute import Options, run_plan
-    from smelt.plan import load_plan
+    from smelt.execute.execute import Options, run_plan
+    from smelt.plan.plan import load_plan
 
     changes = [f"{k}={json.dumps(v)}" for k, v in set.items()] if isinstance(set, Mapping) else _list(set)
     plan = load_plan(recipe, changes, until)
@@ -90,12 +90,12 @@ def load(artifact: str | Path, *, threads: int | None = None, device: str = "aut
         device: auto, cpu or cuda.
 
     Returns:
-        A context manager with `generate` (texts) or `predict` (classes); see `smelt.loaded.Model`.
+        A context manager with `generate` (texts) or `predict` (classes); see `smelt.use.loaded.Model`.
 
     Raises:
         InputError: no artifact there, or its files have changed.
     """
-    from smelt.loaded import Model
+    from smelt.use.loaded import Model
 
     return Model(artifact, threads, device)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from smelt.cli_bench import bench
-from smelt.cli_init import init
-from smelt.cli_options import FOLDER, device, search, show
-from smelt.cli_predict import predict
-from smelt.cli_store import store
+from smelt.commands.bench import bench
+from smelt.commands.init import init
+from smelt.commands.options import FOLDER, device, search, show
+from smelt.commands.predict import predict
+from smelt.commands.store import store
 
 
 class _Commands(click.Group):
@@ -36,7 +36,7 @@ class _Commands(click.Group):
             sys.stdout = None
             ctx.exit(0)
         except Exception as error:
-            from smelt.failures import explain_command
+            from smelt.execute.failures import explain_command
 
             show(f"error: {explain_command(error, str(ctx.invoked_subcommand))}", err=True)
             ctx.exit(1)
@@ -101,9 +101,9 @@ def run(
     quiet: bool,
 ) -> None:
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
-    from smelt.execute import Options, run_plan
-    from smelt.plan import load_plan
-    from smelt.run_result import summary_lines
+    from smelt.execute.execute import Options, run_plan
+    from smelt.execute.run_result import summary_lines
+    from smelt.plan.plan import load_plan
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
@@ -123,7 +123,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     Exits with 2 where something is wrong, or a step cannot run on this machine.
     """
     from smelt.core.errors import InputError
-    from smelt.plan import describe_plan, load_plan
+    from smelt.plan.plan import describe_plan, load_plan
 
     made = load_plan(recipe, overrides, until)
     show(describe_plan(made))
@@ -135,7 +135,7 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
 @click.argument("name", required=False)
 def stages(name: str | None) -> None:
     """List the stages, or explain the stage NAME and its settings."""
-    from smelt.stage_help import describe_stage, list_stages
+    from smelt.commands.stage_help import describe_stage, list_stages
 
     click.echo(list_stages() if name is None else describe_stage(name))
 
@@ -164,7 +164,7 @@ def stages(name: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (a folder of a run's artifacts) on data of your own."""
-    from smelt.use import evaluate_artifact, quality_lines
+    from smelt.use.scored import evaluate_artifact, quality_lines
 
     scores = evaluate_artifact(artifact, **options, say=lambda text: show(text, err=True))
     if as_json:
@@ -179,7 +179,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
 def report(run_folder: Path) -> None:
     """Show the table of a finished RUN, and draw its report.md and report.html anew."""
-    from smelt.use import redraw_report
+    from smelt.use.scored import redraw_report
 
     show(redraw_report(run_folder))
 
@@ -187,7 +187,7 @@ def report(run_folder: Path) -> None:
 @main.command(short_help="Tell what is installed and what works here.")
 def doctor() -> None:
     """Tell what is installed, which runtimes and devices work, and how to get the missing ones."""
-    from smelt.doctor import describe, diagnose
+    from smelt.commands.doctor import describe, diagnose
 
     click.echo(describe(diagnose()))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import RunError
 from smelt.core.stage import Progress, silent
 from smelt.runtime.runner import Logits, Runner, Tokens
-from smelt.runtime.windows import TextWindows
+from smelt.runtime.text.windows import TextWindows
 
 FAMILIES = ("gpt2", "llama", "qwen2")
 # The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word

@@ -12,11 +12,11 @@ from smelt.core.data import Example
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 from smelt.runtime.causal import is_causal
-from smelt.runtime.generation import Generation, generate_with
-from smelt.runtime.prompts import Cut, continue_texts
+from smelt.runtime.generate.generation import Generation, generate_with
+from smelt.runtime.generate.prompts import Cut, continue_texts
 from smelt.runtime.runner import Batch, Runner
-from smelt.runtime.text_tokenizer import Encoded, TextTokenizer, text_tokenizer
-from smelt.runtime.text_tools import TextTools
+from smelt.runtime.text.tokenizer import Encoded, TextTokenizer, text_tokenizer
+from smelt.runtime.text.tools import TextTools
 
 
 def takes_types(config: Mapping[str, Any]) -> bool:

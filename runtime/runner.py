@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.runtime.text_tools import TextTools
+from smelt.runtime.text.tools import TextTools
 
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -87,27 +87,27 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
     """
     causal = _is_causal(artifact)
     if artifact.format == "torch" and causal:
-        from smelt.runtime.torch_causal import TorchCausalRunner
+        from smelt.runtime.backends.torch_causal import TorchCausalRunner
 
         return TorchCausalRunner(artifact, threads, device)
     if artifact.format == "onnx" and causal:
-        from smelt.runtime.onnx_causal import OnnxCausalRunner
+        from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
 
         return OnnxCausalRunner(artifact, threads, device)
     if artifact.format == "torch":
-        from smelt.runtime.torch_runner import TorchRunner
+        from smelt.runtime.backends.torch_runner import TorchRunner
 
         return TorchRunner(artifact, threads, device)
     if artifact.format == "onnx":
-        from smelt.runtime.onnx_runner import OnnxRunner
+        from smelt.runtime.backends.onnx_runner import OnnxRunner
 
         return OnnxRunner(artifact, threads, device)
     if artifact.format == "tensorrt" and causal:
-        from smelt.runtime.tensorrt_causal import TensorrtCausalRunner
+        from smelt.runtime.backends.tensorrt_causal import TensorrtCausalRunner
 
         return TensorrtCausalRunner(artifact, threads)
     if artifact.format == "tensorrt":
-        from smelt.runtime.tensorrt_runner import TensorrtRunner
+        from smelt.runtime.backends.tensorrt_runner import TensorrtRunner
 
         return TensorrtRunner(artifact, threads)
     raise InputError(f"{artifact.path}: no runner for the format '{artifact.format}'.")

@@ -108,7 +108,7 @@ class Distill:
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
         from smelt.compress.quantize.through_codes import load_trainable, settle
-        from smelt.runtime.checkpoint import save_model
+        from smelt.runtime.models.checkpoint import save_model
 
         teacher = _load_teacher(settings.teacher, ctx)
         model, edits = load_trainable(src, ctx)
@@ -157,7 +157,7 @@ def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
 
 
 def _load_teacher(name: str, ctx: Context) -> Any:
-    from smelt.runtime.checkpoint import load_model
+    from smelt.runtime.models.checkpoint import load_model
 
     artifact = ctx.ancestors.get(name)
     if artifact is None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smelt.core.errors import InputError
-from smelt.runtime.structure import Edit
+from smelt.runtime.models.structure import Edit
 
 # By the number of layers there are, then by that of the student: LAYERS_TO_COPY of make_student.py, in
 # the examples that belong to Shleifer & Rush 2020, arXiv:2010.13002 (github.com/huggingface/transformers,
@@ -83,7 +83,7 @@ def keep_layers(
         raise InputError(f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     if model.config.model_type == "t5":
-        from smelt.runtime.position_bias import move_shared_bias
+        from smelt.runtime.models.position_bias import move_shared_bias
 
         move_shared_bias(layers[0], layers[kept[0]])
     for new, old in enumerate(kept):

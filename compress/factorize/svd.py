@@ -17,7 +17,7 @@ from smelt.core.stage import Context, Need, Settings, StoredDtype
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from smelt.runtime.low_rank import LowRankLinear
+    from smelt.runtime.layers.low_rank import LowRankLinear
 
 _DEFAULT_ENERGY = 0.95
 
@@ -78,8 +78,8 @@ class Factorize:
             self._factorize(src, settings, ctx)
 
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.runtime.checkpoint import save_model
-        from smelt.runtime.structure import replace_module
+        from smelt.runtime.models.checkpoint import save_model
+        from smelt.runtime.models.structure import replace_module
 
         model, edits = load_float(src, self.name)
         layers = list(_candidates(model, settings))
@@ -136,7 +136,7 @@ def factorize_layer(layer: nn.Linear, settings: FactorizeSettings) -> tuple[LowR
     """
     import torch
 
-    from smelt.runtime.low_rank import LowRankLinear
+    from smelt.runtime.layers.low_rank import LowRankLinear
 
     weight = layer.weight.detach().double()
     rows, columns = weight.shape
@@ -159,7 +159,7 @@ def _candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[str, 
     """Yield the linear layers that the patterns choose; halves of a pair and tied weights are none."""
     from torch import nn
 
-    from smelt.runtime.low_rank import LowRankLinear
+    from smelt.runtime.layers.low_rank import LowRankLinear
 
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.runtime.low_rank import LowRankLinear
+from smelt.runtime.layers.low_rank import LowRankLinear
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
     from smelt.compress.prune.importance import Scores
-    from smelt.runtime.structure import Edit
+    from smelt.runtime.models.structure import Edit
 
 
 class PruneSettings(Settings):
@@ -85,7 +85,7 @@ class Prune:
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         from smelt.compress.prune.groups import find_groups
-        from smelt.runtime.checkpoint import save_model
+        from smelt.runtime.models.checkpoint import save_model
 
         model, edits = load_float(src, self.name)
         before = stored_parameters(model)
@@ -163,8 +163,8 @@ def _score(
         return magnitude_scores(model, attentions, blocks)
     from smelt.compress.training_data import collate, encode_split, group_by_length
     from smelt.compress.training_loop import label_objective
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.device import torch_device
+    from smelt.runtime.backends.device import torch_device
+    from smelt.runtime.models.checkpoint import load_tokenizer
 
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None:
@@ -200,7 +200,7 @@ def _cut_heads(
 ) -> None:
     import torch
 
-    from smelt.runtime.position_bias import own_position_biases, prune_position_bias
+    from smelt.runtime.models.position_bias import own_position_biases, prune_position_bias
 
     count, width = group.count(model), group.head_dim(model)
     stay = scores.topk(heads_kept(count, settings)).indices.sort().values
@@ -238,7 +238,7 @@ def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> 
     from torch import nn
 
     from smelt.compress.prune.groups import columns_of, path_of, rows_of
-    from smelt.runtime.structure import replace_module
+    from smelt.runtime.models.structure import replace_module
 
     old = rows_of(model, name) if dim == 0 else columns_of(model, name)
     weight = old.weight.detach().index_select(dim, places)

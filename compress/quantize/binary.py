@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from smelt.compress.quantize.straight_through import straight_through
-from smelt.runtime.quantized_binary import BinaryMatrix
-from smelt.runtime.quantized_groups import groups_of
+from smelt.runtime.layers.quantized_binary import BinaryMatrix
+from smelt.runtime.layers.quantized_groups import groups_of
 
 
 def decide(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from smelt.compress.quantize.straight_through import straight_through
-from smelt.runtime.quantized_groups import groups_of
-from smelt.runtime.quantized_int4 import ZERO, Int4Matrix
+from smelt.runtime.layers.quantized_groups import groups_of
+from smelt.runtime.layers.quantized_int4 import ZERO, Int4Matrix
 
 
 class Int4Codes(NamedTuple):

@@ -2,7 +2,7 @@
 
 One scale for each row (output channel), symmetric: scale = amax / 127. Activations become uint8 while
 the model runs, one scale and zero point for the tensor of the whole batch, as the ONNX operator
-DynamicQuantizeLinear-11 defines it (runtime/quantized.py).
+DynamicQuantizeLinear-11 defines it (runtime/layers/quantized.py).
 
 Shapes: N = outputs (rows), K = inputs (columns).
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.quantize.straight_through import straight_through
-from smelt.runtime.quantized import Int8Matrix
+from smelt.runtime.layers.quantized import Int8Matrix
 
 
 def decide(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from smelt.compress.quantize import binary, int4, int8_dynamic
 from smelt.core.errors import InputError
-from smelt.runtime.quantized import AnyEmbedding, AnyLinear, Int8Matrix, empty_quantized
-from smelt.runtime.quantized_binary import BinaryMatrix
-from smelt.runtime.quantized_int4 import Int4Matrix
+from smelt.runtime.layers.quantized import AnyEmbedding, AnyLinear, Int8Matrix, empty_quantized
+from smelt.runtime.layers.quantized_binary import BinaryMatrix
+from smelt.runtime.layers.quantized_int4 import Int4Matrix
 
 Matrix = Int8Matrix | Int4Matrix | BinaryMatrix
 # Scales are kept as float16, which ends there.

@@ -98,8 +98,8 @@ class Quantize:
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""
-        from smelt.runtime.checkpoint import load_model, save_model
-        from smelt.runtime.stored_dtype import weight_bytes
+        from smelt.runtime.models.checkpoint import load_model, save_model
+        from smelt.runtime.models.stored_dtype import weight_bytes
 
         model, edits = load_model(src.path)
         if any(edit["op"] == "quantize" for edit in edits):
@@ -127,8 +127,8 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
     from torch import nn
 
     from smelt.compress.quantize.schemes import quantize_module
-    from smelt.runtime.quantized import is_table
-    from smelt.runtime.structure import replace_module
+    from smelt.runtime.layers.quantized import is_table
+    from smelt.runtime.models.structure import replace_module
 
     head = output_layer(model)
     words = {id(m.weight) for m in word_embeddings(model)}
@@ -172,7 +172,7 @@ def output_layer(model: Any) -> Any:
 
 def word_embeddings(model: Any) -> list[Any]:
     """Return the embeddings that token ids are looked up in (not positions, not token types)."""
-    from smelt.runtime.quantized import is_table
+    from smelt.runtime.layers.quantized import is_table
 
     found = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:
@@ -188,7 +188,7 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
-    from smelt.runtime.quantized import AnyEmbedding, AnyLinear, matrix_bytes
+    from smelt.runtime.layers.quantized import AnyEmbedding, AnyLinear, matrix_bytes
 
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, AnyLinear | AnyEmbedding)]
     matrices = {id(m.matrix): (m.matrix, m) for _, m in layers}

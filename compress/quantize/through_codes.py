@@ -27,11 +27,11 @@ from smelt.compress.quantize import int8_dynamic
 from smelt.compress.quantize.schemes import Matrix, fake, fill_
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
-from smelt.runtime.quantized import AnyEmbedding, AnyLinear, QuantizedLinear, keep_scale
-from smelt.runtime.quantized_binary import BinaryMatrix, unpack_bits
-from smelt.runtime.quantized_int4 import Int4Matrix, unpack_nibbles
-from smelt.runtime.structure import Edit, replace_module
+from smelt.runtime.layers.quantized import AnyEmbedding, AnyLinear, QuantizedLinear, keep_scale
+from smelt.runtime.layers.quantized_binary import BinaryMatrix, unpack_bits
+from smelt.runtime.layers.quantized_int4 import Int4Matrix, unpack_nibbles
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import Edit, replace_module
 
 
 class LatentLinear(nn.Linear):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from smelt.core.errors import InputError
-from smelt.runtime.limits import NO_LIMIT
+from smelt.runtime.text.limits import NO_LIMIT
 
 _LETTERS = 8  # of a token, generously: what is too much is cut by the tokenizer's count
 

@@ -32,7 +32,7 @@ from smelt.evaluate.latency.machine_load import between, look
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency.watch import Watch
-    from smelt.runtime.generation import Generation
+    from smelt.runtime.generate.generation import Generation
 
 Answer = dict[str, Any]
 
@@ -91,7 +91,7 @@ class Worker:
 
         call_ms is the median call; whole says whether the pass came to its end.
         """
-        from smelt.runtime.generation import Generation
+        from smelt.runtime.generate.generation import Generation
 
         assert self._watch is not None
         self._generation = Generation.model_validate(request["generation"])
@@ -131,7 +131,7 @@ class Worker:
 
     def _written(self, texts: int) -> int:
         """Return how many tokens the model makes of the last batch; the texts no longer show it."""
-        from smelt.runtime.generation import generate
+        from smelt.runtime.generate.generation import generate
 
         assert self._generation is not None
         if self._task == "text-classification":

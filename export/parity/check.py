@@ -155,8 +155,8 @@ def _opened(subject: Subject, folder: Path) -> Iterator[Any]:
     Raises:
         ParityError: ONNX Runtime cannot open or run them.
     """
-    from smelt.runtime.onnx_causal import OnnxCausalRunner
-    from smelt.runtime.onnx_runner import OnnxRunner
+    from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
+    from smelt.runtime.backends.onnx_runner import OnnxRunner
 
     kind: Any = OnnxCausalRunner if is_causal(subject.model.config.to_dict()) else OnnxRunner
     try:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
-from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.layers.quantized import AnyLinear
 
 QUANTIZED = ("DynamicQuantizeMatMul", "MatMulNBits")
 _ROWS = 8
@@ -54,7 +54,7 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     Raises:
         ParityError: an operator gives something else than its layer, or belongs to none.
     """
-    from smelt.runtime.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_runner import open_session
 
     operators = [_operator(graph, model, module, node) for node in _quantized(model)]
     if not operators:

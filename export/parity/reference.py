@@ -27,8 +27,8 @@ from smelt.export.parity.compare import Array
 from smelt.export.parity.rows import STEPS
 from smelt.export.seq2seq_graphs import decoder_attentions, head_sizes
 from smelt.runtime.causal import is_causal, positions
+from smelt.runtime.layers.quantized import AnyLinear
 from smelt.runtime.predict import takes_types
-from smelt.runtime.quantized import AnyLinear
 from smelt.runtime.runner import Batch, Tokens
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from smelt.core.data import Split
 from smelt.runtime.predict import encode_texts, pack
 from smelt.runtime.runner import Batch
-from smelt.runtime.text_tokenizer import Encoded
+from smelt.runtime.text.tokenizer import Encoded
 
 ROWS, LENGTH, STEPS = 8, 48, 8
 # rows of the data to choose from
@@ -114,8 +114,8 @@ def causal_batch(
 
     The last one is the longest and has no padding. Arguments as of `parity_batch`.
     """
-    from smelt.runtime.prompts import pack_left, pad_of
-    from smelt.runtime.windows import joined
+    from smelt.runtime.generate.prompts import pack_left, pad_of
+    from smelt.runtime.text.windows import joined
 
     most = max(2, min(LENGTH, limit - STEPS))
     split = _split(data)

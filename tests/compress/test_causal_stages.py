@@ -15,8 +15,8 @@ from smelt.compress.training_loop import label_objective
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime import checkpoint
-from smelt.runtime.checkpoint import load_model, load_tokenizer
+from smelt.runtime.models import checkpoint
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
 

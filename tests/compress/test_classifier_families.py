@@ -14,9 +14,9 @@ from smelt.core.data import Columns, Example, read_split
 from smelt.core.errors import InputError
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import class_logits
-from smelt.runtime.torch_runner import TorchRunner
 
 TASK = "text-classification"
 SHORT = {"max_steps": 3, "batch_size": 4, "evals": 1, "precision": "fp32"}
@@ -136,7 +136,7 @@ def test_a_factorized_model_loads_as_it_was_and_keeps_its_classifier_whole(tmp_p
 
 
 def test_a_quantized_model_loads_as_it_was(tmp_path, family):
-    from smelt.stage_table import load_stage
+    from smelt.recipe.stage_table import load_stage
 
     source = make(tmp_path, family)
     ctx = context(tmp_path, source)

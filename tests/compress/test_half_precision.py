@@ -21,7 +21,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.checkpoint import load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, save_model
 
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)
 MADE = {

@@ -16,10 +16,10 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.training_data import collate, encode_split
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model, load_tokenizer, save_model
-from smelt.runtime.quantized import AnyEmbedding
-from smelt.runtime.structure import read_edits
-from smelt.runtime.text_rules import TextRules, write_text_rules
+from smelt.runtime.layers.quantized import AnyEmbedding
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
+from smelt.runtime.models.structure import read_edits
+from smelt.runtime.text.rules import TextRules, write_text_rules
 
 MADE = {
     "t5": families.t5,

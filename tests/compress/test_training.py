@@ -21,7 +21,7 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
 GERMAN = dict(zip(WORDS, ["gut", "schlecht", "rot", "blau", "hund", "katze"], strict=True))

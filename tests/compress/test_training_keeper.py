@@ -12,7 +12,7 @@ from smelt.compress.training_data import Row
 from smelt.compress.training_keeper import Keeper, Validation
 from smelt.compress.training_loop import label_objective, run_training
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]
 

@@ -19,7 +19,7 @@ from smelt.compress.training_loop import label_objective, run_training
 from smelt.core.data import Example, Split
 from smelt.core.labels import MULTI, REGRESSION
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "evals": 0, "schedule": "constant", "warmup": 0}
 MADE = {

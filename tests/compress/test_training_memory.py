@@ -14,7 +14,7 @@ from smelt.compress.training_loop import label_objective, run_training
 from smelt.compress.training_memory import require_training_memory
 from smelt.core.errors import RunError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 3], None, 1), Row([2, 6, 3], None, 0)]
 

@@ -11,7 +11,7 @@ from smelt.compress.quantize.through_codes import load_trainable
 from smelt.compress.training_rounding import Rounding
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))

@@ -16,8 +16,8 @@ from smelt.compress.training_score import CheckpointScore
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model, save_model
-from smelt.scoring import Scorer
+from smelt.execute.scoring import Scorer
+from smelt.runtime.models.checkpoint import load_model, save_model
 
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 TASK = "text-classification"
@@ -179,7 +179,7 @@ def test_a_run_selects_by_the_score_that_its_report_shows(tmp_path, monkeypatch,
     ],
 )
 def test_the_plan_names_a_metric_that_is_not_scored(tmp_path, task, metric, message):
-    from smelt.plan import load_plan
+    from smelt.plan.plan import load_plan
 
     (tiny.marian if task == "translation" else tiny.bert)(tmp_path / "model")
     (tiny.pairs if task == "translation" else tiny.labelled)(tmp_path / "rows.jsonl")

@@ -15,9 +15,9 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
 from smelt.runtime.causal import token_losses
-from smelt.runtime.generation import Generation, generate
-from smelt.runtime.onnx_causal import OnnxCausalRunner
+from smelt.runtime.generate.generation import Generation, generate
 from smelt.runtime.runner import Batch, open_runner
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))

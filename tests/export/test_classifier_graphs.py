@@ -13,9 +13,9 @@ from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt_preflight import load_graph, preflight
 from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges, plan_graphs
-from smelt.runtime.onnx_runner import OnnxRunner
+from smelt.runtime.backends.onnx_runner import OnnxRunner
+from smelt.runtime.backends.torch_runner import TorchRunner
 from smelt.runtime.predict import class_logits
-from smelt.runtime.torch_runner import TorchRunner
 
 TASK = "text-classification"
 

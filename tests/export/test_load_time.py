@@ -3,7 +3,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.load_time import spell_out, spell_out_file, two_bit_table
-from smelt.runtime.emit import LOAD_TIME
+from smelt.runtime.layers.emit import LOAD_TIME
 
 
 def test_the_table_spreads_a_byte_into_eight_codes():

@@ -17,12 +17,12 @@ from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges, plan_graphs
-from smelt.runtime.checkpoint import load_model, load_tokenizer
-from smelt.runtime.generation import Generation, generate
-from smelt.runtime.onnx_runner import OnnxRunner
+from smelt.runtime.backends.onnx_runner import OnnxRunner
+from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 from smelt.runtime.predict import make_batches
-from smelt.runtime.text_rules import TextRules, write_text_rules
-from smelt.runtime.torch_runner import TorchRunner
+from smelt.runtime.text.rules import TextRules, write_text_rules
 
 ROWS = Split("rows", tuple(Example(s, (s,)) for s in tiny.SENTENCES))
 NEW_TOKENS = 20  # beyond T5's farthest distance, 12

@@ -16,7 +16,7 @@ from smelt.export import tensorrt_stage as module
 from smelt.export.tensorrt_build import BuildOptions
 from smelt.export.tensorrt_profile import Range, Shapes
 from smelt.export.tensorrt_stage import TensorrtSettings, TensorrtStage, dimension_ranges
-from smelt.runtime import tensorrt_module
+from smelt.runtime.backends import tensorrt_module
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 

@@ -90,14 +90,14 @@ def test_importing_the_stages_loads_nothing_heavy() -> None:
 
 
 def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
-    names = ["smelt.loaded", "smelt.predicting", "smelt.predict_data", "smelt.runtime.predict"]
+    names = ["smelt.use.loaded", "smelt.use.predicting", "smelt.use.predict_data", "smelt.runtime.predict"]
     assert loaded_after(names) == []
-    names += ["smelt.runtime.onnx_runner", "smelt.runtime.onnx_causal"]
+    names += ["smelt.runtime.backends.onnx_runner", "smelt.runtime.backends.onnx_causal"]
     assert loaded_after(names) == ["onnxruntime"]
 
 
 def test_heavy_check_finds_a_heavy_import() -> None:
-    assert "torch" in loaded_after(["smelt.runtime.low_rank"])
+    assert "torch" in loaded_after(["smelt.runtime.layers.low_rank"])
 
 
 def test_every_module_imports_without_the_extras() -> None:

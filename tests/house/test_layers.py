@@ -104,7 +104,7 @@ def test_module_never_unpickles_nor_runs_foreign_code(path: Path) -> None:
         ("runtime", "from smelt.compress import prune"),
         ("compress", "from smelt.export.onnx import Onnx"),
         ("evaluate", "from smelt import run"),
-        ("export", "def f():\n    import smelt.plan"),
+        ("export", "def f():\n    import smelt.plan.plan"),
     ],
 )
 def test_layer_check_finds_a_break(folder: str, text: str) -> None:

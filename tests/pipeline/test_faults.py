@@ -20,7 +20,7 @@ from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.report_schema import validate_report
-from smelt.failures import explain, trace
+from smelt.execute.failures import explain, trace
 
 RECIPE = """
 model: m
@@ -112,7 +112,7 @@ def test_a_bug_in_a_stage_loses_nothing_that_is_finished(home, tmp_path, monkeyp
 
 
 def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch):
-    from smelt.scoring import Scorer
+    from smelt.execute.scoring import Scorer
 
     score = Scorer.score
 
@@ -226,7 +226,7 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
-    from smelt import run_result
+    from smelt.execute.execute import run_result
 
     def full(path, text):
         if path.name.startswith("report"):
@@ -247,8 +247,8 @@ def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
     It imports first: nobody may not be allowed to read this Python.
     """
     code = (
-        "import contextlib, os, sys; from smelt.cli import main; from smelt.plan import load_plan\n"
-        "import smelt.execute, encodings.unicode_escape\n"
+        "import contextlib, os, sys; from smelt.cli import main; from smelt.plan.plan import load_plan\n"
+        "import smelt.execute.execute, encodings.unicode_escape\n"
         "with contextlib.suppress(Exception): load_plan(sys.argv[2])\n"
         "os.geteuid() or os.setuid(65534)\n"
         "main(sys.argv[1:])"

@@ -15,8 +15,8 @@ from colliding import WITHOUT_LOCKS, take_locks_away
 from smelt.cli import main
 from smelt.core.artifact import read_artifact
 from smelt.core.holder import read_holder
-from smelt.execute import Options, run_plan
-from smelt.plan import load_plan
+from smelt.execute.execute import Options, run_plan
+from smelt.plan.plan import load_plan
 
 RECIPE = """
 model: m
@@ -138,7 +138,7 @@ def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, tmp_path, 
 
 
 def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
-    from smelt.latency_scores import LatencyScores
+    from smelt.execute.latency_scores import LatencyScores
 
     seen = []
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from smelt.core.errors import InputError
-from smelt.plan import Plan, load_plan
+from smelt.plan.plan import Plan, load_plan
 
 
 @pytest.fixture(scope="module")

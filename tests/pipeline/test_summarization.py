@@ -75,10 +75,10 @@ def test_the_plan_says_which_prefix_is_taken(home):
 def test_predict_puts_the_prefix_before_the_words(home):
     """The same words with the prefix written out, on a copy that has none, give the same."""
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.generation import Generation
+    from smelt.runtime.generate.generation import Generation
     from smelt.runtime.predict import generate_texts
     from smelt.runtime.runner import open_runner
-    from smelt.runtime.text_rules import TextRules, write_text_rules
+    from smelt.runtime.text.rules import TextRules, write_text_rules
 
     folder = home / "run" / "artifacts" / "onnx"
     said = smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
@@ -96,7 +96,7 @@ def test_predict_puts_the_prefix_before_the_words(home):
 
 def test_what_is_timed_is_read_behind_the_prefix(home):
     from smelt.evaluate.latency.worker import Worker
-    from smelt.runtime.checkpoint import load_tokenizer
+    from smelt.runtime.models.checkpoint import load_tokenizer
 
     folder = home / "run" / "artifacts" / "onnx"
     worker, text = Worker(), tiny.SENTENCES[0]

@@ -7,10 +7,10 @@ import tiny
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.core.data import Example
-from smelt.runtime.checkpoint import load_tokenizer
-from smelt.runtime.limits import length_limit, position_limit
+from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import class_logits, encode_texts
-from smelt.runtime.torch_runner import TorchRunner
+from smelt.runtime.text.limits import length_limit, position_limit
 
 FIRST, SECOND = tiny.SENTENCES[:5], tiny.SENTENCES[5:]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smelt.core.errors import InputError
-from smelt.runtime.structure import _ATTRIBUTES, _OPS, apply_edits, read_edits
+from smelt.runtime.models.structure import _ATTRIBUTES, _OPS, apply_edits, read_edits
 
 NUMBERS = st.sampled_from([0, 1, 2, 8, -1, 2**31, 2**70, 1.5, True, None, "8", [8]])
 MODULES = st.sampled_from(

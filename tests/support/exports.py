@@ -100,7 +100,7 @@ def give_biases(folder: Path) -> None:
     """Draw all biases and norms of the model in `folder`: a bias of zeros is missed by nobody."""
     import torch
 
-    from smelt.runtime.checkpoint import load_model, save_model
+    from smelt.runtime.models.checkpoint import load_model, save_model
 
     model, edits = load_model(folder)
     torch.manual_seed(1)

@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 _IMPORTED_BY_A_RUN = [
-    *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute", "smelt.plan_checks"),
+    *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute.execute", "smelt.plan.checks"),
     *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.svd"),
     *("smelt.compress.prune.structured", "smelt.compress.prune.importance", "smelt.compress.training_loop"),
     *("smelt.compress.quantize.int8_dynamic", "smelt.evaluate.environment", "smelt.evaluate.quality"),
     *("smelt.evaluate.report_html", "smelt.evaluate.report_markdown", "smelt.evaluate.report_table"),
-    *("smelt.runtime.predict", "smelt.runtime.quantized", "smelt.runtime.torch_runner"),
+    *("smelt.runtime.predict", "smelt.runtime.layers.quantized", "smelt.runtime.backends.torch_runner"),
 ]
 
 

@@ -88,7 +88,7 @@ def libraries() -> str:
 
 def stage_version(case: Case) -> str:
     """Return the versions of the stages that make the case's result, the first one first."""
-    from smelt.stage_table import load_stage
+    from smelt.recipe.stage_table import load_stage
 
     words = [*(word for word, _ in case.before), case.stage]
     return " + ".join(f"{word} {load_stage(word).version}" for word in words)
@@ -117,7 +117,7 @@ def _settle(folder: Path, seed: int) -> None:
     """Give the model in `folder` weights that are made of integers alone."""
     import torch
 
-    from smelt.runtime.checkpoint import load_model, save_model
+    from smelt.runtime.models.checkpoint import load_model, save_model
 
     model, edits = load_model(folder)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: P
     """Run a stage as the pipeline does; return its folder."""
     from smelt.core.data import Columns, Split, read_split
     from smelt.core.stage import Context
-    from smelt.stage_table import load_stage
+    from smelt.recipe.stage_table import load_stage
 
     out.mkdir()
     rows = out.parent / "rows"

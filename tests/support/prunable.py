@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 
 from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
 from smelt.compress.losses import mixed_loss
-from smelt.runtime.structure import replace_module
+from smelt.runtime.models.structure import replace_module
 
 
 def marian() -> Any:

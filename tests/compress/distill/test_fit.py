@@ -9,8 +9,8 @@ from smelt.compress.distill.fit import STACKS, check_student
 from smelt.compress.distill.logits import StudentSettings
 from smelt.compress.distill.student import _stack, keep_layers
 from smelt.core.errors import InputError
-from smelt.model_folder import FAMILIES
-from smelt.runtime.checkpoint import load_model
+from smelt.look.model_folder import FAMILIES
+from smelt.runtime.models.checkpoint import load_model
 
 
 @pytest.mark.parametrize("kind", sorted(STACKS))

@@ -13,7 +13,7 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
 

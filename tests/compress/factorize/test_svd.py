@@ -12,8 +12,8 @@ from smelt.compress.factorize.svd import Factorize, FactorizeSettings, choose_ra
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
-from smelt.runtime.low_rank import LowRankLinear
+from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.models.checkpoint import load_model
 
 
 @pytest.fixture

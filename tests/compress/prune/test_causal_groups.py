@@ -11,7 +11,7 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
 

@@ -13,8 +13,8 @@ from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.training_loop import label_objective
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model, save_model
-from smelt.runtime.low_rank import LowRankLinear
+from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.models.checkpoint import load_model, save_model
 
 RANK = 5
 MADE = {

@@ -22,7 +22,7 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, needs_of
-from smelt.runtime.checkpoint import load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, save_model
 
 
 def outputs(model):
@@ -166,7 +166,9 @@ def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they
 
 def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("smelt.runtime.device.torch_device", lambda wanted: asked.append(wanted) or "cpu")
+    monkeypatch.setattr(
+        "smelt.runtime.backends.device.torch_device", lambda wanted: asked.append(wanted) or "cpu"
+    )
     run(tiny.bert(tmp_path / "m"), tmp_path / "a", {"train": rows()}, "text-classification", device="cuda")
     assert asked == ["cuda"]
     monkeypatch.undo()
@@ -194,7 +196,7 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
 
 
 def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
-    from smelt.plan import describe_plan, load_plan
+    from smelt.plan.plan import describe_plan, load_plan
 
     tiny.marian(tmp_path / "model")
     tiny.pairs(tmp_path / "rows.jsonl")

@@ -12,9 +12,9 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.checkpoint import count_parameters, load_model
-from smelt.runtime.quantized import QuantizedEmbedding, QuantizedLinear
-from smelt.runtime.quantized_binary import BinaryLinear, BinaryMatrix, unpack_bits
+from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.layers.quantized_binary import BinaryLinear, BinaryMatrix, unpack_bits
+from smelt.runtime.models.checkpoint import count_parameters, load_model
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 REAL = Path(__file__).resolve().parents[4] / "shared" / "models" / "marian-small-en-de"

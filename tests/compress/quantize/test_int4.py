@@ -11,9 +11,9 @@ from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.checkpoint import count_parameters, load_model
-from smelt.runtime.quantized import QuantizedEmbedding
-from smelt.runtime.quantized_int4 import Int4Embedding, Int4Linear, Int4Matrix, unpack_nibbles
+from smelt.runtime.layers.quantized import QuantizedEmbedding
+from smelt.runtime.layers.quantized_int4 import Int4Embedding, Int4Linear, Int4Matrix, unpack_nibbles
+from smelt.runtime.models.checkpoint import count_parameters, load_model
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 

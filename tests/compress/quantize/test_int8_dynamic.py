@@ -7,10 +7,10 @@ import transformers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model, save_model
-from smelt.runtime.low_rank import LowRankLinear
-from smelt.runtime.quantized import QuantizedEmbedding, QuantizedLinear
-from smelt.runtime.structure import apply_edits
+from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.structure import apply_edits
 
 
 @pytest.fixture

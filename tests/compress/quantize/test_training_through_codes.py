@@ -21,8 +21,8 @@ from smelt.compress.quantize.through_codes import (
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.stage import Context
-from smelt.runtime.checkpoint import load_model, load_tokenizer
-from smelt.runtime.quantized import dynamic_quantize_linear, scheme_of
+from smelt.runtime.layers.quantized import dynamic_quantize_linear, scheme_of
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "evals": 0, "dropout": 0.0}
 

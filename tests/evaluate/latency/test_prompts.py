@@ -5,7 +5,7 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.prompts import cut_prompts, prompt_texts
-from smelt.runtime.text_tools import TextTools
+from smelt.runtime.text.tools import TextTools
 
 
 def test_prompts_are_stretches_of_the_text_when_rows_are_short():

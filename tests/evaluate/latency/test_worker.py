@@ -70,8 +70,8 @@ def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
 
 def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.checkpoint import load_tokenizer
-    from smelt.runtime.generation import Generation, generate
+    from smelt.runtime.generate.generation import Generation, generate
+    from smelt.runtime.models.checkpoint import load_tokenizer
     from smelt.runtime.predict import make_batches
     from smelt.runtime.runner import open_runner
 

@@ -10,8 +10,8 @@ import torch
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.parity.reference import Reference, exact_of, reference_of, round_weights_
 from smelt.runtime.causal import positions
-from smelt.runtime.checkpoint import load_model
-from smelt.runtime.quantized import AnyLinear
+from smelt.runtime.layers.quantized import AnyLinear
+from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.runner import open_runner
 
 SETTINGS = {"int8": {}, "int4": {"scheme": "int4", "symmetric": False}, "binary": {"scheme": "binary"}}
@@ -25,7 +25,7 @@ def quantized(folder, source, task, scheme):
 
 def plain(folder):
     """Return the model in `folder` with ordinary linear layers of the dequantized weights."""
-    from smelt.runtime.structure import replace_module
+    from smelt.runtime.models.structure import replace_module
 
     model, _ = load_model(folder)
     for name, layer in list(model.named_modules(remove_duplicate=False)):

@@ -11,7 +11,7 @@ import tiny
 
 from smelt.core.data import Example, Split
 from smelt.export.parity.rows import LENGTH, ROWS, causal_batch, parity_batch
-from smelt.runtime.checkpoint import load_tokenizer
+from smelt.runtime.models.checkpoint import load_tokenizer
 
 WORDS = [w for s in tiny.SENTENCES for w in s.split()]
 

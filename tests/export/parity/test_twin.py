@@ -9,7 +9,7 @@ from smelt.export import graph_files
 from smelt.export.half import to_half
 from smelt.export.parity import twin
 from smelt.export.parity.twin import dequantize, exact_twin, widen_halves
-from smelt.runtime.onnx_runner import OnnxRunner
+from smelt.runtime.backends.onnx_runner import OnnxRunner
 
 NUMBERS = np.random.default_rng(0)
 

@@ -1,0 +1,79 @@
+"""The command `smelt predict`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from smelt.commands.options import FOLDER, device, search, show
+
+
+@click.command(short_help="Run an artifact on your words.")
+@click.argument("artifact", type=FOLDER)
+@click.argument("text", nargs=-1)
+@click.option("--data", type=click.Path(path_type=Path), help="Texts: a file of rows, or of lines (.txt).")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="NAME",
+    help="The column of --data with the texts; text_pair=NAME for the second one of a pair.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each text.")
+@click.option("--batch-size", default=32, show_default=True, type=click.IntRange(1, 4096))
+@search
+@click.option("--sample", "do_sample", is_flag=True, help="Draw each token instead of taking the best.")
+@click.option("--temperature", type=click.FloatRange(0, 100, min_open=True), help="Above 1: more varied.")
+@click.option("--top-k", type=click.IntRange(min=0), help="Draw among the K most likely; 0: among all.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw among the likely ones.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Of the draws (default: 0).")
+@click.option("--threads", type=click.IntRange(min=1))
+@device
+def predict(
+    artifact: Path,
+    text: tuple[str, ...],
+    data: Path | None,
+    columns: tuple[str, ...],
+    as_json: bool,
+    batch_size: int,
+    threads: int | None,
+    device: str,
+    **generation: Any,
+) -> None:
+    """Run ARTIFACT on each TEXT, on the rows of --data, or on the lines of standard input.
+
+    For a classifier of pairs a tab parts the two texts.
+    """
+    for name in ("temperature", "top_k", "top_p", "seed"):
+        if generation[name] is not None and not generation["do_sample"]:
+            raise click.UsageError(f"--{name.replace('_', '-')} means nothing without --sample.")
+    if data is not None and text:
+        raise click.UsageError("give texts or --data, not both.")
+    if columns and data is None:
+        raise click.UsageError("--column means nothing without --data.")
+    from smelt.use.predict_data import examples_of, read_examples
+    from smelt.use.predicting import Predictor
+
+    predictor = Predictor(artifact, generation, threads, device, batch_size)
+    if data is None:
+        examples = examples_of(list(text) or _lines(sys.stdin), predictor.task)
+    else:
+        examples = read_examples(data, predictor.task, columns)
+    for answer in predictor.run(examples):
+        line = answer.record if as_json else answer.line
+        if sys.stdout.isatty():
+            show(line)  # a model may have learned what moves a cursor
+        else:
+            click.echo(line)
+    if predictor.warning is not None:
+        show(f"warning: {predictor.warning}", err=True)
+
+
+def _lines(stream: TextIO) -> list[str]:
+    """Return the lines of `stream`; at a terminal say first that they are waited for."""
+    if stream.isatty():
+        show("Reading texts, one a line; end with Ctrl-D (on Windows: Ctrl-Z, Enter).", err=True)
+    return [line.rstrip("\n") for line in stream]

@@ -1,0 +1,1 @@
+"""Carrying a plan out: steps, scores, times, the run's folder."""

@@ -1,0 +1,304 @@
+"""From a recipe to a folder with report and artifacts: the main job of smelt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import Split
+from smelt.core.errors import InputError, SmeltError
+from smelt.core.locks import lock
+from smelt.core.store import Store
+from smelt.execute.display import Display, duration
+from smelt.execute.failures import explain, trace
+from smelt.execute.latency_scores import LatencyScores
+from smelt.execute.lengths import require_lengths
+from smelt.execute.machine import unscored_reason
+from smelt.execute.report_data import ReportBuilder
+from smelt.execute.run_folder import RunFolder
+from smelt.execute.run_result import Result, write_report
+from smelt.execute.scoring import Scorer
+from smelt.execute.steps import Workshop
+from smelt.execute.store_runs import at_work
+from smelt.plan.labels import settle_labels
+from smelt.plan.text_rules import text_rules
+from smelt.plan.untrained import NOT_SCORED, config_file, start
+from smelt.plan.warnings import data_warnings, decoding_warnings
+
+if TYPE_CHECKING:
+    from smelt.plan.plan import Plan, Step
+
+ROOT = "model"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to a recipe.
+
+    out: the run's folder (default: runs/NAME beside the current folder). store: where artifacts and
+    scores are kept (default: .store beside the run's folder). fresh: steps to be built anew,
+    {"*"} for all. limit: use so many rows of every split.
+    """
+
+    out: Path | None = None
+    store: Path | None = None
+    fresh: frozenset[str] = frozenset()
+    limit: int | None = None
+    quiet: bool = False
+
+
+def run_plan(plan: Plan, options: Options) -> Result:
+    """Carry out `plan`. The report is written after every step, so also for a run that fails.
+
+    Raises:
+        InputError: what can be known before any work is done; nothing has been written then.
+    """
+    plan.require_runnable()
+    unknown = options.fresh - {"*", ROOT} - {s.name for s in plan.steps}
+    if unknown:
+        known = ", ".join(s.name for s in plan.steps)
+        raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
+    whole = plan.read_data()
+    data = {name: split.head(options.limit) for name, split in whole.items()}
+    folder = (options.out or Path("runs") / plan.path.stem).resolve()
+    store = Store(options.store or folder.parent / ".store")
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(folder / ".lock", partial(_refuse, folder)))
+            stack.enter_context(at_work(store.root, folder))
+            display = Display(folder / "log.txt", quiet=options.quiet)
+        except OSError as error:
+            raise InputError(
+                f"{error.filename or folder}: cannot be used for the run: {error.strerror}."
+                " Give another folder with --out."
+            ) from error
+        stack.callback(display.close)
+        if any(step.needs & {"train", "calibration"} for step in plan.steps):
+            from smelt.compress.training_state import denormals_as_zero
+
+            stack.enter_context(denormals_as_zero())
+        run = _Run(plan, options, data, folder, store, display)
+        run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
+        return run.go()
+
+
+def _refuse(folder: Path, holder: str) -> None:
+    """Say that the folder of a run belongs to one run at a time.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(f"{folder}: {holder} is working on a run in this folder. Give another one with --out.")
+
+
+class _Run:
+    """The state of one run; `go` is its story."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        data: dict[str, Split],
+        folder: Path,
+        store: Store,
+        display: Display,
+    ) -> None:
+        recipe = plan.recipe
+        self.plan, self.options, self.data = plan, options, data
+        self.folder, self.store, self.display = folder, store, display
+        self.place = RunFolder(folder)
+        score = recipe.score
+        self.scorer = Scorer(
+            store,
+            recipe.task,
+            score.quality,
+            score.generation,
+            score.batch_size,
+            recipe.threads,
+            recipe.strict,
+            recipe.device,
+        )
+        self.shop = Workshop(
+            store,
+            recipe.task,
+            data,
+            recipe.seed,
+            recipe.threads,
+            self.scorer,
+            display,
+            device=recipe.device,
+            windows=recipe.data.windows if recipe.task == "language-modeling" else None,
+        )
+        self.artifacts: dict[str, Artifact] = {}
+        self.kept: dict[str, Artifact] = {}
+        self.report = ReportBuilder(plan, data, options.limit)
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """Take what a person should know into the report; say what the plan could not."""
+        for text in texts:
+            if self.report.warn(text):
+                self.display.line(f"warning: {text}")
+
+    def go(self) -> Result:
+        """Work through the tree; whatever happens, the report tells it."""
+        started = time.monotonic()
+        self._begin()
+        try:
+            self._root()
+            for step in self.plan.steps:
+                self._step(step)
+            self._earlier()
+            self._latency()
+            self.report.finish()
+        except KeyboardInterrupt:
+            self.report.interrupted()
+            self.display.line("Interrupted. Finished steps are kept; run the same command to go on.")
+        except Exception as error:
+            failure = self._explain(error, ROOT)
+            if isinstance(failure, InputError) and not self.artifacts:
+                raise  # nothing was done yet: a matter of input, not of the run
+            self.report.failed(str(failure))
+            self.display.line(f"error: {failure}")
+        self._write_report(last=True)
+        self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
+        return Result(self.report.data, self.folder)
+
+    def _begin(self) -> None:
+        try:
+            self.place.begin(self.plan, self.store.root)
+        except OSError as error:
+            raise explain(error, "recipe.yaml", self.folder, self.display.log_path) from error
+
+    def _root(self) -> None:
+        self.display.begin(ROOT)
+        recipe, model = self.plan.recipe, self.plan.recipe.model
+        folder = self.plan.model_folder if isinstance(model, str) else recipe.base / model.config
+        file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
+        labels = None
+        if recipe.task == "text-classification":
+            labels, metrics = settle_labels(recipe, file, self.data, self.plan.problem)
+            self.scorer = replace(self.scorer, metrics=metrics)
+            self.shop = replace(self.shop, validation=self.scorer)
+        rules, _ = text_rules(recipe, folder)
+        self.warn(decoding_warnings(recipe, folder))
+        if isinstance(model, str):
+            artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
+        else:
+            artifact, cached = start(self.shop, recipe, labels, rules, self._is_fresh(ROOT))
+        if recipe.strict:
+            require_lengths(artifact.path, recipe.task, self.data)
+        self._finished(ROOT, artifact, cached, 0.0)
+
+    def _step(self, step: Step) -> None:
+        if step.unavailable:
+            self.report.skipped(step.name, step.unavailable)
+            self.display.line(f"{step.name}: skipped: {step.unavailable}")
+            return
+        missing = [name for name in step.stands_on if name not in self.artifacts]
+        if missing:
+            self.report.not_reached(step.name, f"step '{missing[0]}', which it needs, gave no artifact")
+            return
+        self.display.begin(step.name)
+        started = time.monotonic()
+        try:
+            above = {name: self.artifacts[name] for name in self.plan.above(step)}
+            artifact, cached = self.shop.run_step(step, above, self._is_fresh(step.name))
+            self._finished(step.name, artifact, cached, time.monotonic() - started)
+        except Exception as error:
+            failure = self._explain(error, step.name)
+            self.report.failed(str(failure), step.name)
+            self.display.line(f"{step.name}: error: {failure}")
+        self._write_report()
+
+    def _explain(self, error: Exception, step: str) -> SmeltError:
+        """Return what to tell the user of `error`; the log gets the traceback of what nobody foresaw."""
+        failure = explain(error, step, self.store.root, self.display.log_path)
+        for line in trace(error).splitlines():
+            self.display.record(line)
+        return failure
+
+    def _finished(self, name: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+        """Link, score and report a finished artifact."""
+        self.place.link(name, artifact)
+        untrained = NOT_SCORED if artifact.manifest.facts.get("untrained") else None
+        if reason := untrained or unscored_reason(artifact.format):
+            self.artifacts[name] = artifact
+            self.report.unscored(name, artifact, reason, cached)
+            took = "from the store" if cached else duration(seconds)
+            self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
+            return
+        self.display.begin(f"{name}, scoring")
+        with self.store.lock(f"{artifact.key}-score", self._waits(name)):
+            score = self.scorer.score(artifact, self.data["test"], self.display.progress)
+        self.artifacts[name] = artifact
+        self.report.done(name, artifact, score, cached)
+        took = "from the store" if cached else duration(seconds)
+        metric, first = next(iter(score["quality"].items()))
+        self.display.line(
+            f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB"
+        )
+
+    def _earlier(self) -> None:
+        """Report what an earlier run in this folder did of the steps that `--until` leaves out."""
+        self.kept = self.place.keep(self.plan, self.shop, self.artifacts)
+        for step in self.plan.rest:
+            if artifact := self.kept.get(step.name):
+                reason = unscored_reason(artifact.format)
+                score = None if reason else self.scorer.kept(artifact, self.data["test"])
+                self.report.earlier(step, artifact, score, reason)
+                self.display.line(f"{step.name}: kept from an earlier run in this folder")
+
+    def _waits(self, what: str) -> Callable[[str], None]:
+        return lambda holder: self.display.line(f"{what}: waits for {holder}, which is measuring")
+
+    def _is_fresh(self, name: str) -> bool:
+        return bool(self.options.fresh & {"*", name})
+
+    def _latency(self) -> None:
+        settings = self.plan.recipe.score.latency
+        every = self.artifacts | self.kept
+        scored = {name: a for name, a in every.items() if name in self.report.statistics}
+        if settings is None or self.plan.recipe.baseline not in scored:
+            return
+        self.display.begin("latency")
+        scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
+        try:
+            with self.store.lock("latency", self._waits("latency")):  # two at once disturb each other
+                scores.measure(
+                    scored,
+                    self.plan.recipe.baseline,
+                    self.display.progress,
+                    self._is_fresh("*"),
+                    frozenset(self.kept),
+                    self._timed,
+                )
+        except Exception as error:
+            failure = self._explain(error, "latency")
+            self.report.untimed(str(failure))
+            self.display.line(f"error: {failure}")
+
+    def _timed(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Report the times that are known so far, so that nothing is lost when the run is stopped."""
+        self.report.add_latency(measured)
+        self._write_report()
+
+    def _write_report(self, last: bool = False) -> None:
+        """Write the report; one that cannot be written stops the run only when it is the last.
+
+        Raises:
+            RunError: the last report cannot be written.
+        """
+        try:
+            write_report(self.folder, self.report.current())
+        except OSError as error:
+            failure = explain(error, "report", self.folder, self.display.log_path)
+            if last:
+                raise failure from error
+            self.display.line(f"warning: {failure}")

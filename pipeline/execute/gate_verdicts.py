@@ -1,0 +1,119 @@
+"""Whether a step keeps the limits of a recipe, and whether n is large enough to see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smelt.plan.plan import PlannedGate
+
+Step = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The statistics per example, by metric, of a step and of the baseline; empty where there are none."""
+
+    own: Mapping[str, Any]
+    baseline: Mapping[str, Any]
+
+
+def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] | None:
+    """Return the verdict of `gate` on `step`, as report.json's `gates` has it; None for a skipped step.
+
+    With `confidence` the bound of the interval is judged instead of the value: a drop must be within the
+    limit, and a speed-up above it, even at the worse end. `passed` is None where the step is there but it
+    or the baseline that it is compared with cannot be scored on this machine, or its times were disturbed;
+    any other missing value is a failure. Either way `reason` says why.
+    """
+    if step["status"] == "skipped":
+        return None
+    value = _value_of(gate, step, evidence)
+    found = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
+    found |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None, "reason": None}
+    if value is None:
+        done = step["status"] in ("done", "cached")
+        if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
+            return found | {"reason": "the baseline was not scored, so there is nothing to drop from"}
+        unscored = done and step["reason"] is not None
+        reason = step["reason"] or step["error"] or "it was not measured"
+        return found | {"passed": None if unscored else False, "reason": reason}
+    if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
+        return found | {"reason": f"the times were disturbed: {row['reason']}"}
+    bound = None if gate.confidence is None else _bound_of(gate, step, evidence, gate.confidence)
+    judged = value if bound is None else bound
+    passed = judged <= gate.limit if gate.kind in ("max_drop", "max") else judged >= gate.limit
+    return found | {"bound": bound, "n_needed": needed(gate, step), "passed": passed}
+
+
+def smallest_batch(step: Step) -> dict[str, Any] | None:
+    """Return the step's times at its smallest batch; None where it was not timed."""
+    return min(step["latency"], key=lambda row: row["batch_size"], default=None)
+
+
+def needed(gate: PlannedGate, step: Step) -> int | None:
+    """Return how many examples would show a drop as large as the limit; None where there are enough.
+
+    There are too few where the limit lies in the interval of the difference, so that the verdict may be
+    chance, and the interval reaches further than the limit on either side: a step that has lost nothing
+    could then not be told from one that has lost the limit. The width of an interval falls with the root
+    of n. A limit of 0 is seen with no n, and nothing is said of it.
+    """
+    difference = step["against_baseline"].get(gate.metric)
+    if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
+        return None
+    low, high = difference["ci95"]
+    half = float(high - low) / 2
+    score = step["quality"][gate.metric]
+    at_limit = -gate.limit if score["higher_is_better"] else gate.limit
+    if half <= gate.limit or not low <= at_limit <= high:
+        return None
+    n: int = score["n"]
+    return math.ceil(n * (half / gate.limit) ** 2)
+
+
+def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None:
+    if gate.metric == "size_bytes":
+        return step["size_bytes"]  # type: ignore[no-any-return]
+    if gate.metric == "speedup":
+        row = smallest_batch(step)
+        return row["speedup"] if row else None
+    score = step["quality"].get(gate.metric)
+    if gate.kind == "max_drop":
+        difference = step["against_baseline"].get(gate.metric)
+        if difference is None or score is None:
+            # the baseline itself has lost nothing; of no baseline nothing is known
+            return None if score is None or gate.metric not in evidence.baseline else 0.0
+        # a drop of quality: where less is better, it is a rise of the number
+        change = float(difference["difference"])
+        return 0.0 - change if score["higher_is_better"] else change  # not -change, which may be -0.0
+    return score["value"] if score else None
+
+
+def _bound_of(gate: PlannedGate, step: Step, evidence: Evidence, confidence: float) -> float | None:
+    """Return the worse end of the interval that the gate is on; None where the value has none."""
+    from smelt.evaluate.significance import Statistics, difference_interval, interval_of
+
+    if gate.metric == "speedup":
+        return _slowest(step, confidence)
+    own = Statistics.model_validate(evidence.own[gate.metric])
+    if gate.kind != "max_drop":
+        low, high = interval_of(own, confidence)
+        return high if gate.kind == "max" else low
+    if not step["against_baseline"].get(gate.metric):
+        return None  # the baseline itself
+    other = Statistics.model_validate(evidence.baseline[gate.metric])
+    low, high = difference_interval(own, other, confidence)
+    return 0.0 - low if step["quality"][gate.metric]["higher_is_better"] else high
+
+
+def _slowest(step: Step, confidence: float) -> float | None:
+    """Return the lower end of the speed-up's interval; the baseline has none."""
+    from smelt.evaluate.latency.rounds import speedup
+
+    row = smallest_batch(step)
+    ratios = [r["speedup"] for r in row["rounds"] if r["counted"] and r["speedup"]] if row else []
+    return speedup(ratios, confidence)[1][0] if len(ratios) > 1 else None

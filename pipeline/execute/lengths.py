@@ -1,0 +1,70 @@
+"""`strict: true`: no text of any split may be longer than the model takes, asked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import TEXT_TO_TEXT, Split, Task
+from smelt.core.errors import InputError
+
+
+def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> None:
+    """Make sure that no row of `splits` has to be cut for the model in `folder`.
+
+    Running text is cut into windows anyway, so for language modeling nothing is too long.
+
+    Raises:
+        InputError: some are too long; every split is named with their lines (or rows, from 1).
+    """
+    from smelt.core.files import read_json
+    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.runtime.text.limits import length_limit
+
+    if task == "language-modeling":
+        return
+    tokenizer = load_tokenizer(folder)
+    limit = length_limit(tokenizer, read_json(folder / "config.json"))
+    problems = []
+    for name, split in splits.items():
+        rows = sorted(_too_long(split, task, tokenizer, limit))
+        if rows:
+            lines = [split.examples[row].line for row in rows[:5]]
+            named = [str(line or row + 1) for line, row in zip(lines, rows[:5], strict=True)]
+            first = (
+                ("line " if all(lines) else "row ") + ", ".join(named) + (", ..." if len(rows) > 5 else "")
+            )
+            problems.append(
+                f"{split.origin} ({name}): {len(rows)} rows hold texts of more than {limit} tokens, the"
+                f" model's limit (strict: true): {first}. Shorten them; without strict they are cut."
+            )
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _too_long(split: Split, task: Task, tokenizer: Any, limit: int) -> set[int]:
+    """Return the places of the rows with a source, pair or target that is too long."""
+    firsts = [e.text for e in split.examples]
+    paired = [i for i, e in enumerate(split.examples) if e.text_pair is not None]
+    alone = [i for i, e in enumerate(split.examples) if e.text_pair is None]
+    found = {
+        i for i, n in zip(alone, _lengths(tokenizer, [firsts[i] for i in alone]), strict=True) if n > limit
+    }
+    seconds = [str(split.examples[i].text_pair) for i in paired]
+    lengths = _lengths(tokenizer, [firsts[i] for i in paired], seconds)
+    found |= {i for i, n in zip(paired, lengths, strict=True) if n > limit}
+    if task in TEXT_TO_TEXT:
+        owners = [(i, reference) for i, e in enumerate(split.examples) for reference in e.references]
+        ids = tokenizer(text_target=[text for _, text in owners], truncation=False, verbose=False)[
+            "input_ids"
+        ]
+        found |= {i for (i, _), row in zip(owners, ids, strict=True) if len(row) > limit}
+    return found
+
+
+def _lengths(tokenizer: Any, texts: Sequence[str], seconds: Sequence[str] | None = None) -> list[int]:
+    if not texts:
+        return []
+    both = [list(texts)] if seconds is None else [list(texts), list(seconds)]
+    return [len(ids) for ids in tokenizer(*both, truncation=False, verbose=False)["input_ids"]]

@@ -1,0 +1,249 @@
+"""Building report.json while a run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import Split
+from smelt.execute.gate_verdicts import Evidence, judge
+
+if TYPE_CHECKING:
+    from smelt.plan.plan import Plan, Step
+
+_EMPTY: dict[str, Any] = {
+    "reason": None,
+    "error": None,
+    "format": None,
+    "target": None,
+    "runner": None,
+    "device": None,
+    "artifact": None,
+    "deployable": None,
+    "key": None,
+    "parameters": None,
+    "size_bytes": None,
+    "float_dtype": None,
+    "seconds": None,
+    "peak_memory_bytes": None,
+}
+
+
+class ReportBuilder:
+    """The report of one run; `current()` is valid at any moment."""
+
+    def __init__(self, plan: Plan, data: Mapping[str, Split], limit: int | None) -> None:
+        from smelt.evaluate.environment import environment
+
+        self.plan = plan
+        self.status = "passed"
+        self.finished = False
+        self.statistics: dict[str, dict[str, Any]] = {}
+        rows = {name: len(split) for name, split in data.items()}
+        self.data: dict[str, Any] = {
+            "schema": 1,
+            "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
+            "environment": environment(),
+            "status": self.status,
+            "baseline": plan.recipe.baseline,
+            "warnings": list(plan.warnings),
+            "steps": [_blank("model", "model", None, {})]
+            + [_blank(s.name, s.stage, s.parent, s.settings.model_dump(mode="json")) for s in plan.steps],
+            "frontier": [],
+        }
+        self._steps = {step["name"]: step for step in self.data["steps"]}
+
+    def warn(self, text: str) -> bool:
+        """Add a warning about the whole run; return whether it is new."""
+        new = text not in self.data["warnings"]
+        self.data["warnings"] += [text] if new else []
+        return new
+
+    def done(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
+        """Fill in a finished step."""
+        step = self._steps[name]
+        step.update(
+            _of_artifact(name, artifact, cached),
+            runner=score["runner"].split()[0],
+            device=score.get("device"),
+            warnings=[*artifact.manifest.warnings, *score["warnings"]],
+            quality=dict(score["quality"]),
+        )
+        self.statistics[name] = score["statistics"]
+        step["against_parent"] = self._compare(name, step["parent"])
+        step["against_baseline"] = self._compare(name, self.data["baseline"])
+        if name == self.data["baseline"]:  # steps that were scored before it can be compared only now
+            for other in self.statistics:
+                self._steps[other]["against_baseline"] = self._compare(other, name)
+
+    def earlier(
+        self, step: Step, artifact: Artifact, score: Mapping[str, Any] | None, reason: str | None
+    ) -> None:
+        """Add a step that this run leaves out and an earlier one did, with what the store knows of it.
+
+        reason: why it cannot be scored on this machine, or None.
+        """
+        entry = _blank(step.name, step.stage, step.parent, step.settings.model_dump(mode="json"))
+        self._steps[step.name] = entry
+        if score is None:
+            self.unscored(step.name, artifact, reason or "the run that made it did not score it so", True)
+        else:
+            self.done(step.name, artifact, score, True)
+        entry["earlier"] = True
+        order = ["model", *(name for name in self.plan.order if name in self._steps)]
+        self.data["steps"] = [self._steps[name] for name in order]
+
+    def unscored(self, name: str, artifact: Artifact, reason: str, cached: bool) -> None:
+        """Fill in a finished step that cannot be run, and so not be scored, on this machine."""
+        self._steps[name].update(_of_artifact(name, artifact, cached), reason=reason)
+
+    def skipped(self, name: str, reason: str) -> None:
+        """Record an optional step that could not run here."""
+        self._steps[name].update(status="skipped", reason=reason)
+
+    def not_reached(self, name: str, reason: str) -> None:
+        """Record a step whose parent is missing."""
+        skipped = self._steps[self._steps[name]["parent"]]["status"] == "skipped"
+        self._steps[name].update(status="skipped" if skipped else "not-reached", reason=reason)
+
+    def failed(self, message: str, name: str | None = None) -> None:
+        """Record an error, on the step it belongs to or else on the first one not reached."""
+        self._set_status("error")
+        unreached = next((s["name"] for s in self.data["steps"] if s["status"] == "not-reached"), None)
+        name = name or unreached or self.data["steps"][-1]["name"]
+        self._steps[name].update(status="error", error=message)
+
+    def interrupted(self) -> None:
+        """Record that the user stopped the run."""
+        self._set_status("interrupted")
+
+    def add_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fill in what `LatencyScores.measure` gave."""
+        for name, value in measured.items():
+            self._steps[name].update(latency=value["rows"], peak_memory_bytes=value["peak_memory_bytes"])
+            if value["error"]:
+                self._set_status("error")
+                self._steps[name]["error"] = f"latency: {value['error']}"
+
+    def finish(self) -> None:
+        """Judge the gates and find the frontier."""
+        from smelt.evaluate.frontier import frontier
+
+        for step in self.data["steps"]:
+            gates = self.plan.gates_of(step["name"])
+            step["gates"] = [
+                g for gate in gates if (g := judge(gate, step, self._evidence(step))) is not None
+            ]
+        if self.status == "passed" and any(self._misses_a_gate(step) for step in self.data["steps"]):
+            self._set_status("gate-failed")
+        self._compare_dtypes()
+        self.data["frontier"] = frontier(self.data["steps"], self.data["baseline"])
+        self.finished = True
+
+    def _compare_dtypes(self) -> None:
+        """Say which sizes are not of the same kind of number as the baseline's."""
+        base = self._steps.get(self.data["baseline"], {}).get("float_dtype")
+        others: dict[str, list[str]] = {}
+        for step in self.data["steps"]:
+            if base and step["float_dtype"] not in (None, base):
+                others.setdefault(step["float_dtype"], []).append(step["name"])
+        for dtype, names in others.items():
+            self.warn(
+                f"sizes: '{self.data['baseline']}' is stored in {base}, {', '.join(names)} in {dtype}, so"
+                " their sizes are not compared like with like."
+            )
+
+    def _evidence(self, step: Mapping[str, Any]) -> Evidence:
+        """Return what intervals of the step's scores are computed from."""
+        statistics = self.statistics
+        return Evidence(statistics.get(step["name"], {}), statistics.get(self.data["baseline"], {}))
+
+    def _misses_a_gate(self, step: Mapping[str, Any]) -> bool:
+        """Tell whether `step` misses a gate; one that cannot be judged counts if the step is not optional."""
+        optional = {s.name for s in self.plan.steps if s.optional}
+        verdicts = [gate["passed"] for gate in step["gates"]]
+        return False in verdicts or (None in verdicts and step["name"] not in optional)
+
+    def untimed(self, message: str) -> None:
+        """Record that the times could not be taken at all, on the step that all are compared with."""
+        self._set_status("error")
+        self._steps[self.data["baseline"]]["error"] = message
+
+    def current(self) -> dict[str, Any]:
+        """Return the report as it stands; of a run that is not at its end, as one that was interrupted.
+
+        So a run that is killed leaves a report that says so.
+        """
+        under_way = self.status == "passed" and not self.finished
+        return {**self.data, "status": "interrupted"} if under_way else self.data
+
+    def _set_status(self, status: str) -> None:
+        self.status = self.data["status"] = status
+
+    def _compare(self, name: str, other: str | None) -> dict[str, Any]:
+        from smelt.evaluate.significance import Statistics, compare
+
+        if other is None or other == name or other not in self.statistics:
+            return {}
+        own, others = self.statistics[name], self.statistics[other]
+        return {
+            metric: dict(
+                compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
+            )
+            for metric in own
+        }
+
+
+def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "stage": stage,
+        "parent": parent,
+        "status": "not-reached",
+        "earlier": False,
+        **_EMPTY,
+        "settings": settings,
+        "warnings": [],
+        "quality": {},
+        "latency": [],
+        "against_baseline": {},
+        "against_parent": {},
+        "gates": [],
+        "facts": {},
+    }
+
+
+def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
+    """Return what the report tells of an artifact, scored or not."""
+    from smelt.evaluate.stored_floats import float_dtype
+
+    manifest = artifact.manifest
+    return {
+        "status": "cached" if cached else "done",
+        "format": artifact.format,
+        "target": manifest.facts.get("target"),
+        "artifact": f"artifacts/{name}",
+        "deployable": _is_deployable(artifact),
+        "key": artifact.key,
+        "parameters": manifest.facts.get("parameters"),
+        "size_bytes": artifact.size_bytes,
+        "float_dtype": float_dtype(artifact),
+        "seconds": manifest.seconds,
+        "warnings": list(manifest.warnings),
+        "facts": {k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
+    }
+
+
+def _is_deployable(artifact: Artifact) -> bool:
+    """Say whether one would deploy this: all but a torch model with quantized layers.
+
+    Torch only computes what the runtime will compute, in float and slower; such a step is there to be
+    scored and to be exported.
+    """
+    structure = artifact.path / "structure.json"
+    if artifact.format != "torch" or not structure.is_file():
+        return True
+    edits = json.loads(structure.read_text(encoding="utf-8"))["edits"]
+    return all(edit["op"] != "quantize" for edit in edits)

@@ -1,0 +1,205 @@
+"""Scores of artifacts, kept in the store so that the same one is never computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.errors import InputError
+from smelt.core.files import hash_of
+from smelt.core.labels import check_labels, class_names, problem_type
+from smelt.core.stage import Progress, silent
+from smelt.core.store import Store
+from smelt.execute.machine import device_of
+from smelt.runtime.generate.generation import Generation
+
+# Raised whenever the same artifact and data would give another score or other statistics.
+VERSION = 4
+# Outputs that did not end by themselves are warned of from this share on.
+CUT_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores artifacts on one split with fixed metrics, decoding and batches."""
+
+    store: Store
+    task: Task
+    metrics: Sequence[str]
+    generation: Generation
+    batch_size: int
+    threads: int | None
+    strict: bool = False
+    device: str = "auto"
+
+    def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
+        """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
+
+        `statistics` are per example, so that two artifacts can be compared in pairs later.
+
+        Raises:
+            InputError: texts are too long and the recipe is strict, or a label is unknown.
+        """
+        from smelt.runtime.runner import open_runner
+
+        kept = self.kept(artifact, split)
+        if kept is not None:
+            return kept
+        with open_runner(artifact, self.threads, self.device) as runner:
+            # running text is cut in windows, so none of it is too long
+            too_long = 0 if self.task == "language-modeling" else _count_too_long(runner, split.examples)
+            if too_long and self.strict:
+                raise InputError(
+                    f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true)."
+                )
+            if self.task == "text-classification":
+                value = self._labels(runner, split, progress)
+            elif self.task == "language-modeling":
+                value = self._windows(runner, split, progress)
+            else:
+                value = self._texts(runner, split, progress)
+            value["runner"] = f"{runner.name} {runner.version}"
+            value["device"] = runner.device
+            value["artifact"] = artifact.key
+            for scored in value["quality"].values():
+                scored["signature"] += f"|device:{runner.device}"
+        warnings = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
+        if too_long:
+            warnings.insert(
+                0, f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"
+            )
+        value["warnings"] = warnings
+        self.store.write_score(self._key(artifact, split), value)
+        return value
+
+    def kept(self, artifact: Artifact, split: Split) -> dict[str, Any] | None:
+        """Return what `score` gave earlier for the same artifact, rows and settings; None for nothing."""
+        kept = self.store.read_score(self._key(artifact, split))
+        if kept is None:
+            return None
+        # the order of the metrics is the recipe's: the first one leads the report
+        return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
+
+    def conditions(self) -> dict[str, Any]:
+        """Return, JSON-able, what a score depends on besides the artifact, the rows and what runs it."""
+        return {
+            "version": VERSION,
+            "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
+            "batch_size": self.batch_size,
+            "strict": self.strict,
+            "libraries": library_versions(_METRIC_LIBRARIES),
+        }
+
+    def _key(self, artifact: Artifact, split: Split) -> str:
+        libraries = library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES))
+        return hash_of(
+            self.conditions()
+            | {
+                "kind": "quality",
+                "artifact": artifact.key,
+                "data": split.fingerprint,
+                "metrics": sorted(self.metrics),
+                "device": device_of(artifact, self.device),
+                "libraries": libraries,
+            }
+        )
+
+    def _texts(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.quality import score_texts
+        from smelt.runtime.generate.decoding import settle
+        from smelt.runtime.predict import generate_texts
+
+        texts = [e.text for e in split.examples]
+        stopped: list[tuple[int, int]] = []
+        predictions = generate_texts(
+            runner, texts, self.generation, self.batch_size, progress, lambda *found: stopped.append(found)
+        )
+        scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
+        value = {**_dump(scores), "predictions": predictions, "warnings": _of_lengths(stopped, len(texts))}
+        for scored in value["quality"].values():
+            scored["signature"] += f"|{settle(self.generation, runner).describe()}"
+        return value
+
+    def _windows(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.perplexity import score_windows
+        from smelt.runtime.causal import window_losses
+        from smelt.runtime.models.checkpoint import load_tokenizer
+        from smelt.runtime.text.limits import length_limit
+        from smelt.runtime.text.windows import cut_windows
+
+        tokenizer = load_tokenizer(runner.folder)
+        text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
+        losses = window_losses(runner, text, self.batch_size, progress)
+        ids = [window.tolist() for window in text.ids]
+        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, ids))
+
+    def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.execute.label_scores import score_classifier
+        from smelt.runtime.predict import class_logits
+
+        # labels are read before the model works: one that it does not know is told at once
+        check_labels(split.examples, class_names(runner.config), problem_type(runner.config), split.origin)
+        logits = class_logits(runner, split.examples, self.batch_size, progress)
+        scores, predictions = score_classifier(self.metrics, runner.config, logits, split)
+        return {**_dump(scores), "predictions": predictions}
+
+
+_METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
+_LIBRARIES_OF = {
+    "torch": ("torch", "transformers"),
+    "onnx": ("onnxruntime-gpu", "onnxruntime"),
+    "tensorrt": ("tensorrt", "tensorrt-rtx"),
+}
+
+
+def library_versions(names: Sequence[str]) -> dict[str, str]:
+    """Return the installed versions of the packages `names` that are installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Split scores into what the report shows and what paired tests need."""
+    return {
+        "quality": {name: score.public() for name, score in scores.items()},
+        "statistics": {name: score.statistics.dump() for name, score in scores.items()},
+    }
+
+
+def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[str]:
+    """Say how many outputs were cut; fewer than one in a hundred change no score that is worth a word."""
+    cut = sum(count for count, _ in stopped)
+    if cut < max(1, CUT_SHARE * texts):
+        return []
+    longest = max(tokens for _, tokens in stopped)
+    return [
+        f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
+        " (max_new_tokens) and were cut"
+    ]
+
+
+def _of_device(artifact: Artifact, device: str) -> list[str]:
+    """Say where a graph was not scored on what it was made for."""
+    facts = artifact.manifest.facts
+    if device != "cpu" or facts.get("target") != "ort-cuda":
+        return []
+    half = facts.get("dtype") == "fp16"
+    how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
+    return [f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be others"]
+
+
+def _count_too_long(runner: Any, examples: Sequence[Example]) -> int:
+    from smelt.runtime.predict import encode_texts
+
+    texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
+    return encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs).truncated

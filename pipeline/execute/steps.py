@@ -1,0 +1,261 @@
+"""Doing one step of a plan: take it from the store, or run the stage and put it there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import Split
+from smelt.core.files import hash_of, sha256_of
+from smelt.core.labels import ProblemType
+from smelt.core.stage import Context
+from smelt.core.store import Store
+from smelt.core.windows import Windows
+from smelt.execute.failures import explain
+from smelt.execute.machine import gpu_names, multiplies_bf16, trains_on
+from smelt.execute.scoring import Scorer, library_versions
+from smelt.look.model_folder import read_config
+from smelt.recipe.problem import has_classifier
+
+if TYPE_CHECKING:
+    from smelt.execute.display import Display
+    from smelt.plan.plan import Step
+    from smelt.runtime.text.rules import TextRules
+
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "sentencepiece",
+    "accelerate",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "onnxsim",
+    "onnxruntime-gpu",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx",
+)
+
+Labels = tuple[ProblemType, list[str]]
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What all steps of one run share.
+
+    validation: scores on the validation data. windows: how the recipe has the text of a language model cut;
+    the artifacts remember it, so that `smelt eval` scores as the run did.
+    """
+
+    store: Store
+    task: Any
+    data: Mapping[str, Split]
+    seed: int
+    threads: int | None
+    validation: Scorer
+    display: Display
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions(_LIBRARIES))
+    device: str = "auto"
+    windows: Windows | None = None
+
+    @property
+    def remembered(self) -> dict[str, Any]:
+        """What the manifests of the run's artifacts say of its windows; nothing for other tasks."""
+        return {} if self.windows is None else {"windows": self.windows.model_dump(exclude_none=True)}
+
+    def import_root(
+        self, source: Path, labels: Labels | None, rules: TextRules, fresh: bool
+    ) -> tuple[Artifact, bool]:
+        """Bring the untouched model into the store; return it and whether it was there already.
+
+        labels: of a classifier its problem type, and the names of the outputs that it gets if it has none.
+        """
+        from smelt.runtime.models.checkpoint import count_parameters
+        from smelt.runtime.models.import_model import import_model, source_files
+        from smelt.runtime.text.rules import write_text_rules
+
+        key = hash_of(
+            {
+                "stage": "model",
+                "version": 3,
+                "files": {p.name: sha256_of(p) for p in source_files(source)},
+                "task": self.task,
+                "labels": labels and labels[1],
+                "problem_type": labels and labels[0],
+                "text": rules.model_dump(),
+                "seed": self.seed,
+                **self.remembered,
+            }
+        )
+
+        def make(space: Path) -> Artifact:
+            out = space / "out"
+            out.mkdir()
+            problem, names = labels or (None, None)
+            notes = import_model(source, out, names, self.seed, problem)
+            write_text_rules(out, rules)
+            facts = {
+                "parameters": count_parameters(out),
+                **rules.model_dump(exclude_defaults=True),
+                **self.remembered,
+            }
+            if labels and not has_classifier(read_config(source)[0]):
+                facts["new_head"] = True  # random, so nothing can learn from it
+            manifest = Manifest(
+                key=key,
+                format="torch",
+                task=self.task,
+                stage="model",
+                settings={},
+                seed=self.seed,
+                parent=None,
+                versions=dict(self.versions),
+                warnings=notes,
+                facts=facts,
+            )
+            return self.store.commit(out, manifest, replace=fresh)
+
+        return self.obtain("model", key, fresh, make)
+
+    def run_step(self, step: Step, ancestors: Mapping[str, Artifact], fresh: bool) -> tuple[Artifact, bool]:
+        """Return the artifact of `step` and whether it was in the store already.
+
+        Raises:
+            SmeltError: the stage failed; nothing is left in the store.
+        """
+        key = self.key(step, ancestors)
+
+        def make(space: Path) -> Artifact:
+            manifest = self._make(step, ancestors, key, space)
+            return self.store.commit(space / "out", manifest, replace=fresh)
+
+        return self.obtain(step.name, key, fresh, make)
+
+    def obtain(
+        self, name: str, key: str, fresh: bool, make: Callable[[Path], Artifact]
+    ) -> tuple[Artifact, bool]:
+        """Take the artifact `key` from the store, or `make` it there, one process at a time."""
+        mend = f"Run the recipe again with --fresh {name} to build it anew."
+        found = None if fresh else self.store.find(key, mend)
+        if found:
+            return found, True
+
+        def waiting(holder: str) -> None:
+            self.display.line(f"{name}: waits for {holder}, which is making the same step")
+
+        with self.store.lock(key, waiting):
+            # whoever held the lock may just have made it
+            found = None if fresh else self.store.find(key, mend)
+            if found:
+                return found, True
+            with self.store.workspace() as space:
+                try:
+                    return make(space), False
+                except Exception as error:
+                    # said here, where what was written can still be looked at
+                    failure = explain(error, name, space, self.display.log_path)
+                    if failure is error:
+                        raise
+                    raise failure from error
+
+    def key(self, step: Step, ancestors: Mapping[str, Artifact]) -> str:
+        """Return the content address of what `step` makes; a step that it names counts by its key."""
+        parent = ancestors[step.parent]
+        named = {setting: ancestors[name].key for setting, name in step.settings.references().items()}
+        return hash_of(
+            {
+                "parent": parent.key,
+                "stage": step.stage,
+                "version": step.cls.version,
+                "settings": step.settings.model_dump(mode="json") | named,
+                "seed": self.seed,
+                "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
+                "libraries": dict(self.versions),
+                **self._machine(step),
+                **self._judge(step),
+            }
+        )
+
+    def _machine(self, step: Step) -> dict[str, Any]:
+        """Return what of this machine decides what `step` makes: another one would make something else."""
+        found: dict[str, Any] = {}
+        if "tensorrt" in step.needs:
+            found["gpus"] = gpu_names()  # an engine is made for the GPU that it was built on
+        if step.needs & {"train", "calibration"}:  # gradients are taken of either
+            found["device"] = trains_on(self.device)
+            if getattr(step.settings, "precision", None) == "auto":
+                found["bf16"] = multiplies_bf16()
+        return found
+
+    def _judge(self, step: Step) -> dict[str, Any]:
+        """What decides which checkpoint is kept, where a metric does: how it is generated and scored."""
+        from smelt.compress.training import LOSS
+
+        chosen = getattr(step.settings, "select", LOSS)
+        return {} if chosen == LOSS else {"score": self.validation.conditions()}
+
+    def _make(self, step: Step, ancestors: Mapping[str, Artifact], key: str, space: Path) -> Manifest:
+        """Run the stage into `space / "out"`; return the manifest of what it made."""
+        parent = ancestors[step.parent]
+        out = space / "out"
+        out.mkdir()
+        ctx = Context(
+            out=out,
+            task=self.task,
+            data={n: s for n, s in self.data.items() if n != "test"},
+            seed=self.seed,
+            ancestors=ancestors,
+            score=self._validate,
+            progress=self.display.progress,
+            threads=self.threads,
+            device=self.device,
+        )
+        started = time.monotonic()
+        with _captured() as chatter:
+            try:
+                step.cls()(parent, step.settings, ctx)
+            finally:
+                for line in chatter.getvalue().splitlines():
+                    self.display.record(line)
+        ctx.facts.update(self.remembered)
+        ctx.facts.setdefault("parameters", parent.manifest.facts.get("parameters"))
+        if step.cls.produces == "torch":
+            from smelt.runtime.models.checkpoint import count_parameters
+
+            ctx.facts["parameters"] = count_parameters(out)
+        return Manifest(
+            key=key,
+            format=step.cls.produces,
+            task=self.task,
+            stage=step.stage,
+            settings=step.settings.model_dump(mode="json"),
+            seed=self.seed,
+            parent=parent.key,
+            versions=dict(self.versions),
+            facts=ctx.facts,
+            warnings=ctx.warnings,
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _validate(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
+        scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
+        # stages choose what scores highest, so where less is better the number is turned round
+        return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[io.StringIO]:
+    """Keep what libraries print (exporters are talkative) off the terminal; the log gets it."""
+    chatter = io.StringIO()
+    with contextlib.redirect_stdout(chatter), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield chatter

@@ -1,0 +1,1 @@
+"""What is seen of models and data without loading them."""

@@ -1,0 +1,298 @@
+"""`smelt init`: a first recipe for a model, with what was seen of it, of the data and of the machine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+from smelt.core.data import TEXT_TO_TEXT, Columns, Label, SplitName, Task
+from smelt.core.errors import InputError
+from smelt.core.files import write_atomically
+from smelt.core.labels import decide_problem
+from smelt.core.rows import read_file
+from smelt.look.data import DataLook, look_at_data
+from smelt.look.model import ModelLook, look
+from smelt.plan.text_rules import MULTILINGUAL
+from smelt.recipe.problem import METRICS_OF
+from smelt.recipe.stage_table import load_stage
+from smelt.recipe.yaml_file import parse_yaml
+
+_PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
+_ROWS = {
+    "translation": '{"source": "...", "target": "..."}',
+    "summarization": '{"source": "...", "target": "..."}',
+    "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
+    "language-modeling": '{"text": "..."}; plain .txt files are read too',
+}
+_QUALITY = {
+    "translation": "[bleu, chrf]",
+    "summarization": "[rouge1, rouge2, rougeL]",
+    "language-modeling": "[perplexity, bits_per_byte]",
+}
+_LEADS = {"translation": "bleu", "summarization": "rougeL", "language-modeling": "perplexity"}
+# Rows that are looked at to see what the labels are.
+_SEEN_ROWS = 2000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of this machine a recipe depends on. cores: physical ones."""
+
+    cores: int
+    gpu: bool
+    tensorrt: bool
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user says beside the model. columns: by role. languages: source and target, of mBART."""
+
+    task: Task | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    languages: tuple[str | None, str | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A line of the list of stages, and why it is there."""
+
+    word: str
+    settings: str = "{}"
+    why: str = ""
+    name: str = ""
+    parent: str = ""
+    optional: bool = False
+
+
+def look_at_machine() -> Machine:
+    """Look at processor and GPU; imports neither torch nor TensorRT."""
+    from importlib.util import find_spec
+
+    from smelt.evaluate.environment import physical_cores
+    from smelt.execute.machine import has_cuda
+
+    tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
+    return Machine(physical_cores(), has_cuda(), tensorrt)
+
+
+def init_recipe(
+    model: str,
+    data: Sequence[Path] = (),
+    out: str | None = None,
+    task: Task | None = None,
+    force: bool = False,
+    wishes: Wishes | None = None,
+) -> tuple[str, Path | None]:
+    """Write a recipe for `model` that `smelt plan` accepts; return its text and where it was written.
+
+    Args:
+        model: a folder or a hub id.
+        data: files or folders with the splits; none: names to be filled in.
+        out: the recipe's file (default: NAME.yaml here), or `-`: nowhere, and the path returned is None.
+        task: what the model is for, where its family can be for several things.
+        force: write over a file that is there.
+        wishes: what else the user says.
+
+    Raises:
+        InputError: no model that smelt can start from, unusable data, or the file exists.
+    """
+    wishes = wishes or Wishes(task)
+    seen = look(model, task or wishes.task)
+    seen = replace(seen, languages=_languages(seen, wishes))
+    found = look_at_data(data, seen.task, wishes.columns) if data else None
+    if seen.new_head and found and "train" not in found.splits:
+        raise InputError(
+            f"{model}: this model has no classifier yet, and there are no rows to train one on; name a file"
+            " with training rows too (--data)."
+        )
+    path = None if out == "-" else Path(out or f"{_stem(model)}.yaml")
+    if path is not None and path.exists() and not force:
+        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
+    base = (path.parent if path is not None else Path()).resolve()
+    text = recipe_text(model, seen, found, look_at_machine(), base, path or Path("RECIPE.yaml"))
+    if found:
+        _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
+    if path is not None:
+        write_atomically(path, text)
+    return text, path
+
+
+def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]:
+    """Return the languages that the recipe has to say: of a multilingual model both."""
+    if seen.family not in MULTILINGUAL:
+        if any(wishes.languages):
+            raise InputError(f"--source-language, --target-language: a {seen.family} model takes none.")
+        return None, None
+    source, target = (mine or its for mine, its in zip(wishes.languages, seen.languages, strict=True))
+    if source is None or target is None:
+        raise InputError(
+            f"a {seen.family} model has to be told its languages, as its tokenizer writes them:"
+            " --source-language en_XX --target-language de_DE."
+        )
+    return source, target
+
+
+def _require_plan(text: str, path: Path) -> None:
+    """Make sure that the recipe `text`, written at `path`, is one that can be planned.
+
+    Raises:
+        InputError: it is not: rows that are broken, labels that the model does not know, ...
+    """
+    from smelt.plan.plan import make_plan
+
+    try:
+        make_plan(parse_yaml(text, path.name), path)
+    except InputError as error:
+        raise InputError(f"no recipe is written, because it could not be carried out:\n{error}") from error
+
+
+def recipe_text(
+    model: str, seen: ModelLook, data: DataLook | None, machine: Machine, base: Path, path: Path
+) -> str:
+    """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
+    splits = data.splits if data else _PLACEHOLDERS
+    steps = list(_steps(seen, machine, "train" in splits))
+    named = model if seen.folder is None else _relative(seen.folder, base)
+    lines = [*_head(model, seen, data, machine, path), f"model: {_scalar(named)}", f"task: {seen.task}"]
+    if len(seen.tasks) > 1:
+        others = ", ".join(t for t in seen.tasks if t != seen.task)
+        lines[-1] += f"    # this family also does: {others}"
+    lines += [f"# A row of the data: {_ROWS[seen.task]}", "data:    # a stage never gets to see test"]
+    for name in (n for n in get_args(SplitName) if n in splits):
+        file = splits[name]
+        lines.append(f"  {name}: {_scalar(_relative(file, base) if data else file.as_posix())}")
+    if data and data.shares:
+        parts = ", ".join(f"{name}: {share}" for name, share in data.shares.items())
+        lines.append(f"  split: {{{parts}}}    # drawn out of train by the seed")
+    if data and data.columns:
+        named_columns = ", ".join(f"{role}: {_scalar(name)}" for role, name in data.columns.items())
+        lines.append(f"  columns: {{{named_columns}}}    # guessed from the first row")
+    if all(seen.languages):
+        source, target = map(_scalar, map(str, seen.languages))
+        lines += [f"  source_language: {source}", f"  target_language: {target}"]
+    lines += ["stages:", *(line for step in steps for line in _lines(step))]
+    lines += _score(seen)
+    if seen.new_head:
+        lines += ["baseline: tuned    # before it the classifier is random"]
+    metric = _leading_metric(seen, data)
+    lines += [
+        "# A limit that must be kept, or the run exits with 3:",
+        f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: onnx-int8}}}}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _leading_metric(seen: ModelLook, data: DataLook | None) -> str:
+    """Return the metric that leads the report; of a classifier its labels decide, as far as they are seen."""
+    if seen.task in _LEADS:
+        return _LEADS[seen.task]
+    labels: list[Label] = []
+    if data:
+        column = data.columns.get("label", Columns().label)
+        for _, row in itertools.islice(read_file(next(iter(data.splits.values()))), _SEEN_ROWS):
+            value = row.get(column)
+            if isinstance(value, int | float | str):
+                labels.append(value)
+            elif isinstance(value, list):
+                labels.append(tuple(map(str, value)))
+    config = None if seen.new_head or not seen.config else seen.config
+    return METRICS_OF[decide_problem(config, labels)][0]
+
+
+def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, path: Path) -> Iterator[str]:
+    size = f", {seen.parameters / 1e6:,.1f}M parameters in {seen.dtype}" if seen.parameters else ""
+    limit = f", texts of at most {seen.limit:,} tokens" if seen.limit else ""
+    gpu = "an NVIDIA GPU" if machine.gpu else "no GPU"
+    trt = " and TensorRT" if machine.tensorrt else ""
+    cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
+    yield f"# smelt run {path}"
+    yield "#"
+    notes = [f"Made by `smelt init` for {_stem(model)}: {seen.family}{size}{limit}; on {cores}, {gpu}{trt}."]
+    notes += [f"Note: {note}." for note in (data.notes if data else ())]
+    if data is None:
+        notes += ["Name your files under data, then:"]
+    for note in notes:
+        yield from textwrap.wrap(
+            note, 78, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+        )
+    yield f"# `smelt plan {path}` checks it; with `--limit 64` a run is a first try;"
+    yield "# `smelt stages NAME` explains a stage and its settings."
+
+
+def _steps(seen: ModelLook, machine: Machine, train: bool) -> Iterator[_Step]:
+    """Yield the stages that work for the task, as far as there are rows to train on."""
+    wanted = [*(_trained(seen) if train else _untrained()), *_leaving(machine)]
+    for step in wanted:
+        if seen.task in load_stage(step.word).tasks:
+            yield step
+
+
+def _trained(seen: ModelLook) -> Iterator[_Step]:
+    teacher = ""
+    if seen.new_head:
+        yield _Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
+        teacher = "teacher: tuned, "
+    yield _Step("prune", "{what: [ffn], keep: 0.75}", "a quarter of the FFN neurons goes")
+    how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 1}}"
+    yield _Step("distill", how, "recovers what that lost", "small")
+
+
+def _untrained() -> Iterator[_Step]:
+    yield _Step(
+        "factorize", "{energy: 0.98}", "needs no training rows; with some: prune, then distill", "small"
+    )
+
+
+def _leaving(machine: Machine) -> Iterator[_Step]:
+    yield _Step("onnx", "{target: ort-cpu}", "a branch without quantization, to compare with", "onnx-fp32")
+    yield _Step("quantize", "{scheme: int8-dynamic}", "int8 weights", "int8", "small")
+    yield _Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
+    if machine.gpu or machine.tensorrt:
+        yield _Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
+        yield _Step("tensorrt", "{}", "skipped where it cannot run", optional=True)
+
+
+def _lines(step: _Step) -> Iterator[str]:
+    """Yield the step; its reason stands above it where both do not fit in 80 columns."""
+    text = f"  - {step.word}: {step.settings}"
+    why = f"    # {step.why}" if step.why else ""
+    if len(text) + len(why) > 80:
+        yield f"  # {step.why}:"
+        why = ""
+    yield text + why
+    for key, value in (("name", step.name), ("from", step.parent), ("optional", step.optional and "true")):
+        if value:
+            yield f"    {key}: {value}"
+
+
+def _score(seen: ModelLook) -> Iterator[str]:
+    yield "score:"
+    if seen.task in _QUALITY:
+        yield f"  quality: {_QUALITY[seen.task]}"
+    if seen.task in TEXT_TO_TEXT:
+        yield "  generation: {max_new_tokens: 128}"
+    yield "  latency: {batch_sizes: [1, 8], threads: 1}"
+
+
+def _stem(model: str) -> str:
+    return Path(os.path.abspath(model)).name if Path(model).exists() else model.rstrip("/").split("/")[-1]
+
+
+def _relative(path: Path, base: Path) -> str:
+    # not resolved: a run's artifacts are links into the store, whose names say nothing
+    return Path(os.path.relpath(path.expanduser().absolute(), base)).as_posix()
+
+
+def _scalar(text: str) -> str:
+    """Return `text` as YAML that reads as this text: plain where that is enough, else in quotes."""
+    try:
+        plain = not any(c in text for c in "{}[],#:\n") and parse_yaml(f"a: {text}", "").value == {"a": text}
+    except InputError:
+        plain = False
+    return text if plain else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,135 @@
+"""What can be seen of a model's folder without loading it, for `smelt init`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import Task
+from smelt.core.errors import InputError
+from smelt.core.hub import cache_alone, hub_lacks
+from smelt.look.model_folder import (
+    FAMILIES,
+    check_model_folder,
+    local_folder,
+    not_given,
+    read_config,
+    unknown_family,
+)
+from smelt.recipe.problem import has_classifier
+from smelt.runtime.models.weight_files import values_in, weight_tensors
+from smelt.runtime.text.limits import position_limit
+
+# Families with several tasks, where the checkpoint does not say which: what most of them are for.
+_USUAL: dict[str, Task] = {
+    "marian": "translation",
+    "t5": "translation",
+    "mbart": "translation",
+    "bart": "summarization",
+}
+# safetensors' words for the types of floating numbers.
+_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class ModelLook:
+    """What a model is.
+
+    folder: None for an id on the hub, of which only the config was read. family: the config's model_type.
+    task: what it is for; tasks: all that its family can be for. parameters: values in its weights;
+    None where they were not read. dtype: of most of them. limit: tokens that it has room for.
+    new_head: it has no classifier yet. config: its Hugging Face config. languages: source and target, as its
+    tokenizer calls them, where its files say them.
+    """
+
+    folder: Path | None
+    family: str
+    task: Task
+    tasks: tuple[Task, ...]
+    parameters: int | None
+    dtype: str | None
+    limit: int | None
+    new_head: bool
+    config: Mapping[str, Any] = field(default_factory=dict)
+    languages: tuple[str | None, str | None] = (None, None)
+
+
+def look(model: str, task: Task | None = None, base: Path | None = None) -> ModelLook:
+    """Look at `model`, a folder or a hub id; only the config of the latter is downloaded.
+
+    Raises:
+        InputError: it is not a model that smelt can start from, or not for `task`.
+    """
+    folder = local_folder(model, base or Path.cwd())
+    place = _config_from_hub(model) if folder is None else folder
+    config, problems = read_config(place) if place.is_dir() else ({}, [])
+    family = str(config.get("model_type", ""))
+    tasks = tuple(t for t, families in FAMILIES.items() if family in families)
+    if config and not tasks:
+        raise InputError(f"{place / 'config.json'}: {unknown_family(family)}")
+    chosen = _choose(config, family, tasks, task) if tasks else None
+    if folder is not None:
+        problems, _ = check_model_folder(folder, chosen)
+    if problems or chosen is None:
+        raise InputError("\n".join(problems) or f"{model}: not a model's folder.")
+    count, dtype = _weights(folder) if folder is not None else (None, None)
+    return ModelLook(
+        folder=folder,
+        family=family,
+        task=chosen,
+        tasks=tasks,
+        parameters=count,
+        dtype=dtype,
+        limit=position_limit(config),
+        new_head=chosen == "text-classification" and not has_classifier(config),
+        config=config,
+        languages=_languages(folder) if folder is not None else (None, None),
+    )
+
+
+def _config_from_hub(model: str) -> Path:
+    import huggingface_hub
+
+    lack = hub_lacks()
+    try:
+        with cache_alone(lack):
+            return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
+    except Exception as error:  # the hub client raises many kinds; all mean: not to be had
+        raise not_given(model, lack, error) from error
+
+
+def _choose(config: Mapping[str, Any], family: str, tasks: tuple[Task, ...], wanted: Task | None) -> Task:
+    """Return the task: the one that was asked for, else what the config's parameters name, else the usual."""
+    if wanted is not None:
+        if wanted not in tasks:
+            raise InputError(f"--task {wanted}: a {family} model is for {' or '.join(tasks)}.")
+        return wanted
+    params = config.get("task_specific_params")
+    named = {t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)}
+    if len(named) == 1:
+        return named.pop()
+    usual = _USUAL.get(family, tasks[0])
+    return usual if usual in tasks else tasks[0]
+
+
+def _languages(folder: Path) -> tuple[str | None, str | None]:
+    """Return the languages that the tokenizer was saved with (mBART's `src_lang` and `tgt_lang`)."""
+    try:
+        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = [said.get(name) for name in ("src_lang", "tgt_lang")]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None, None
+    source, target = (name if isinstance(name, str) else None for name in found)
+    return source, target
+
+
+def _weights(folder: Path) -> tuple[int, str]:
+    """Return how many values the weights hold, and the type of most of them."""
+    counts: dict[str, int] = {}
+    for _, _, entry in weight_tensors(folder):
+        counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + values_in(entry)
+    most = max(counts, key=counts.__getitem__, default="F32")
+    return sum(counts.values()), _TYPES.get(most, most)

@@ -1,0 +1,274 @@
+"""Is this folder a model that smelt can start from? Asked before torch is imported.
+
+Only safetensors weights are read. Pickle files (`pytorch_model.bin`, `.pt`, `.ckpt`) can run any code
+when they are opened, so they are refused, whatever they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import Task
+from smelt.core.errors import InputError, nearest
+from smelt.core.hub import cache_alone, hub_lacks
+from smelt.look.model_files import damaged_tensor, misfits
+from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
+
+# Model families of each task, by the config's model_type.
+FAMILIES: dict[Task, tuple[str, ...]] = {
+    "translation": ("marian", "t5", "bart", "mbart"),
+    "summarization": ("marian", "t5", "bart", "mbart"),
+    "text-classification": ("bert", "distilbert", "roberta"),
+    "language-modeling": ("gpt2", "llama", "qwen2"),
+}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# What is fetched from the hub: no pickles, no weights of other frameworks, no code.
+_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt"]
+_CONVERT = (
+    "Convert them in a place that you trust: "
+    "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True), with the Auto class"
+    " of the task, and copy the tokenizer's files."
+)
+
+
+def local_folder(model: str, base: Path) -> Path | None:
+    """Return the folder that `model` means, relative to `base`, or None for an id on the hub."""
+    path = (base / model).expanduser()
+    if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir():
+        return path
+    return None
+
+
+def fetch_model(model: str, base: Path, task: Task) -> Path:
+    """Return the folder of `model`; an id on the hub is downloaded (safetensors and texts only).
+
+    Raises:
+        InputError: it cannot be had, or is not a model that smelt can start from.
+    """
+    folder = local_folder(model, base)
+    if folder is None:
+        import huggingface_hub
+
+        lack = hub_lacks()
+        try:
+            with cache_alone(lack):
+                folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+        except Exception as error:  # the hub client raises many kinds; all mean: not to be had
+            raise not_given(model, lack, error) from error
+    problems, _ = check_model_folder(folder, task)
+    if problems:
+        raise InputError("\n".join(problems))
+    return folder
+
+
+def not_given(model: str, lack: str | None, error: Exception) -> InputError:
+    """Return what to tell of an id that the hub did not give; `lack`: why it was not asked."""
+    if lack is None:
+        return InputError(f"{model}: no such folder, and the hub does not give a model of that name: {error}")
+    return InputError(
+        f"{model}: no such folder, and not in the cache of the hub's files on this machine; {lack}."
+        " Give a model's folder, or fetch it with a network first."
+    )
+
+
+def check_model_folder(
+    folder: Path, task: Task | None, is_baseline: bool = True
+) -> tuple[list[str], list[str]]:
+    """Look at the files of `folder`: config, weights, tokenizer.
+
+    Args:
+        folder: the model's folder.
+        task: what the model is for; None where that is not known.
+        is_baseline: whether the steps are compared with the model as it is.
+
+    Returns:
+        What makes it unusable, and what the user should be warned of.
+    """
+    if folder.suffix == ".onnx":
+        return [f"{folder}: starting from an ONNX file is not yet supported by this version."], []
+    if not folder.is_dir():
+        beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = nearest(folder.name, beside)
+        kind = "not a folder" if folder.exists() else "no such folder"
+        return [f"{folder}: {kind}; expected a model's folder with config.json, or a hub id.{near}"], []
+    config, problems = read_config(folder)
+    problems += _weights(folder)
+    kind = str(config.get("model_type", ""))
+    families = FAMILIES[task] if task else ()
+    if config and families and kind not in families:
+        problems.append(f"{folder / 'config.json'}: {unknown_family(kind, task)}")
+    elif task == "language-modeling":
+        problems += _no_language_model(config, folder)
+    problems += check_tokenizer(folder, kind)
+    if problems:
+        return problems, []
+    problems, advice = misfits(folder, config)
+    return problems, [
+        *advice,
+        *_two_models(folder),
+        *_warnings(config, task, is_baseline),
+    ] if not problems else []
+
+
+def unknown_family(kind: str, task: Task | None = None) -> str:
+    """Say that models with the model_type `kind` are not for `task` (None: any task), and which are.
+
+    No family is proposed instead: a program wrote the word, and one letter makes another architecture.
+    """
+    tasks = [name for name, families in FAMILIES.items() if kind in families]
+    if tasks and task:
+        return (
+            f"a {kind} model is not supported for {task} by this version; it is for {' or '.join(tasks)}."
+            f" Supported for {task}: {', '.join(FAMILIES[task])}."
+        )
+    known = {task: FAMILIES[task]} if task else FAMILIES
+    words = "; ".join(f"for {name} {', '.join(families)}" for name, families in known.items())
+    return f"model_type '{kind}' is no family of models that this version knows. It knows {words}."
+
+
+def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
+    """Say what of a decoder-only model's config smelt cannot follow."""
+    where, problems = folder / "config.json", []
+    named = [str(name) for name in config.get("architectures") or []]
+    if config and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        problems.append(
+            f"{where}: 'architectures' is {named}; a language model ends in ForCausalLM or LMHeadModel."
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+    if kind not in (None, "default", "linear", "llama3"):
+        problems.append(
+            f"{where}: rotary positions of type '{kind}' are not supported by this version;"
+            " supported: default, linear, llama3."
+        )
+    if config.get("use_sliding_window"):
+        problems.append(f"{where}: use_sliding_window is not supported by this version; set it to false.")
+    if config.get("add_cross_attention"):
+        problems.append(f"{where}: add_cross_attention is not supported; the model must be decoder-only.")
+    if config.get("reorder_and_upcast_attn"):
+        problems.append(f"{where}: reorder_and_upcast_attn is not supported by this version.")
+    return problems
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the Hugging Face config in `folder`, empty where there is none, and what is wrong with it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}, [f"{folder}: no config.json in this folder, so it is not a model's folder."]
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the Hugging Face config in the file `path` (empty for none), and what is wrong with it."""
+    if not path.is_file():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+        return {}, [f"{path}: no such file; expected a model's config.{near}"]
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"{path}: broken JSON: {error}"]
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return {}, [f"{path}: expected a JSON object with a model_type, as transformers writes it."]
+    return config, []
+
+
+def _weights(folder: Path) -> list[str]:
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles and not has_weights(folder):
+        return [
+            f"{folder}: the weights are pickle files ({', '.join(pickles[:3])}), which can run any code when"
+            f" they are opened, so smelt never reads them. {_CONVERT}"
+        ]
+    try:
+        weights = find_weights(folder)
+        problems = [problem for path in weights.files for problem in _header(path)]
+        if not problems:
+            for path in weights.files:
+                weights.require(path, read_header(path))
+    except InputError as error:
+        return [str(error)]
+    return problems
+
+
+def _two_models(folder: Path) -> list[str]:
+    """Say which weights are taken where a folder holds them twice: saving in shards leaves the old file."""
+    if not ((folder / WEIGHTS).is_file() and (folder / INDEX).is_file()):
+        return []
+    taken = {path.name for path in find_weights(folder).files}
+    other = INDEX if WEIGHTS in taken else WEIGHTS
+    return [
+        f"{folder} holds weights in {WEIGHTS} and in shards; {other} is left aside, as transformers does."
+    ]
+
+
+def _header(path: Path) -> list[str]:
+    """Check the header of a safetensors file and that the file is as long as the header says.
+
+    Format: 8 bytes little-endian length, JSON of that length, then the tensors
+    (https://github.com/huggingface/safetensors, "Format").
+    """
+    again = "Copy or download it again."
+    if not path.is_file():
+        return [f"{path}: this file of the weights is missing."]
+    size = path.stat().st_size
+    problem = ""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            header = json.loads(stream.read(length)) if 8 + length <= size else None
+        if start == b"version ":
+            return [f"{path}: a Git LFS pointer, not the weights. Fetch them with `git lfs pull`."]
+        tensors = [v["data_offsets"][1] for k, v in (header or {}).items() if k != "__metadata__"]
+        expected = 8 + length + max(tensors)
+        if size < expected:
+            problem = f"cut short: {size:,} of {expected:,} bytes. {again}"
+        elif damage := damaged_tensor(header or {}):
+            problem = f"a damaged header: {damage}. {again}"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}."
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        problem = f"not a safetensors file, or cut short ({size:,} bytes). {again}"
+    return [f"{path}: {problem}"] if problem else []
+
+
+def check_tokenizer(folder: Path, kind: str) -> list[str]:
+    """Return what the tokenizer's files in `folder` lack for a model of the family `kind`."""
+    fix = "Copy the tokenizer's files there (tokenizer.save_pretrained(FOLDER))."
+    if kind == "marian":
+        files = ("source.spm", "target.spm", "vocab.json")
+        missing = [name for name in files if not (folder / name).is_file()]
+        return [f"{folder}: no tokenizer: {', '.join(missing)} missing. {fix}"] if missing else []
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+        return []
+    other = {
+        "t5": ("spiece.model",),
+        "bart": ("vocab.json", "merges.txt"),
+        "roberta": ("vocab.json", "merges.txt"),
+        "mbart": ("sentencepiece.bpe.model",),
+        "gpt2": ("vocab.json", "merges.txt"),
+        "qwen2": ("vocab.json", "merges.txt"),
+        "llama": ("tokenizer.model",),
+    }
+    if kind in other:
+        missing = [name for name in other[kind] if not (folder / name).is_file()]
+        expected = f"tokenizer.json or {' and '.join(other[kind])}"
+        return [f"{folder}: no tokenizer; expected {expected}. {fix}"] if missing else []
+    if kind and kind not in (
+        "bert",
+        "distilbert",
+    ):  # an unsupported family is said elsewhere; its tokenizer is unknown here
+        return []
+    return [f"{folder}: no tokenizer; expected tokenizer.json or vocab.txt. {fix}"] if kind else []
+
+
+def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[str]:
+    named = [str(name) for name in config.get("architectures") or []]
+    if task == "text-classification" and named and not any("SequenceClassification" in n for n in named):
+        advice = "; begin with a finetune step and take that as the baseline" if is_baseline else ""
+        return [f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}."]
+    return []

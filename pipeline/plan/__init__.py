@@ -1,0 +1,1 @@
+"""What a recipe will do on this machine, known before any work."""

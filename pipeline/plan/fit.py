@@ -1,0 +1,48 @@
+"""Does each stage fit the model that it will get? Known from the model's config, without torch.
+
+A stage that can tell has a class method `check_model(settings, config)`, which returns its mistakes as
+(setting, message) and the config of the model that it leaves; all others leave the config as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.look.model_folder import read_config
+from smelt.recipe.errors import Mistakes
+from smelt.recipe.stages import ROOT
+
+if TYPE_CHECKING:
+    from smelt.plan.plan import Step
+    from smelt.recipe.yaml_file import Where
+
+
+def check_fit(
+    steps: Sequence[Step], places: dict[str, Where], folder: Path | None, mistakes: Mistakes
+) -> None:
+    """Follow the config of the model in `folder` down the tree of `steps`, and note what does not fit.
+
+    Args:
+        steps: parents first.
+        places: where the settings of each step stand in the recipe.
+        folder: None where the model is still to be fetched or made.
+        mistakes: gets what is wrong.
+    """
+    if folder is None:
+        return
+    config, problems = read_config(folder)
+    if problems:
+        return
+    configs: dict[str, dict[str, Any]] = {ROOT: config}
+    for step in steps:
+        before = configs.get(step.parent)
+        if before is None:
+            continue
+        check = getattr(step.cls, "check_model", None)
+        found, after = check(step.settings, before) if check else ([], before)
+        for setting, message in found:
+            mistakes.add((*places[step.name], *setting.split(".")), message)
+        if check is None or not step.wrong:  # what a mistaken setting would have left nobody knows
+            configs[step.name] = after

@@ -1,0 +1,264 @@
+"""The plan: the tree of steps that a recipe asks for, checked as far as it can be without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Format
+from smelt.core.data import Split, read_split
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.labels import ProblemType
+from smelt.core.shares import divide
+from smelt.core.stage import Need, Settings, Stage
+from smelt.look.model_folder import fetch_model
+from smelt.recipe.recipe import Recipe, examine, find_recipe
+from smelt.recipe.stages import ROOT
+from smelt.recipe.yaml_file import Document, read_yaml
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage with its settings, and the step that it goes on from (`model` is the untouched one).
+
+    needs: data and machine, as its settings make it. wrong: settings that are mistakes and have their
+    defaults here, while a recipe is being checked. unavailable: why it cannot run on this machine, or None.
+    unscored: why what it makes cannot be scored on this machine, or None.
+    """
+
+    name: str
+    stage: str
+    cls: type[Stage[Any]]
+    settings: Settings
+    parent: str
+    optional: bool
+    line: int
+    unavailable: str | None = None
+    unscored: str | None = None
+    wrong: frozenset[str] = frozenset()
+    needs: frozenset[Need] = frozenset()
+
+    @property
+    def format(self) -> Format:
+        """What the step gives: torch, onnx or tensorrt."""
+        return self.cls.produces
+
+    @property
+    def trains(self) -> bool:
+        """Whether it learns from the training rows."""
+        return "train" in self.cls.needs
+
+    @property
+    def stands_on(self) -> tuple[str, ...]:
+        """The steps that must be there before this one: its parent and those that its settings name."""
+        return (self.parent, *self.settings.references().values())
+
+
+@dataclass(frozen=True)
+class PlannedGate:
+    """A limit on one metric, as in report.json. kind: max_drop, min or max. at: names of steps.
+
+    confidence: of the interval whose worse end is judged; None judges the value.
+    """
+
+    metric: str
+    kind: str
+    limit: float
+    at: tuple[str, ...]
+    confidence: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked recipe.
+
+    steps: in the recipe's order, parents first; the untouched model is not among them. With `until`
+    only that step and those above it. splits: the rows that were read already, because their files
+    are small. text: the recipe as it stands in its file. rest: the steps that `until` cuts off. order: the
+    names of all steps, as the recipe has them.
+    warnings: what a person should know; the report says it too. notes: what only the plan's reader needs.
+    problem: what a classifier does, where model and data are at hand.
+    """
+
+    recipe: Recipe
+    steps: tuple[Step, ...]
+    gates: tuple[PlannedGate, ...]
+    local_model: Path | None
+    text: str
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    until: str | None = None
+    rest: tuple[Step, ...] = ()
+    order: tuple[str, ...] = ()
+    problem: ProblemType | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The names of the steps that `until` cuts off."""
+        return tuple(step.name for step in self.rest)
+
+    @property
+    def path(self) -> Path:
+        """The recipe's file."""
+        return self.recipe.path
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the untouched model; an id on the hub is downloaded now.
+
+        Raises:
+            InputError: the hub does not give it, or smelt cannot start from it.
+        """
+        return self.local_model or fetch_model(str(self.recipe.model), self.recipe.base, self.recipe.task)
+
+    def recipe_dict(self) -> dict[str, Any]:
+        """Return the recipe as plain values, `--set` applied."""
+        return dict(self.recipe.document)
+
+    def gates_of(self, name: str) -> list[PlannedGate]:
+        """Return the gates on the step `name`."""
+        return [gate for gate in self.gates if name in gate.at]
+
+    def step(self, name: str) -> Step:
+        """Return the step `name`."""
+        return next(step for step in self.steps if step.name == name)
+
+    def children(self, name: str) -> list[Step]:
+        """Return the steps that go on from the step `name` (`model` for the untouched one)."""
+        return [step for step in self.steps if step.parent == name]
+
+    @property
+    def blocked(self) -> list[Step]:
+        """The steps that cannot run on this machine and are not optional."""
+        return [step for step in self.steps if step.unavailable and not step.optional]
+
+    def above(self, step: Step) -> list[str]:
+        """Return what `step` may look at: the model, the steps that it names, those it goes on from."""
+        parents = {s.name: s.parent for s in self.steps}
+        line, name = list[str](), step.parent
+        while name != ROOT:
+            line.append(name)
+            name = parents[name]
+        named = [name for name in step.stands_on if name != ROOT and name not in line]
+        return [ROOT, *named, *reversed(line)]
+
+    def require_runnable(self) -> None:
+        """Make sure that all that is to be done can be done on this machine.
+
+        Raises:
+            MissingDependencyError: a step that is not optional cannot run; every such step is named.
+        """
+        if self.blocked:
+            raise MissingDependencyError(
+                "\n".join(
+                    f"{self.recipe.path}:{step.line}: step '{step.name}' cannot run here: {step.unavailable}"
+                    " With `optional: true` beside the stage it is skipped."
+                    for step in self.blocked
+                )
+            )
+
+    def read_data(self, limit: int | None = None) -> dict[str, Split]:
+        """Read the rows of every split that the recipe names, the first `limit` of each.
+
+        Raises:
+            InputError: what is wrong with the data, all splits together.
+        """
+        splits, problems = dict(self.splits), []
+        for name in self.recipe.data.files():
+            if name not in splits:
+                try:
+                    splits |= read_source(self.recipe, name)
+                except InputError as error:
+                    problems.append(str(error))
+        if problems:
+            raise InputError("\n".join(problems))
+        return {name: splits[name].head(limit) for name in self.recipe.data.splits()}
+
+
+def read_source(recipe: Recipe, name: str) -> dict[str, Split]:
+    """Read the rows of the split `name` of `recipe`; of `train` also the splits that are taken out of it.
+
+    Raises:
+        InputError: the rows cannot be read, or are too few to be divided.
+    """
+    data = recipe.data
+    split = read_split(data.files()[name], recipe.task, data.columns, recipe.base, name)
+    shares = data.split.given() if name == "train" else {}
+    parts = divide(split, shares, recipe.seed) if shares else {name: split}
+    given = data.windows.model_dump(exclude_none=True)
+    return {
+        part: replace(rows, windows=rows.windows.model_copy(update=given)) if rows.windows else rows
+        for part, rows in parts.items()
+    }
+
+
+def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:
+    """Read the recipe (a file, or the name of one that ships) and check all that can be checked now.
+
+    Raises:
+        InputError: every mistake in the recipe, the model's folder and the data, one per line, each
+            with file and line.
+    """
+    path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
+    return make_plan(read_yaml(path), path, overrides, until)
+
+
+def make_plan(
+    document: Document, path: Path, overrides: Sequence[str] = (), until: str | None = None
+) -> Plan:
+    """Check the recipe that `document` is, as if it stood at `path`.
+
+    Raises:
+        InputError: as `load_plan`.
+    """
+    from smelt.plan.checks import Checker
+    from smelt.plan.engines import fit_engines
+    from smelt.plan.fit import check_fit
+    from smelt.plan.gates import baseline, cut, gates
+    from smelt.plan.inputs import check_data, check_device, check_model
+    from smelt.plan.labels import check_classifier
+    from smelt.plan.untrained import check_new_head, check_untrained
+    from smelt.plan.warnings import data_warnings, decoding_warnings
+
+    read, mistakes, bad = examine(document, path, overrides)
+    checker = Checker(read, mistakes, bad)
+    every = fit_engines(checker.steps(), read, checker.places, mistakes)
+    kept = cut(checker, until)
+    judged = gates(checker, kept)
+    baseline(checker, kept)
+    folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
+    check_untrained(read, every, mistakes, bad)
+    check_new_head(read, every, folder, mistakes)
+    check_fit(every, checker.places, folder, mistakes)
+    splits = check_data(read, mistakes, bad)
+    check_device(read, mistakes, bad)
+    read, problem = check_classifier(read, folder, splits, mistakes, bad)
+    mistakes.raise_all()
+    steps = tuple(step for step in every if step.name in kept)
+    doubts = data_warnings(read, any(step.trains for step in steps), splits)
+    doubts += decoding_warnings(read, folder) if folder else []
+    text = document.text + "".join(f"\n# --set {override}" for override in overrides)
+    return Plan(
+        recipe=read,
+        steps=steps,
+        gates=judged,
+        local_model=folder,
+        text=text,
+        splits=splits,
+        warnings=(*checker.warnings, *doubts),
+        notes=tuple(checker.notes),
+        until=until,
+        rest=tuple(step for step in every if step.name not in kept),
+        order=tuple(step.name for step in every),
+        problem=problem,
+    )
+
+
+def describe_plan(plan: Plan) -> str:
+    """Return the plan as text of at most 80 columns, for `smelt plan`."""
+    from smelt.plan.printed import plan_text
+
+    return plan_text(plan)

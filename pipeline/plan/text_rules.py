@@ -1,0 +1,101 @@
+"""Which prefix and languages a run takes: the recipe's, else those that the model brings along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import TEXT_TO_TEXT
+from smelt.core.errors import InputError
+from smelt.recipe.recipe import Recipe
+from smelt.runtime.text.rules import FILE, TextRules, read_text_rules
+
+# Families whose tokenizer knows languages by their codes.
+MULTILINGUAL = ("mbart",)
+
+
+def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return the rules for the texts of `recipe` with the model in `folder`, and what the plan says of them.
+
+    What the recipe does not say comes from the model: from its text.json, if smelt made it, else the
+    prefix from `task_specific_params` in its config, as T5 checkpoints have them.
+
+    Raises:
+        InputError: the recipe says what does not fit the task or the model, or leaves out what it needs.
+    """
+    data = recipe.data
+    if recipe.task not in TEXT_TO_TEXT:
+        given = [k for k in ("prefix", "source_language", "target_language") if getattr(data, k) is not None]
+        if given:
+            raise InputError(f"{given[0]}: fits {' and '.join(sorted(TEXT_TO_TEXT))}, not {recipe.task}.")
+        return TextRules(), []
+    config = _config(folder)
+    kind = config.get("model_type")
+    if kind in MULTILINGUAL:
+        return _languages(recipe, folder, str(kind))
+    if data.prefix is not None:
+        return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (the recipe's)"]
+    if (folder / FILE).is_file():
+        rules = read_text_rules(folder)
+        return rules, [f"prefix {rules.prefix!r} (the model's {FILE})"]
+    if kind == "marian" and data.target_language:
+        prefix = f">>{data.target_language}<< "
+        return TextRules(prefix=prefix), [
+            f"prefix {prefix!r} (a Marian model's word for the target language)"
+        ]
+    return _from_params(recipe, config)
+
+
+def _languages(recipe: Recipe, folder: Path, kind: str) -> tuple[TextRules, list[str]]:
+    data, known = recipe.data, read_text_rules(folder)
+    source = data.source_language or known.source_language
+    target = data.target_language or known.target_language
+    if source is None or target is None:
+        raise InputError(
+            f"a {kind} model has to be told its languages, as its tokenizer writes them:"
+            " data: {source_language: en_XX, target_language: de_DE}."
+        )
+    prefix = known.prefix if data.prefix is None else data.prefix
+    rules = TextRules(prefix=prefix, source_language=source, target_language=target)
+    said = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
+    return rules, said
+
+
+def _from_params(recipe: Recipe, config: dict[str, Any]) -> tuple[TextRules, list[str]]:
+    """Return the prefix that the config names for the task (and the languages)."""
+    params = config.get("task_specific_params")
+    prefixes = {
+        name: value["prefix"]
+        for name, value in (params.items() if isinstance(params, dict) else ())
+        if isinstance(value, dict) and isinstance(value.get("prefix"), str)
+    }
+    fitting = {name: prefix for name, prefix in prefixes.items() if name.startswith(recipe.task)}
+    data = recipe.data
+    if data.source_language or data.target_language:
+        wanted = f"{recipe.task}_{data.source_language}_to_{data.target_language}"
+        if wanted not in fitting:
+            known = ", ".join(fitting) or "none"
+            raise InputError(
+                f"source_language and target_language: the model's config has no prefix for {wanted}"
+                f" (task_specific_params: {known}). Say data: {{prefix: ...}} instead."
+            )
+        fitting = {wanted: fitting[wanted]}
+    if len(fitting) == 1:
+        [(name, prefix)] = fitting.items()
+        return TextRules(prefix=prefix), [f"prefix {prefix!r} (the model's, for {name})"]
+    if fitting:
+        return TextRules(), [
+            f"no prefix; the model's config has one each for {', '.join(fitting)}: choose with"
+            " data: {source_language: ..., target_language: ...} or data: {prefix: ...}"
+        ]
+    return TextRules(), []
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return config.json, or nothing where it cannot be read; other checks say why."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,139 @@
+"""What a person should know of a run's data and settings before believing its numbers.
+
+Said by the plan as far as model and data are at hand then, by the run for the rest, and by the report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.data import TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
+
+if TYPE_CHECKING:
+    from smelt.recipe.recipe import Recipe
+
+# Below this an interval is so wide that most steps cannot be told apart: +-10 points of accuracy.
+FEWEST_ROWS = 100
+# Shorter rows of running text are empty lines and headings, which any two texts share.
+_LEAST_CHARACTERS = 80
+_NAMED = 3
+
+
+def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> list[str]:
+    """Return what is doubtful about the rows that were read.
+
+    Args:
+        recipe: the recipe.
+        trains: a step learns from the training rows.
+        splits: as far as they were read, before `--limit` cuts them.
+    """
+    found: list[str] = []
+    test = splits.get("test")
+    if test is not None:
+        # of running text the rows say nothing of how much there is
+        if recipe.task != "language-modeling" and len(test) < FEWEST_ROWS:
+            found.append(
+                f"test has {_rows(len(test))}; below {FEWEST_ROWS} the intervals are too wide to tell most"
+                " steps apart."
+            )
+        for name in ("train", "validation") if trains else ():
+            if name in splits:
+                found += _copies(test, splits[name], name, recipe.task)
+    if recipe.task == "text-classification":
+        found += _spellings(splits)
+    return found
+
+
+def _copies(test: Split, other: Split, name: str, task: Task) -> list[str]:
+    """Compare the rows of `test` with those of the split `name`, on which something is decided."""
+    seen: dict[tuple[str, str | None], set[object]] = {}
+    for example in other.examples:
+        seen.setdefault((example.text, example.text_pair), set()).update(_answers(example))
+    rows = [e for e in test.examples if task != "language-modeling" or len(e.text) >= _LEAST_CHARACTERS]
+    known = [e for e in rows if (e.text, e.text_pair) in seen]
+    copies = [e for e in known if seen[e.text, e.text_pair] & _answers(e)]
+    if not known:
+        return []
+    long = f" of {_LEAST_CHARACTERS} characters or more" if task == "language-modeling" else ""
+    text = f"{len(copies):,} of {len(rows):,} test rows{long} are also in {name}, word for word"
+    if len(known) > len(copies):
+        what = "target" if task in TEXT_TO_TEXT else "label"
+        text += f"; {len(known) - len(copies):,} more have a text of {name} with another {what}"
+    why = "that was learned" if name == "train" else "that chose the checkpoint"
+    return [f"{text}. A score on what {why} says less of new texts."]
+
+
+def _answers(example: Example) -> set[object]:
+    """Return what is to be answered to the text: any of its references, or its label."""
+    label = example.label
+    return set(example.references) or {
+        "|".join(sorted(map(str, label))) if isinstance(label, tuple) else label
+    }
+
+
+def _spellings(splits: Mapping[str, Split]) -> list[str]:
+    """Name the labels that only case or blanks tell apart."""
+    labels = [example.label for split in splits.values() for example in split.examples]
+    if decide_problem(None, labels) not in (SINGLE, MULTI):
+        return []
+    groups = spelled_alike(labels)
+    found = [
+        "labels that only case or blanks tell apart are different classes: "
+        f"{_counted(group)}; write them alike."
+        for group in groups[:_NAMED]
+    ]
+    more = len(groups) - _NAMED
+    return found + ([f"{more:,} more groups of labels differ only in case or blanks."] if more > 0 else [])
+
+
+def _counted(group: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r} ({_rows(rows)})" for name, rows in group.items())
+
+
+def _rows(number: int) -> str:
+    return f"{number:,} row{'' if number == 1 else 's'}"
+
+
+def decoding_warnings(recipe: Recipe, folder: Path) -> list[str]:
+    """Compare how the model in `folder` asks to generate with how it is scored.
+
+    What the recipe says of `beams` and `do_sample`, be it their defaults, is meant.
+    """
+    generation = recipe.score.generation
+    if recipe.task not in TEXT_TO_TEXT:
+        return []
+    own = _generation_config(folder)
+    beams, sampled = own.get("num_beams"), own.get("do_sample")
+    said = generation.model_fields_set
+    if (
+        isinstance(beams, int)
+        and beams > 1
+        and beams != generation.beams
+        and not said & {"beams", "do_sample"}
+    ):
+        return [
+            f"the model's generation config asks for {beams} beams, and greedy search is scored and timed."
+            f" Choose with score: {{generation: {{beams: {beams}}}}}, or say beams: 1."
+        ]
+    if sampled is True and not said & {"beams", "do_sample"}:
+        return [
+            "the model's generation config asks for sampling, and greedy search is scored and timed."
+            " Choose with score: {generation: {do_sample: true}}, or say do_sample: false."
+        ]
+    return []
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """Return generation_config.json, else config.json, as transformers does; nothing of a broken file."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            try:
+                value = json.loads((folder / name).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):
+                return {}
+            return value if isinstance(value, dict) else {}
+    return {}

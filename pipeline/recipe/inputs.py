@@ -1,0 +1,77 @@
+"""What a recipe starts from: the keys `model` and `data`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from smelt.core.data import Columns
+from smelt.core.stage import Settings
+from smelt.core.windows import Windows
+
+
+class NewTokenizer(Settings):
+    """A tokenizer that is to be trained on the texts of the training rows."""
+
+    train: Literal["bpe", "unigram", "wordpiece"]
+    vocab_size: int = Field(default=8000, ge=1, le=1_000_000)
+
+
+class Untrained(Settings):
+    """A model that is to be started from its config, without weights.
+
+    config: a folder with config.json, or a .json file. tokenizer: a folder, a hub id, or how to train one.
+    """
+
+    config: str
+    tokenizer: str | NewTokenizer
+
+
+class Shares(Settings):
+    """Which share of the rows of `train` each split gets; see `smelt.core.shares`."""
+
+    test: float | None = Field(default=None, gt=0, lt=1)
+    validation: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> Self:
+        if sum(self.given().values()) >= 1:
+            raise ValueError("the shares leave nothing to train on; together they must be less than 1")
+        return self
+
+    def given(self) -> dict[str, float]:
+        """Return the shares that are named, by split."""
+        return self.model_dump(exclude_none=True)
+
+
+class Data(Settings):
+    """Where the rows of each split are: a file, relative to the recipe, or a hub id.
+
+    split: what is taken out of `train`. prefix, source_language, target_language: what is put before each
+    source text, and the languages of a multilingual model; None takes what the model says (see
+    `smelt.plan.text_rules`). windows: how the text of a language model is cut.
+    """
+
+    train: str | None = None
+    validation: str | None = None
+    calibration: str | None = None
+    test: str | None = None
+    split: Shares = Shares()
+    columns: Columns = Columns()
+    windows: Windows = Windows()
+    prefix: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
+
+    def splits(self) -> dict[str, str]:
+        """Return where the rows of each split come from, by its name; parts of `train` from there."""
+        names = ("train", "validation", "calibration", "test")
+        found = {name: value for name in names if (value := getattr(self, name)) is not None}
+        parts = dict.fromkeys(self.split.given(), self.train) if self.train is not None else {}
+        return {name: origin for name in names if (origin := found.get(name, parts.get(name))) is not None}
+
+    def files(self) -> dict[str, str]:
+        """Return what has to be read: the origin of each split that is no part of another, by its name."""
+        parts = self.split.given() if self.train is not None else {}
+        return {name: origin for name, origin in self.splits().items() if name not in parts}

@@ -1,0 +1,277 @@
+"""What a recipe says: its keys, their types and defaults, and reading them from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from smelt.core.data import TASKS, Task
+from smelt.core.errors import InputError, nearest
+from smelt.core.stage import Settings
+from smelt.core.windows import Windows
+from smelt.evaluate.latency import LatencySettings
+from smelt.recipe.errors import Mistakes, check, dotted, shown, touches
+from smelt.recipe.inputs import Data, Untrained
+from smelt.recipe.overrides import apply_overrides
+from smelt.recipe.problem import LABEL_METRICS
+from smelt.recipe.stages import StageEntry, read_stages, step_names
+from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
+from smelt.runtime.backends.device import Device
+from smelt.runtime.generate.generation import Generation
+
+LATER_TASKS = ("image-classification", "sentence-similarity")
+METRICS: dict[str, tuple[str, ...]] = {
+    "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
+    "summarization": ("rouge1", "rouge2", "rougeL", "bleu", "chrf"),
+    "language-modeling": ("perplexity", "bits_per_byte"),
+    "text-classification": LABEL_METRICS,
+}
+# What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
+# the problem type decides, which is known when model and data are (smelt.plan.labels).
+DEFAULT_METRICS = METRICS | {"summarization": ("rouge1", "rouge2", "rougeL"), "text-classification": ()}
+# Of these less is better, so that `max_drop` limits a rise, and the other limit is `max`.
+LOWER_IS_BETTER = frozenset({"perplexity", "bits_per_byte", "mse"})
+
+# Stages that train all weights: a model without any needs one before it can be a baseline.
+TRAINING_STAGES = ("finetune", "distill")
+
+
+class ScoreSettings(Settings):
+    """What is measured after every step. `latency` is None where the recipe says `false`."""
+
+    quality: tuple[str, ...] = ()
+    generation: Generation = Generation()
+    latency: LatencySettings | Literal[False] | None = LatencySettings()
+    batch_size: int = Field(default=32, ge=1, le=4096)
+
+    @field_validator("latency")
+    @classmethod
+    def _off(cls, value: LatencySettings | bool | None) -> LatencySettings | None:
+        return value if isinstance(value, LatencySettings) else None
+
+
+class Gate(Settings):
+    """A limit that the steps `at` (default: the last of each branch) must keep.
+
+    confidence: of the interval whose worse end must keep it; None judges the value itself.
+    """
+
+    max_drop: float | None = Field(default=None, ge=0)
+    min: float | None = None
+    max: float | None = None
+    confidence: float | None = Field(default=None, ge=0.5, le=0.999)
+    at: str | tuple[str, ...] | None = None
+
+
+class RecipeKeys(Settings):
+    """The keys of a recipe besides `stages`, as they stand in the file."""
+
+    model: str | Untrained
+    task: Task
+    data: Data
+    score: ScoreSettings = ScoreSettings()
+    baseline: str = "model"
+    gates: dict[str, Gate] = Field(default_factory=dict)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    strict: bool = False
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    device: Device = "auto"
+
+
+class Recipe(RecipeKeys):
+    """A recipe that was read.
+
+    stages: the steps as they were written. path: the file. document: the file's content as plain
+    values, `--set` applied, as report.json shows it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    stages: tuple[StageEntry, ...] = ()
+    path: Path
+    document: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def base(self) -> Path:
+        """The folder that paths in the recipe are relative to."""
+        return self.path.parent
+
+
+# What stands in for a part that is wrong, so that the rest can be checked in the same go.
+_STAND_INS: dict[str, Any] = {"model": "", "task": TASKS[0], "data": {}}
+_KEYS = (*RecipeKeys.model_fields, "stages")
+
+
+def find_recipe(word: str) -> Path:
+    """Return the file that `word` means: a path, or the name of a recipe that ships with smelt.
+
+    Raises:
+        InputError: neither; the message names the nearest file.
+    """
+    import smelt.configs
+
+    path = Path(word).expanduser()
+    if path.is_file():
+        return path
+    shipped = {p.stem: p for p in Path(str(smelt.configs.__file__)).parent.glob("*.yaml")}
+    if word in shipped:
+        return shipped[word]
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = ", ".join(sorted(shipped)) or "none"
+    hint = nearest(path.name, [*beside, *shipped])
+    raise InputError(f"{word}: no such recipe: there is no such file, and smelt ships: {names}.{hint}")
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at `path` with the `--set` texts `overrides`.
+
+    Raises:
+        InputError: every mistake that the text shows, one per line.
+    """
+    recipe, mistakes, _ = examine(read_yaml(path), path, overrides)
+    mistakes.raise_all()
+    return recipe
+
+
+def parse_recipe(text: str, path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from `text`, as if it stood at `path`.
+
+    Raises:
+        InputError: every mistake that the text shows, one per line.
+    """
+    recipe, mistakes, _ = examine(parse_yaml(text, str(path)), path, overrides)
+    mistakes.raise_all()
+    return recipe
+
+
+def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[Recipe, Mistakes, set[str]]:
+    """Check what the text of a recipe shows.
+
+    Returns:
+        The recipe, with defaults and placeholders for what is wrong; the mistakes; where it is wrong, as
+        dotted paths (a whole key such as `data`, or a part of it), of which nothing more should be said.
+    """
+    if not isinstance(document.value, dict):
+        read = "an empty file" if document.value is None else shown(document.value)
+        raise InputError(
+            f"{document.name}:1: expected a recipe with the keys model, task, data and stages, read {read}."
+        )
+    mistakes = Mistakes(document)
+    value: dict[str, Any] = document.value
+    apply_overrides(value, overrides, mistakes, _KEYS)
+    head = {key: part for key, part in value.items() if key in RecipeKeys.model_fields}
+    for key in value:
+        if key not in _KEYS:
+            mistakes.add((key,), f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}")
+    task_bad = _check_task(head, mistakes)
+    keys, places = check(RecipeKeys, head | task_bad, (), mistakes, _STAND_INS)
+    assert keys is not None  # each key has a default or a stand-in
+    bad = {dotted(place) for place in places} | set(task_bad)
+    _check_data(keys, bad, mistakes)
+    keys = _check_quality(keys, bad, mistakes)
+    _check_gates(keys, bad, mistakes)
+    entries, stages_bad = read_stages(value.get("stages"), mistakes)
+    if stages_bad:
+        bad.add("stages")
+    if isinstance(keys.model, Untrained) and "baseline" not in head:
+        names = zip(entries, step_names(entries), strict=True)
+        trained = next((name for entry, name in names if entry.word in TRAINING_STAGES), keys.baseline)
+        keys = keys.model_copy(update={"baseline": trained})
+    parts = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
+    recipe = Recipe(**parts, stages=tuple(entries), path=path, document=value)
+    return recipe, mistakes, bad
+
+
+def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+    """Return what is to stand in for a task that this version does not know; nothing for one it does."""
+    task = head.get("task")
+    if not isinstance(task, str) or task in TASKS:
+        return {}
+    known = ", ".join(TASKS)
+    if task in LATER_TASKS:
+        mistakes.add(("task",), f"'{task}' is not yet supported by this version. Supported: {known}.")
+    else:
+        hint = nearest(task, (*TASKS, *LATER_TASKS))
+        mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}")
+    return {"task": TASKS[0]}
+
+
+def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+    """Check that there is a test split, each split comes from one place, and windows are for text."""
+    data = keys.data
+    parts = data.split.given()
+    for name in parts:
+        if getattr(data, name) is not None:
+            mistakes.add(("data", "split", name), f"'{name}' has a file of its own. Remove one of the two.")
+    if parts and data.train is None and not touches(bad, "data.train"):
+        mistakes.add(("data", "split"), "takes rows out of train, and there is no train: name a file.")
+    elif "test" not in data.splits() and not touches(bad, "data.test", "data.split", "data.train"):
+        beside = " (or beside train, `split: {test: 0.1}`)" if data.train is not None else ""
+        mistakes.add(("data", "test"), f"missing; expected a file or a hub id{beside}.")
+    wrong = keys.task != "language-modeling" and data.windows != Windows()
+    if wrong and not touches(bad, "task", "data.windows"):
+        mistakes.add(("data", "windows"), f"is for language-modeling; {keys.task} has rows of its own.")
+
+
+def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:
+    """Check that the metrics fit the task, and fill in the task's own where none is named."""
+    if touches(bad, "task", "score.quality"):
+        return keys
+    fitting = METRICS[keys.task]
+    if not keys.score.quality:
+        score = keys.score.model_copy(update={"quality": DEFAULT_METRICS[keys.task]})
+        return keys.model_copy(update={"score": score})
+    everything = {metric: task for task, metrics in METRICS.items() for metric in metrics}
+    for number, metric in enumerate(keys.score.quality):
+        path: Where = ("score", "quality", number)
+        known = f"Known for {keys.task}: {', '.join(fitting)}."
+        if metric in keys.score.quality[:number]:
+            mistakes.add(path, f"'{metric}' is named twice.")
+        elif metric not in fitting:
+            bad.add("score.quality")
+            what = "belongs to " + everything[metric] if metric in everything else "is no metric"
+            mistakes.add(path, f"{shown(metric)} {what}. {known}{nearest(metric, fitting)}")
+    return keys
+
+
+def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
+    """Check that each gate is on something that is measured, and has the limits that fit it."""
+    if touches(bad, "task"):
+        return
+    every = METRICS[keys.task]
+    measured = every if touches(bad, "score.quality") else keys.score.quality or every
+    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
+    limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
+    limits |= {"speedup": ("min",), "size_bytes": ("max",)}
+    for metric, gate in keys.gates.items():
+        path: Where = ("gates", metric)
+        if metric not in limits:
+            what = (
+                "is not measured; add it to score.quality"
+                if metric in every
+                else "is nothing that has a gate"
+            )
+            mistakes.add(
+                path, f"'{metric[:60]}' {what}. Known: {', '.join(limits)}.{nearest(metric, limits)}"
+            )
+            continue
+        # switched off for one run, the gate is not judged in it; the plan says so
+        if metric == "speedup" and not keys.score.latency and ("score", "latency") not in mistakes.overridden:
+            mistakes.add(path, "there is no speedup without latency; remove `latency: false` or this gate.")
+        _check_limits(metric, gate, limits[metric], path, mistakes, touches(bad, f"gates.{metric}"))
+
+
+def _check_limits(
+    metric: str, gate: Gate, fitting: Sequence[str], path: Where, mistakes: Mistakes, wrong: bool
+) -> None:
+    """Check the limits of one gate; `wrong`: something in it was left out, which may have been its limit."""
+    given = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
+    for name in given:
+        if name not in fitting:
+            mistakes.add((*path, name), f"does not fit '{metric}', which takes {' or '.join(fitting)}.")
+    if gate.confidence is not None and metric == "size_bytes":
+        mistakes.add((*path, "confidence"), "a size is exact: there is no interval to judge; leave it out.")
+    if not given and not wrong:
+        mistakes.add(path, f"no limit; give {' or '.join(fitting)}, for example {{{fitting[0]}: 1.0}}.")

@@ -1,0 +1,1 @@
+"""What one does with a finished artifact: load, predict, score, time."""

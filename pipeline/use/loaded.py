@@ -1,0 +1,216 @@
+"""An artifact, opened in Python: `smelt.load(folder)`."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from smelt.core.artifact import read_artifact
+from smelt.core.data import Example
+from smelt.core.errors import InputError, TruncationWarning
+from smelt.runtime.class_predictions import Prediction, predictions
+from smelt.use.given import count_of, texts_of, texts_or_pairs_of
+
+CLASSIFIES = "text-classification"
+Text = str | tuple[str, str]
+
+
+class Model:
+    """An artifact that was loaded into its runtime. A context manager: leaving it frees the memory.
+
+    Several threads may use one model at the same time; see docs/serving.md.
+
+    Args:
+        folder: an artifact, such as runs/NAME/artifacts/onnx-int8.
+        threads: processor threads (default: the runtime's choice).
+        device: auto, cpu or cuda; see docs/recipe.md.
+
+    Raises:
+        InputError: no artifact there, or a file of it has changed; cuda is asked for and there is none.
+        MissingDependencyError: the runtime of this artifact is not installed.
+    """
+
+    def __init__(self, folder: str | Path, threads: int | None = None, device: str = "auto") -> None:
+        from smelt.runtime.runner import open_runner
+
+        if device not in ("auto", "cpu", "cuda"):
+            raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
+        count = None if threads is None else count_of(threads, "threads")
+        self.artifact = read_artifact(Path(folder).expanduser())
+        self.artifact.verify()
+        self._runner = open_runner(self.artifact, count, device)
+        try:
+            self._runner.text.tokenizer  # noqa: B018 -- opened here: the first request need not wait for it
+        except BaseException:
+            self._runner.close()
+            raise
+        # an engine's execution context and its stream serve one thread at a time; other runtimes several
+        most = 1 if self.artifact.format == "tensorrt" else None
+        closed = f"{self.artifact.path}: this model was closed. Open it again with smelt.load."
+        self._calls = Calls(closed, most)
+        self._truncated = 0
+
+    @property
+    def task(self) -> str:
+        """What the model is for, as in a recipe."""
+        return self.artifact.manifest.task
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's Hugging Face config."""
+        return dict(self._runner.config)
+
+    @property
+    def device(self) -> str:
+        """Where it runs: cpu or cuda."""
+        return self._runner.device
+
+    @property
+    def tokenizer(self) -> str:
+        """What reads the texts: tokenizers, sentencepiece, or transformers, which takes seconds to import."""
+        return self._runner.text.tokenizer.reader
+
+    @property
+    def truncated(self) -> int:
+        """How many texts were longer than the model takes and were cut, since it was opened."""
+        return self._truncated
+
+    def generate(self, texts: Iterable[str], batch_size: int = 32, **generation: Any) -> list[str]:
+        """Return what the model makes of each text: a translation, a summary, a continuation.
+
+        Warns with `TruncationWarning` where texts were longer than the model takes.
+
+        Args:
+            texts: in any order and of any lengths; results come in the same order.
+            batch_size: texts at once.
+            generation: as in a recipe's `score.generation`, for example max_new_tokens=64.
+
+        Raises:
+            InputError: the model classifies or was closed, something else than texts was given, or a
+                setting of generation is unknown or out of range.
+        """
+        from smelt.runtime.predict import generate_texts
+
+        with self._calls:
+            if self.task == CLASSIFIES:
+                raise InputError(f"{self.artifact.path}: this model classifies; use predict.")
+            settings, given = generation_of(generation), texts_of(texts)
+            size, cuts = count_of(batch_size, "batch_size"), Cuts()
+            found = generate_texts(self._runner, given, settings, size, cut=cuts) if given else []
+            self._report(cuts, len(given))
+        return found
+
+    def predict(self, texts: Iterable[Text], batch_size: int = 32) -> list[Prediction]:
+        """Return the class of each text, or of each pair of texts (a tuple of two).
+
+        Warns with `TruncationWarning` where texts were longer than the model takes.
+
+        Raises:
+            InputError: the model generates text or was closed, or something else than texts was given.
+        """
+        from smelt.runtime.predict import class_logits
+
+        with self._calls:
+            if self.task != CLASSIFIES:
+                raise InputError(f"{self.artifact.path}: this model is for {self.task}; use generate.")
+            given = [_example(text) for text in texts_or_pairs_of(texts)]
+            size, cuts = count_of(batch_size, "batch_size"), Cuts()
+            if not given:
+                return []
+            logits = class_logits(self._runner, given, size, cut=cuts)
+            self._report(cuts, len(given))
+        return predictions(logits, self._runner.config)
+
+    def _report(self, cuts: Cuts, total: int) -> None:
+        if cuts.count:
+            with self._calls.lock:
+                self._truncated += cuts.count
+            # the caller of generate or predict
+            warnings.warn(TruncationWarning(cuts.count, total, cuts.limit), stacklevel=3)
+
+    def close(self) -> None:
+        """Free the memory, once the calls that other threads are in have ended; no new ones are taken."""
+        if self._calls.close():
+            self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Cuts:
+    """Hears of texts that were cut: `count` of them, at `limit` tokens."""
+
+    def __init__(self) -> None:
+        self.count = self.limit = 0
+
+    def __call__(self, count: int, limit: int) -> None:
+        """Take note of `count` more."""
+        self.count, self.limit = self.count + count, limit
+
+
+class Calls:
+    """The calls that threads are in. A context manager around each call.
+
+    closed: what to say to who comes too late. most: calls at a time, the others wait; None: any number.
+    """
+
+    def __init__(self, closed: str, most: int | None = None) -> None:
+        self.lock = threading.Condition()
+        self._message, self._most = closed, most
+        self._closed = False
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.lock.wait_for(lambda: self._closed or self._most is None or self._inside < self._most)
+            if self._closed:
+                raise InputError(self._message)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self._inside -= 1
+            self.lock.notify_all()
+
+    def close(self) -> bool:
+        """Let nobody in any more and wait until all are out; return whether this call did it."""
+        with self.lock:
+            first, self._closed = not self._closed, True
+            self.lock.notify_all()  # who waits for a turn goes away
+            self.lock.wait_for(lambda: self._inside == 0)
+        return first
+
+
+def _example(text: Text) -> Example:
+    return Example(text) if isinstance(text, str) else Example(text[0], text_pair=text[1])
+
+
+def generation_of(values: Mapping[str, Any]) -> Any:
+    """Return the `Generation` that `values` describe.
+
+    Raises:
+        InputError: a setting is unknown, out of range, or means nothing beside the others.
+    """
+    from pydantic import ValidationError
+
+    from smelt.core.errors import nearest
+    from smelt.runtime.generate.generation import Generation
+
+    try:
+        return Generation(**values)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        if found["type"] == "value_error":
+            raise InputError(f"generation: {found['ctx']['error']}.") from error
+        name = ".".join(map(str, found["loc"]))
+        known = f"Known: {', '.join(Generation.model_fields)}.{nearest(name, Generation.model_fields)}"
+        raise InputError(f"generation: {name}: {found['msg']}, read {found['input']!r}. {known}") from error

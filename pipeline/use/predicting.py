@@ -1,0 +1,110 @@
+"""`smelt predict`: an artifact run on texts, and its answers as lines or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import read_artifact
+from smelt.core.data import Example
+from smelt.core.errors import TruncationWarning
+from smelt.execute.label_scores import answer
+from smelt.runtime.class_predictions import Prediction, predictions
+from smelt.use.loaded import CLASSIFIES, Cuts, generation_of
+
+# Texts that are run before their answers are shown: what comes early need not wait for all.
+_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the artifact made of `example`: a text, or what a classifier says."""
+
+    example: Example
+    found: str | Prediction
+
+    @property
+    def line(self) -> str:
+        """The answer as `smelt predict` prints it."""
+        return self.found if isinstance(self.found, str) else answer(self.found)
+
+    @property
+    def record(self) -> str:
+        """Text and answer as one line of JSON."""
+        said: dict[str, Any] = {"text": self.example.text}
+        if self.example.text_pair is not None:
+            said["text_b"] = self.example.text_pair
+        if isinstance(self.found, str):
+            said["output"] = self.found
+        else:
+            said |= {"label": self.found.label, "probabilities": dict(self.found.probabilities)}
+        return json.dumps(said, ensure_ascii=False)
+
+
+class Predictor:
+    """Runs the artifact in `folder`.
+
+    Args:
+        folder: an artifact.
+        generation: as a recipe's `score.generation`; None for what is not said.
+        threads: processor threads (default: the runtime's choice).
+        device: auto, cpu or cuda.
+        batch_size: texts at once.
+
+    Raises:
+        InputError: no artifact there, a file of it has changed, or generation settings that do not fit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        generation: Mapping[str, Any],
+        threads: int | None = None,
+        device: str = "auto",
+        batch_size: int = 32,
+    ) -> None:
+        self._artifact = read_artifact(folder)
+        self._artifact.verify()
+        self._generation = generation_of(generation)
+        self._threads, self._device, self._batch_size = threads, device, batch_size
+        self._cuts, self._seen = Cuts(), 0
+
+    @property
+    def task(self) -> str:
+        """What the model is for, as in a recipe."""
+        return self._artifact.manifest.task
+
+    def run(self, examples: Sequence[Example]) -> Iterator[Answer]:
+        """Yield the answer to each of `examples`, in their order."""
+        if not examples:
+            return
+        from smelt.runtime.runner import open_runner
+
+        with open_runner(self._artifact, self._threads, self._device) as runner:
+            # draws are numbered by batch from the first one on, so they are not parted
+            step = len(examples) if self._generation.do_sample else _AT_ONCE
+            for at in range(0, len(examples), step):
+                part = examples[at : at + step]
+                self._seen += len(part)
+                found = self._classes(runner, part) if self.task == CLASSIFIES else self._texts(runner, part)
+                yield from map(Answer, part, found)
+
+    def _classes(self, runner: Any, examples: Sequence[Example]) -> list[Prediction]:
+        from smelt.runtime.predict import class_logits
+
+        return predictions(class_logits(runner, examples, self._batch_size, cut=self._cuts), runner.config)
+
+    def _texts(self, runner: Any, examples: Sequence[Example]) -> list[str]:
+        from smelt.runtime.predict import generate_texts
+
+        texts = [example.text for example in examples]
+        return generate_texts(runner, texts, self._generation, self._batch_size, cut=self._cuts)
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be said of texts that were cut; None where none was."""
+        cuts = self._cuts
+        return str(TruncationWarning(cuts.count, self._seen, cuts.limit)) if cuts.count else None

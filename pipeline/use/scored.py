@@ -1,0 +1,155 @@
+"""Using a finished artifact or run: score it, draw its report again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.data import Split, read_split
+from smelt.core.errors import InputError, nearest
+from smelt.core.labels import problem_type
+from smelt.core.store import Store
+from smelt.execute.scoring import Scorer
+from smelt.look.data import parse_columns
+from smelt.recipe.problem import METRICS_OF, metric_mistakes
+from smelt.recipe.recipe import DEFAULT_METRICS, METRICS
+
+
+def evaluate_artifact(
+    folder: Path,
+    data: str,
+    metrics: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    batch_size: int = 32,
+    beams: int = 1,
+    max_new_tokens: int | None = None,
+    threads: int | None = None,
+    limit: int | None = None,
+    device: str = "auto",
+    window: int | None = None,
+    stride: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
+
+    window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`;
+    what is not said is as it was in the run that made the artifact. say: is told what was taken from there,
+    and what a person should know of the scores.
+
+    Raises:
+        InputError: no artifact there, unknown metrics or columns, unreadable data, or windows that do not
+            fit each other or the task.
+    """
+    import tempfile
+
+    from smelt.use.loaded import generation_of
+
+    artifact = _open(folder)
+    task: Any = artifact.manifest.task
+    for metric in metrics:
+        if metric not in METRICS[task]:
+            known = ", ".join(METRICS[task])
+            hint = nearest(metric, METRICS[task])
+            raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
+    metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
+    split = read_split(data, task, parse_columns(columns), Path.cwd()).head(limit)
+    split = _cut(split, artifact, window, stride, say)
+    with tempfile.TemporaryDirectory() as scratch:
+        scorer = Scorer(
+            Store(Path(scratch)),
+            task,
+            metrics or DEFAULT_METRICS[task],
+            generation_of({"beams": beams, "max_new_tokens": max_new_tokens}),
+            batch_size,
+            threads,
+            device=device,
+        )
+        score = scorer.score(artifact, split)
+    for warning in score["warnings"]:
+        say(f"warning: {warning}")
+    quality: dict[str, Any] = score["quality"]
+    return quality
+
+
+def _cut(
+    split: Split, artifact: Artifact, window: int | None, stride: int | None, say: Callable[[str], None]
+) -> Split:
+    """Return `split`, its text to be cut in windows as said, else as the run of `artifact` had it."""
+    if split.windows is None:
+        if window is not None or stride is not None:
+            raise InputError(
+                "--window and --stride are for language models; this one takes rows as they are."
+            )
+        return split
+    own: dict[str, Any] = dict(artifact.manifest.facts.get("windows") or {})
+    if window is not None:  # a stride is chosen for a window
+        own = {name: value for name, value in own.items() if name == "separator"}
+    said = {name: n for name, n in (("length", window), ("stride", stride)) if n is not None}
+    taken = own | said
+    if taken.get("stride", 1) > taken.get("length", math.inf):
+        raise InputError(
+            f"--stride {taken['stride']} would leave out text between windows of {taken['length']} tokens."
+        )
+    if kept := {name: value for name, value in taken.items() if name not in said}:
+        words = ", ".join(
+            f"{'window' if name == 'length' else name} {value!r}" for name, value in kept.items()
+        )
+        say(f"as in the run that made it: {words}")
+    return replace(split, windows=split.windows.model_copy(update=taken))
+
+
+def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return `metrics`, or where there are none those of what the classifier does.
+
+    Raises:
+        InputError: a metric does not fit it.
+    """
+    from smelt.look.model_folder import read_config
+
+    problem = problem_type(read_config(artifact.path)[0])
+    wrong = metric_mistakes(metrics, problem)
+    if wrong:
+        raise InputError("\n".join(f"--metric {metrics[at]}: {text}" for at, text in wrong))
+    return tuple(metrics) or METRICS_OF[problem]
+
+
+def quality_lines(scores: dict[str, Any]) -> list[str]:
+    """Return one line per metric: value, 95 % interval, n, signature."""
+    from smelt.evaluate.report_view import digits
+
+    width = max([9, *map(len, scores)])
+    return [
+        f"{name:{width}} {s['value']:6.{n}f}  [{s['ci95'][0]:.{n}f}, {s['ci95'][1]:.{n}f}]"
+        f"  n={s['n']}  {s['signature']}"
+        for name, s in scores.items()
+        for n in [digits(name)]
+    ]
+
+
+def redraw_report(folder: Path) -> str:
+    """Draw report.md and report.html of the run in `folder` from its report.json; return the table."""
+    from smelt.evaluate.report_schema import validate_report
+    from smelt.evaluate.report_table import table
+    from smelt.execute.run_result import write_report
+
+    path = folder / "report.json"
+    if not path.is_file():
+        raise InputError(f"{path}: no such file. Give the folder of a run, such as runs/quickstart.")
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: broken JSON: {error}") from error
+    validate_report(report)
+    write_report(folder, report)
+    return f"{table(report)}\n\nReport: {folder / 'report.html'}"
+
+
+def _open(folder: Path) -> Artifact:
+    artifact = read_artifact(folder)
+    artifact.verify()
+    return artifact

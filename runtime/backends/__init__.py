@@ -1,0 +1,1 @@
+"""What runs a model: torch, ONNX Runtime, TensorRT."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: greedy, sampled and beam search, the same for every runtime."""

@@ -1,0 +1,218 @@
+"""What decides the words of a text: the recipe's wishes, and where it has none, the model's own.
+
+The model's are those of `generation_config.json`, or of `config.json` where there is none, as
+transformers reads them. How to search (`beams`, `do_sample`) is never taken from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from smelt.core.errors import InputError
+from smelt.runtime.text.limits import position_table
+
+if TYPE_CHECKING:
+    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.runner import Runner
+
+# New tokens where neither the recipe nor the model says how many.
+MAX_NEW_TOKENS = 128
+
+# Settings of a generation config that would change the words and that smelt does not have, with the
+# value that means "off"; the second list matters to sampling alone.
+_UNSUPPORTED: dict[str, Any] = {
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "sequence_bias": None,
+    "guidance_scale": None,
+    "watermarking_config": None,
+    "token_healing": False,
+    "stop_strings": None,
+}
+_UNSUPPORTED_IN_SAMPLING: dict[str, Any] = {
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+
+
+class Decoding(BaseModel):
+    """`Generation` with every gap filled. Token numbers are places in the vocabulary.
+
+    start: the decoder's first token, None for a decoder-only model. pad: what follows the end of a
+    text. positions: the model's longest text, None where it has no table of positions.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    beams: int = 1
+    do_sample: bool = False
+    seed: int = 0
+    temperature: float = Field(default=1.0, gt=0)
+    top_k: int = Field(default=50, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1)
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    min_length: int = Field(default=0, ge=0)
+    length_penalty: float = Field(default=1.0, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] = False
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    bad_words_ids: list[list[int]] = Field(default_factory=list)
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: list[int] = Field(default_factory=list)
+    suppress_tokens: list[int] = Field(default_factory=list)
+    begin_suppress_tokens: list[int] = Field(default_factory=list)
+    renormalize_logits: bool = False
+    remove_invalid_values: bool = False
+    start: int | None = None
+    eos: list[int] = Field(default_factory=list)
+    pad: int = 0
+    positions: int | None = None
+
+    def asked(self, prompt_length: int) -> int:
+        """Return how many new tokens are asked for, whether or not the model has positions for them."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length is not None and self.max_length > prompt_length:
+            return self.max_length - prompt_length
+        return MAX_NEW_TOKENS
+
+    def longest(self, prompt_length: int) -> int:
+        """Return the most tokens that a text may have, its prompt counted."""
+        most = prompt_length + self.asked(prompt_length)
+        # the last token is never fed, so it needs no place of its own
+        return most if self.positions is None else max(prompt_length + 1, min(most, self.positions + 1))
+
+    def stops(self, new: Sequence[int]) -> bool:
+        """Say whether the output `new` ended because it was as long as it may be, not by itself.
+
+        new: the tokens of an encoder-decoder model behind its first one. Where the last place is forced to
+        be the end (`forced_eos_token_id`), an output of full length is taken for one that was cut.
+        """
+        full = len(new) >= self.longest(1) - 1
+        return full and (bool(self.forced_eos_token_id) or new[-1] not in self.eos)
+
+    def shortest(self, prompt_length: int) -> int:
+        """Return the length, its prompt counted, below which a text may not end."""
+        return self.min_length if self.min_new_tokens is None else prompt_length + self.min_new_tokens
+
+    def describe(self) -> str:
+        """Return the settings that are in force, for the signature of a score."""
+        if self.beams > 1:
+            early = str(self.early_stopping).lower()
+            parts = [
+                f"gen:beam {self.beams}",
+                f"length_penalty:{self.length_penalty:g}",
+                f"early_stopping:{early}",
+            ]
+        elif self.do_sample:
+            parts = [f"gen:sample seed {self.seed}", f"temperature:{self.temperature:g}"]
+            parts += [f"top_k:{self.top_k}", f"top_p:{self.top_p:g}"]
+        else:
+            parts = ["gen:greedy"]
+        if self.max_new_tokens is None and self.max_length is not None:
+            parts.append(f"max_length:{self.max_length}")
+        else:
+            parts.append(f"max_new_tokens:{self.max_new_tokens or MAX_NEW_TOKENS}")
+        rest = {
+            "min_new_tokens": self.min_new_tokens,
+            "min_length": self.min_length if self.min_new_tokens is None else 0,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "repetition_penalty": 0 if self.repetition_penalty == 1 else self.repetition_penalty,
+            "bad_words": len(self.bad_words_ids),
+            "suppressed": len(self.suppress_tokens) + len(self.begin_suppress_tokens),
+        }
+        parts += [f"{name}:{value:g}" for name, value in rest.items() if value]
+        forced = {"forced_bos": self.forced_bos_token_id, "forced_eos": self.forced_eos_token_id or None}
+        parts += [f"{name}:{value}" for name, value in forced.items() if value is not None]
+        return "|".join(parts)
+
+
+def settle(generation: Generation, runner: Runner) -> Decoding:
+    """Fill the gaps of `generation` from the model that `runner` runs.
+
+    Raises:
+        InputError: the generation config asks for what smelt does not do or is malformed, a token lies
+            outside of the vocabulary, or there is no token to begin with.
+    """
+    said = {name: value for name, value in generation.model_dump().items() if value is not None}
+    own = runner.generation_config or runner.config
+    _refuse_unsupported(own, generation.do_sample)
+    idle = {"beams", "do_sample", "seed"}  # and what means nothing to this search
+    idle |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
+    idle |= set() if generation.beams > 1 else {"length_penalty", "early_stopping", "renormalize_logits"}
+    taken = {n: own[n] for n in Decoding.model_fields if n not in idle and own.get(n) is not None}
+    for one, other in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
+        if said.get(one) is not None or said.get(other) is not None:
+            taken = {name: value for name, value in taken.items() if name not in (one, other)}
+    values = taken | said | _special_tokens(runner)
+    values["forced_eos_token_id"] = _ids(values.get("forced_eos_token_id"))
+    values["positions"] = position_table(runner.config)
+    try:
+        decoding = Decoding.model_validate(values)
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors()
+        )
+        raise InputError(f"{runner.folder}/generation_config.json: {wrong}.") from error
+    _check_vocabulary(decoding, runner)
+    return decoding
+
+
+def _refuse_unsupported(own: dict[str, Any], do_sample: bool) -> None:
+    for name, off in (_UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if do_sample else {})).items():
+        if own.get(name, off) not in (off, None):
+            raise InputError(
+                f"generation_config.json: {name} is {own[name]!r}, which smelt's generation does not do;"
+                f" set it to {'null' if off is None else repr(off).lower()}."
+            )
+
+
+def _special_tokens(runner: Runner) -> dict[str, Any]:
+    """Return the tokens that begin, end and fill up a text."""
+
+    def get(name: str) -> Any:
+        value = runner.generation_config.get(name)
+        return runner.config.get(name) if value is None else value
+
+    start = None
+    if runner.config.get("is_encoder_decoder"):
+        start = get("decoder_start_token_id")
+        start = get("bos_token_id") if start is None else start
+        if start is None:
+            raise InputError("config.json: no decoder_start_token_id, so there is no token to begin with.")
+    eos = _ids(get("eos_token_id"))
+    pad = get("pad_token_id")
+    return {"start": start, "eos": eos, "pad": (eos or [0])[0] if pad is None else pad}
+
+
+def _ids(value: Any) -> Any:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _check_vocabulary(decoding: Decoding, runner: Runner) -> None:
+    size = runner.config.get("decoder_vocab_size") or runner.config.get("vocab_size")
+    if size is None:
+        return
+    lists = {
+        "bad_words_ids": [token for word in decoding.bad_words_ids for token in word],
+        "suppress_tokens": decoding.suppress_tokens,
+        "begin_suppress_tokens": decoding.begin_suppress_tokens,
+        "forced_eos_token_id": decoding.forced_eos_token_id,
+        "forced_bos_token_id": _ids(decoding.forced_bos_token_id),
+        "eos_token_id": decoding.eos,
+    }
+    for name, tokens in lists.items():
+        outside = [token for token in tokens if not 0 <= token < size]
+        if outside:
+            raise InputError(
+                f"{runner.folder}: {name} names the token {outside[0]}; the model's vocabulary has the"
+                f" tokens 0 to {size - 1}."
+            )

@@ -1,0 +1,166 @@
+"""Which token may come when: the rules that change scores before a token is chosen.
+
+They are applied in the order of transformers' `_get_logits_processor` (generation/utils.py, 5.23), each
+as its class in generation/logits_process.py does; both count a text's prompt as part of it.
+
+Shapes: R = rows (sentences, times beams), P = prompt, T = tokens so far, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.runtime.generate.decoding import Decoding
+from smelt.runtime.runner import Logits, Tokens
+
+Rule: TypeAlias = Callable[[Logits, Tokens], None]
+Bools: TypeAlias = NDArray[np.bool_]
+
+
+class Rules:
+    """The rules of one batch.
+
+    prompt: int64 [B, P], what stands before the first new token: the start token, or a decoder-only
+    model's whole input. mask: int64 [B, P], 0 where a prompt is padded on the left, or None.
+    longest: tokens that a text may have, its prompt counted.
+    """
+
+    def __init__(self, decoding: Decoding, prompt: Tokens, mask: Tokens | None) -> None:
+        self.decoding, self.prompt = decoding, prompt
+        self.prompt_length = prompt.shape[1]
+        self.longest = decoding.longest(self.prompt_length)
+        self.eos = np.array(decoding.eos, dtype=np.int64)
+        self._padding = None if mask is None or mask.all() else (mask != 0).argmax(axis=1)
+        # only what has an effect: the loop asks in every step
+        self._rules = [*self._of_texts(), *self._of_lengths(), *self._of_tokens()]
+
+    def keep(self, rows: Tokens) -> None:
+        """Let only `rows`, int64 [R], of the batch go on."""
+        if self._padding is not None:
+            self._padding = self._padding[rows]
+
+    def apply(self, scores: Logits, texts: Tokens) -> None:
+        """Change float32 `scores` [R, V] in place, given each row's tokens so far, int64 [R, T]."""
+        for rule in self._rules:
+            rule(scores, texts)
+
+    def _of_texts(self) -> Iterator[Rule]:
+        """Yield the rules that look at what has come so far."""
+        wishes = self.decoding
+        if wishes.repetition_penalty != 1.0:
+            yield lambda scores, texts: penalize_repetition(
+                scores, self._without_padding(texts), wishes.repetition_penalty
+            )
+        if wishes.no_repeat_ngram_size:
+            yield lambda scores, texts: ban_repeated_ngrams(scores, texts, wishes.no_repeat_ngram_size)
+        # as transformers does: a single end-of-sequence token cannot be a bad word
+        words = [w for w in wishes.bad_words_ids if w not in [[e] for e in wishes.eos]]
+        if single := [w[0] for w in words if len(w) == 1]:
+            yield _ban(single)
+        for word in (w for w in words if len(w) > 1):
+            yield partial(ban_sequence, word=word)
+
+    def _of_lengths(self) -> Iterator[Rule]:
+        """Yield the rules of the first and the last token, and of texts that are too short."""
+        wishes, first, last = self.decoding, self.decoding.forced_bos_token_id, self.longest - 1
+        shortest = wishes.shortest(self.prompt_length)
+        if shortest > 0 and wishes.eos:
+            yield _when(lambda length: length < shortest, _ban(wishes.eos))
+        if first is not None:
+            yield _when(lambda length: length == 1, _force([first]))
+        if wishes.forced_eos_token_id:
+            yield _when(lambda length: length == last, _force(wishes.forced_eos_token_id))
+
+    def _of_tokens(self) -> Iterator[Rule]:
+        """Yield the rules that come after all others."""
+        wishes = self.decoding
+        if wishes.remove_invalid_values:
+            yield lambda scores, texts: np.copyto(scores, np.nan_to_num(scores))
+        if wishes.suppress_tokens:
+            yield _ban(wishes.suppress_tokens)
+        if wishes.begin_suppress_tokens:
+            late = self.prompt_length == 1 and wishes.forced_bos_token_id is not None
+            begin = self.prompt_length + 1 if late else self.prompt_length
+            yield _when(lambda length: length == begin, _ban(wishes.begin_suppress_tokens))
+
+    def ends(self, tokens: Tokens) -> Bools:
+        """Say which of `tokens` end a text."""
+        # a handful of comparisons; np.isin sorts
+        hit = np.zeros(tokens.shape, dtype=bool)
+        for token in self.decoding.eos:
+            hit |= tokens == token
+        return hit
+
+    def new_tokens(self, text: Tokens) -> list[int]:
+        """Return what stands behind the prompt of `text` (int64 [T]), up to the token that ends it."""
+        row: list[int] = text[self.prompt_length :].tolist()
+        for index, token in enumerate(row):
+            if token in self.decoding.eos:
+                return row[: index + 1]
+        return row
+
+    def _without_padding(self, texts: Tokens) -> Tokens:
+        """Replace the padding on the left by the row's last token, which is there anyway."""
+        if self._padding is None:
+            return texts
+        beams = texts.shape[0] // self._padding.shape[0]
+        padded = np.arange(texts.shape[1]) < np.repeat(self._padding, beams)[:, None]
+        return np.where(padded, texts[:, -1:], texts)
+
+
+def penalize_repetition(scores: Logits, texts: Tokens, penalty: float) -> None:
+    """Make every token that `texts` hold less likely, once (Keskar et al. 2019, arXiv:1909.05858)."""
+    found = np.take_along_axis(scores, texts, axis=1)
+    np.put_along_axis(scores, texts, np.where(found < 0, found * penalty, found / penalty), axis=1)
+
+
+def ban_repeated_ngrams(scores: Logits, texts: Tokens, size: int) -> None:
+    """Forbid every token that would complete a run of `size` tokens for the second time."""
+    length = texts.shape[1]
+    if length < size:
+        return
+    windows = np.lib.stride_tricks.sliding_window_view(texts, size, axis=1)
+    head = texts[:, length + 1 - size :]
+    rows, places = np.nonzero((windows[..., :-1] == head[:, None]).all(axis=-1))
+    scores[rows, windows[rows, places, -1]] = -np.inf
+
+
+def ban_sequence(scores: Logits, texts: Tokens, word: list[int]) -> None:
+    """Forbid the last token of `word` wherever the others have just come."""
+    head = word[:-1]
+    if len(head) <= texts.shape[1]:
+        hit = (texts[:, texts.shape[1] - len(head) :] == head).all(axis=1)
+        scores[hit, word[-1]] = -np.inf
+
+
+def _ban(tokens: list[int]) -> Rule:
+    """Forbid some tokens; one alone takes a slice, which numpy writes many times as fast."""
+    places = slice(tokens[0], tokens[0] + 1) if len(tokens) == 1 else tokens
+
+    def rule(scores: Logits, texts: Tokens) -> None:
+        scores[:, places] = -np.inf
+
+    return rule
+
+
+def _force(tokens: list[int]) -> Rule:
+    def rule(scores: Logits, texts: Tokens) -> None:
+        scores[:] = -np.inf
+        scores[:, tokens] = 0.0
+
+    return rule
+
+
+def _when(condition: Callable[[int], bool], rule: Rule) -> Rule:
+    """Return `rule` for the lengths of text that `condition` names."""
+
+    def found(scores: Logits, texts: Tokens) -> None:
+        if condition(texts.shape[1]):
+            rule(scores, texts)
+
+    return found

@@ -1,0 +1,1 @@
+"""Models in torch: their files, their structure, how they are made, read and written."""

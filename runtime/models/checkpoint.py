@@ -1,0 +1,313 @@
+"""Reading and writing torch artifacts: Hugging Face config, structure edits, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
+from smelt.core.stage import StoredDtype
+from smelt.runtime.layers.quantized import matrix_types
+from smelt.runtime.models.conv1d import turned, use_linears
+from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
+from smelt.runtime.models.structure import Edit, apply_edits, read_edits, write_edits
+from smelt.runtime.models.unread_tensors import is_unread
+from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
+from smelt.runtime.models.weights_fit import require_all_read, require_all_there
+from smelt.runtime.text.rules import apply_text_rules, read_text_rules
+
+_NOT_TOKENIZER = {
+    "config.json",
+    "generation_config.json",
+    "structure.json",
+    "manifest.json",
+    INDEX,
+}
+_NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
+_quiet = threading.RLock()
+TOKENIZER_SUFFIXES = {".json", ".spm", ".model", ".txt", ".jinja"}
+
+
+def load_config(folder: Path) -> transformers.PretrainedConfig:
+    """Read `config.json`; code that a checkpoint brings along is never run.
+
+    Raises:
+        InputError: it is missing or not a config that transformers knows.
+    """
+    path = folder / "config.json"
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each family checks its own keys and raises what it likes
+        raise InputError(f"{path}: not a model config that transformers reads: {error}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer stored in `folder`, set to the prefix and languages that lie beside it.
+
+    Raises:
+        InputError: its files are missing or do not fit together.
+    """
+    try:
+        with quiet():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # tokenizers raise bare Exceptions from Rust, all meaning: cannot be read
+        raise InputError(f"{folder}: the tokenizer cannot be read: {error}") from error
+    apply_text_rules(tokenizer, read_text_rules(folder))
+    return tokenizer
+
+
+def load_model(folder: Path) -> tuple[Any, list[Edit]]:
+    """Build the model on the meta device, apply its edits, then read its tensors.
+
+    Returns the model (float32, CPU, eval mode) and the edits, to which a stage adds its own.
+
+    Raises:
+        InputError: weights are missing, damaged, or do not fit the config and the edits.
+    """
+    config = load_config(folder)
+    config.dtype = torch.float32  # in memory, whatever the file holds
+    names = config.architectures or []
+    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise InputError(
+            f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
+        )
+    edits = read_edits(folder)
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = kind(config)
+    except Exception as error:  # sizes that do not go together, or are none
+        raise InputError(
+            f"{folder}/config.json: transformers makes no {names[0]} of it: {type(error).__name__}: {error}"
+        ) from error
+    use_linears(model)
+    apply_edits(model, edits)
+    _fill(model, turned(model, _with_prefix(model, read_tensors(folder))), folder)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        read_json(folder / "generation_config.json")  # says what is wrong with it in our words
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            # newer files say it only there, and training reads the config
+            config.decoder_start_token_id = model.generation_config.decoder_start_token_id
+    model.eval()
+    return model, edits
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the model in `folder`; floating ones as float32.
+
+    Raises:
+        InputError: there are none, or a file of them is missing, damaged or incomplete.
+    """
+    weights = find_weights(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in weights.files:
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: not a readable safetensors file: {error}") from error
+        weights.require(path, found)
+        tensors.update({name: tensor for name, tensor in found.items() if weights.takes(path, name)})
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _with_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` named as the model names them.
+
+    A checkpoint that was saved without its head (the first GPT-2 is one) names tensors from the body on; the
+    first BERTs call the weight and bias of a norm gamma and beta.
+    """
+    tensors = {
+        re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: _NORMS[found[1]], n): t for n, t in tensors.items()
+    }
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or any(name.startswith(prefix) for name in tensors):
+        return tensors
+    wanted = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
+    return {prefix + n if n in wanted else n: t for n, t in tensors.items()}
+
+
+def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Assign `tensors`, tie what shares weights, and compute what no file holds (fixed positions)."""
+    try:
+        loaded = model.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        odd = _first_odd_shape(model, tensors) or str(error)[:500]
+        raise InputError(f"{folder}: the weights do not fit the config: {odd}") from error
+    require_all_read(model.config.model_type, loaded.unexpected_keys, folder)
+    untie_what_differs(model, tensors)
+    tie_weights(model)
+    ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    for module_name, module in model.named_modules():
+        empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
+        if not empty:
+            continue
+        names = [f"{module_name}.{n}".removeprefix(".") for n in empty]
+        require_all_there((n for n in names if n not in ignorable), folder)
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            model._init_weights(module)
+
+
+def _first_odd_shape(model: Any, tensors: dict[str, Tensor]) -> str | None:
+    """Return what to say of the first tensor that has another shape than its place in the model."""
+    for name, place in model.state_dict().items():
+        if name in tensors and tensors[name].shape != place.shape:
+            return (
+                f"the tensor '{name}' is {list(tensors[name].shape)}, and its place is {list(place.shape)}."
+            )
+    return None
+
+
+def untie_what_differs(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Forget the ties of weights that the file holds twice, with different values, as transformers does.
+
+    T5 v1.1 has an output head of its own while its config, as transformers reads it, says that all is tied.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        if target in tensors and source in tensors and not torch.equal(tensors[target], tensors[source]):
+            del tied[target]
+
+
+def tie_weights(model: Any) -> None:
+    """Make tied parameters one again, wherever both ends are still plain parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in tied.items():  # a file may hold the tensor under any of its names
+        if target in parameters and source in parameters and parameters[source].is_meta:
+            owner, _, name = source.rpartition(".")
+            setattr(model.get_submodule(owner), name, parameters[target])
+            parameters[source] = parameters[target]
+    for target, source in tied.items():
+        if target in parameters and source in parameters:
+            owner, _, name = target.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
+def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep") -> list[str]:
+    """Write `model` into `out`: config, edits, weights; the tokenizer's files are copied from `src`.
+
+    Tensors that share memory are stored once, under the first of their names. Codes and scales of
+    quantized layers are stored in the types of their scheme.
+
+    Args:
+        model: float32.
+        edits: its structure.
+        out: a folder.
+        src: the folder of the model that it was made from.
+        dtype: how float weights are stored; keep: each as in `src` (float32 where `src` holds no weights).
+
+    Returns:
+        What the user should know: weights that do not fit into 16 bits.
+    """
+    tensors, names = _distinct(model)
+    types = stored_types(src, dtype)
+    fixed = matrix_types(model)
+    wanted = {
+        name: fixed[name] if name in fixed else types.of(names[name])
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
+    }
+    stored, notes = narrowed(tensors, wanted)
+    save_file(turned(model, stored), out / WEIGHTS, metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = config_type(t for name, t in stored.items() if name not in fixed)
+    model.config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)
+    write_edits(out, edits)
+    copy_tokenizer(src, out)
+    return notes
+
+
+def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the tensors that a file holds by the first of their names, and all names of each."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    first: dict[tuple[int, torch.Size], str] = {}
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        if name in ignored:
+            continue
+        place = (tensor.data_ptr(), tensor.shape)
+        known = first.setdefault(place, name) if tensor.numel() else name
+        names.setdefault(known, []).append(name)
+        if known == name:
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors, names
+
+
+def copy_tokenizer(src: Path, out: Path) -> None:
+    """Copy every file of `src` that belongs to its tokenizer into `out`."""
+    for path in sorted(src.iterdir()):
+        if path.is_file() and path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
+            shutil.copyfile(path, out / path.name)
+
+
+def count_parameters(folder: Path) -> int:
+    """Return the number of values in the weights of `folder`, read from their headers.
+
+    A byte of packed codes holds two 4-bit values or eight bits. What no model reads (masks and positions that
+    old checkpoints hold) is none of it.
+    """
+    per_byte = {"int4": 2, "binary": 8}
+    edits = [edit for edit in read_edits(folder) if edit.get("op") == "quantize"]
+    packed = {f"{e.get('module')}.matrix.codes": per_byte.get(str(e.get("scheme")), 1) for e in edits}
+    family = str(read_json(folder / "config.json").get("model_type"))
+    return sum(
+        packed.get(name, 1) * values_in(entry)
+        for _, name, entry in weight_tensors(folder)
+        if not is_unread(family, name)
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars, load reports and advice off the terminal.
+
+    All of that is set for the whole process, so one thread at a time; two would put back each other's.
+    """
+    with _quiet:
+        yield from _hush()
+
+
+def _hush() -> Iterator[None]:
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.simplefilter("ignore")  # MarianTokenizer recommends a package that changes nothing here
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        caught.__exit__(None, None, None)
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every `nn.Linear` of `model` with its dotted name, in order."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module

@@ -1,0 +1,85 @@
+"""The untouched model of a user as the first artifact of a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+
+from smelt.core.artifact import MANIFEST
+from smelt.core.files import read_json, write_json
+from smelt.core.labels import SINGLE, ProblemType
+from smelt.runtime.models.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, save_model
+from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
+from smelt.runtime.models.weight_files import INDEX, find_weights
+from smelt.runtime.models.weights_fit import require_body
+
+
+def import_model(
+    src: Path,
+    out: Path,
+    labels: list[str] | None = None,
+    seed: int = 0,
+    problem: ProblemType | None = None,
+) -> list[str]:
+    """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
+
+    Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
+    drawn with `seed`. A config that does not say the `problem` type of a classifier is told it, so that
+    everything after knows it. Returns warnings.
+    """
+    config = load_config(src)
+    architecture = (config.architectures or [""])[0]
+    if labels is not None and not architecture.endswith("ForSequenceClassification"):
+        return _with_new_head(src, out, labels, seed, problem)
+    if lacks_head(config):
+        return add_tied_head(src, out)
+    for path in source_files(src):
+        shutil.copyfile(path, out / path.name)
+    if problem not in (None, SINGLE) and config.problem_type is None:
+        values = read_json(out / "config.json")
+        write_json(out / "config.json", values | {"problem_type": problem})
+    return []
+
+
+def source_files(src: Path) -> list[Path]:
+    """Return what is read of the model folder `src`: its weights, and the settings and texts beside them.
+
+    Raises:
+        InputError: there are no weights, or a file of them is missing.
+    """
+    weights = find_weights(src)
+    # an index that is not followed may name files that are not there
+    left_out = {MANIFEST, INDEX} - ({weights.index.name} if weights.index else set())
+    texts = [path for path in src.iterdir() if path.is_file() and path.suffix in TOKENIZER_SUFFIXES]
+    return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
+
+
+def _with_new_head(
+    src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
+) -> list[str]:
+    names = dict(enumerate(labels))
+    torch.manual_seed(seed)
+    with quiet():
+        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+            src,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            num_labels=len(labels),
+            id2label=names,
+            label2id={v: k for k, v in names.items()},
+            problem_type=problem,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # of the head that it had; others are refused below
+        )
+    require_body(model.config.model_type, info, src, new_head=True)
+    notes = save_model(model, [], out, src)
+    return [
+        *notes,
+        f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
+        f" label{'s' * (len(labels) != 1)} was added",
+    ]

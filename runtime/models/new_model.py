@@ -1,0 +1,124 @@
+"""A model with random weights, from its config and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from smelt.core.data import TEXT_TO_TEXT, Task
+from smelt.core.errors import InputError
+from smelt.core.labels import ProblemType
+from smelt.runtime.models.checkpoint import load_tokenizer, save_model
+
+# Families whose decoder begins with the end of the text before; all others begin with padding.
+_STARTS_WITH_EOS = frozenset({"bart", "mbart"})
+# Families whose checkpoints force the last token to be the end.
+_FORCES_EOS = frozenset({"bart", "marian", "mbart"})
+_NOT_SETTINGS = frozenset({"model_type", "architectures", "transformers_version"})
+
+
+def make_model(
+    values: Mapping[str, Any],
+    tokenizer_folder: Path,
+    out: Path,
+    *,
+    task: Task,
+    seed: int,
+    exact: bool = False,
+    labels: Sequence[str] = (),
+    problem: ProblemType | None = None,
+) -> list[str]:
+    """Write a model with the weights that its class draws with `seed` into `out`, and its tokenizer.
+
+    Vocabulary and special tokens in the config become the tokenizer's.
+
+    Args:
+        values: a Hugging Face config.
+        tokenizer_folder: where the tokenizer lies.
+        out: gets a whole model folder.
+        task: what the model is for; chooses its class.
+        seed: of the weights.
+        exact: the vocabulary is to be as large as the tokenizer, also where the config has it larger.
+        labels: names of a classifier's outputs.
+        problem: kind of classification.
+
+    Returns:
+        What was changed in the config, for the user.
+
+    Raises:
+        InputError: transformers cannot make a model of this config, or the tokenizer lacks a token that
+            the model needs.
+    """
+    tokenizer = load_tokenizer(tokenizer_folder)
+    agreed = agreement(values, tokenizer, task, exact)
+    settings = {k: v for k, v in values.items() if k not in _NOT_SETTINGS} | agreed
+    if labels:
+        settings["id2label"] = dict(enumerate(labels))
+        settings["label2id"] = {name: i for i, name in enumerate(labels)}
+        settings["problem_type"] = problem
+    kind = str(values["model_type"])
+    transformers.set_seed(seed)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        model = _class_for(task).from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # configs and models check their values with errors of many kinds
+        raise InputError(f"model.config: transformers cannot make a model of it: {error}") from error
+    for name, value in agreed.items():
+        if model.can_generate() and hasattr(model.generation_config, name):
+            setattr(model.generation_config, name, value)
+    if kind == "marian":
+        model.generation_config.bad_words_ids = [[config.pad_token_id]]  # as its checkpoints do
+    model.eval()
+    save_model(model, [], out, tokenizer_folder, "fp32")
+    return [
+        f"{name} is {value}, as in the tokenizer; the config said {values[name]}"
+        for name, value in agreed.items()
+        if values.get(name) not in (None, value)
+    ]
+
+
+def agreement(values: Mapping[str, Any], tokenizer: Any, task: Task, exact: bool) -> dict[str, Any]:
+    """Return the vocabulary and the special tokens that a config must have to fit `tokenizer`.
+
+    A vocabulary that is said to be larger than the tokenizer's stays, unless it is to be `exact`: some
+    are padded to a round number.
+
+    Raises:
+        InputError: the tokenizer has no token that the model needs.
+    """
+    kind, size = str(values["model_type"]), len(tokenizer)
+    said = values.get("vocab_size")
+    wanted: dict[str, Any] = {"vocab_size": size if exact or not said else max(size, int(said))}
+    if values.get("decoder_vocab_size"):
+        wanted["decoder_vocab_size"] = wanted["vocab_size"]
+    for role in ("pad", "eos", "bos"):
+        token = getattr(tokenizer, f"{role}_token_id", None)
+        if token is None and _needs(role, task):
+            raise InputError(
+                f"model.tokenizer: it has no {role} token, which a {kind} model for {task} needs. Add one:"
+                f" tokenizer.{role}_token = ...; tokenizer.save_pretrained(FOLDER)."
+            )
+        wanted[f"{role}_token_id"] = token
+    if task in TEXT_TO_TEXT:
+        first = "eos_token_id" if kind in _STARTS_WITH_EOS else "pad_token_id"
+        wanted["decoder_start_token_id"] = wanted[first]
+        if kind in _FORCES_EOS:
+            wanted["forced_eos_token_id"] = wanted["eos_token_id"]
+    return wanted
+
+
+def _needs(role: str, task: Task) -> bool:
+    """Say whether a model for `task` cannot do without the token: text that is made has to end."""
+    return role == "pad" or (role == "eos" and (task in TEXT_TO_TEXT or task == "language-modeling"))
+
+
+def _class_for(task: Task) -> Any:
+    if task in TEXT_TO_TEXT:
+        return transformers.AutoModelForSeq2SeqLM
+    if task == "text-classification":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM

@@ -1,0 +1,53 @@
+"""A model that generates, from a checkpoint of the bare encoder and decoder, as facebook/bart-base is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+
+
+def lacks_head(config: Any) -> bool:
+    """Say whether `config` (of transformers) is that of an encoder and a decoder without an output head."""
+    names = config.architectures or []
+    # MarianMTModel has a head, whatever its name sounds like
+    bare = bool(names) and names[0].endswith("Model") and not names[0].endswith("MTModel")
+    return bare and bool(config.is_encoder_decoder)
+
+
+def add_tied_head(src: Path, out: Path) -> list[str]:
+    """Write the model of `src` into `out` with its word embedding as its output head; return a note.
+
+    Raises:
+        InputError: the config wants a head of its own, which the checkpoint does not have, or its weights and
+            its config do not belong together.
+    """
+    import torch
+    import transformers
+
+    from smelt.runtime.models.checkpoint import quiet, save_model
+    from smelt.runtime.models.weights_fit import require_body
+
+    with quiet():
+        model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            src,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, in words
+        )
+    name = model.config.model_type
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise InputError(
+            f"{src}: a {name} model without an output head, whose config says that it is not the word"
+            " embedding (tie_word_embeddings: false). Start from a checkpoint that generates text."
+        )
+    require_body(name, info, src)
+    notes = save_model(model, [], out, src)
+    return [
+        *notes,
+        "the checkpoint has no output head; the word embedding is taken for it, as its config says",
+    ]

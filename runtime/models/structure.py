@@ -1,0 +1,144 @@
+"""Structure travels as data: the ordered edits that turn the config's model into the stored one.
+
+An edit is a dict with `op` and `module` (dotted name) and what the op needs:
+
+    {"op": "linear", "module": m, "in_features": i, "out_features": o}   a Linear of another size
+    {"op": "set", "module": m, "attribute": a, "value": v}               a whole number kept by a module
+    {"op": "low_rank", "module": m, "rank": r}                           Linear -> LowRankLinear
+    {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
+    {"op": "share", "module": m, "with": n}                              m becomes the very module n
+    {"op": "own_bias", "module": m, "heads": h}                          a T5Attention with its own bias
+
+Edits only make room; the values come from the tensors. They work on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import write_json
+from smelt.runtime.layers.low_rank import LowRankLinear
+
+Edit: TypeAlias = dict[str, Any]
+FILE = "structure.json"
+# Only these may be set: an artifact must not be able to change anything else of a module.
+_ATTRIBUTES = frozenset(
+    {"num_heads", "num_attention_heads", "all_head_size", "embed_dim", "n_heads", "split_size"}
+)
+
+
+def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
+    """Apply `edits` to `model` in order, in place.
+
+    Raises:
+        InputError: an unknown op, or a module that the model does not have.
+    """
+    for edit in edits:
+        word = str(edit.get("op"))[:60]
+        op = _OPS.get(word)
+        if op is None:
+            raise InputError(f"{FILE}: unknown edit '{word}'. Known: {', '.join(_OPS)}.{nearest(word, _OPS)}")
+        try:
+            op(model, edit)
+        except InputError:
+            raise
+        except Exception as error:  # torch raises many kinds for sizes and names that cannot be
+            raise InputError(
+                f"{FILE}: the edit {str(edit)[:200]} does not fit the model: {str(error)[:200]}"
+            ) from error
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` in the place of the submodule with the dotted `name`."""
+    parent, _, child = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    owner.get_submodule(child)  # raises AttributeError where there is none
+    setattr(owner, child, new)
+
+
+def read_edits(folder: Path) -> list[Edit]:
+    """Return the edits stored in `folder`; an empty list where there is no structure.json."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    try:
+        edits = json.loads(path.read_text(encoding="utf-8"))["edits"]
+        if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
+            raise TypeError("'edits' must be a list of objects")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: not a list of edits that this version of smelt reads: {error}") from error
+    return edits
+
+
+def write_edits(folder: Path, edits: list[Edit]) -> None:
+    """Store `edits` in `folder`; nothing is written for none."""
+    if edits:
+        write_json(folder / FILE, {"schema": 1, "edits": edits})
+
+
+def _linear(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    new = nn.Linear(
+        edit["in_features"],
+        edit["out_features"],
+        bias=old.bias is not None,
+        device=old.weight.device,
+        dtype=old.weight.dtype,
+    )
+    replace_module(model, edit["module"], new)
+
+
+def _set(model: nn.Module, edit: Edit) -> None:
+    if edit["attribute"] not in _ATTRIBUTES or not isinstance(edit["value"], int):
+        raise KeyError(f"attribute {edit['attribute']!r}")
+    module = model.get_submodule(edit["module"])
+    getattr(module, edit["attribute"])
+    setattr(module, edit["attribute"], edit["value"])
+
+
+def _low_rank(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    # the pair is made on the CPU, where a rank that cannot be would take all memory
+    if not 0 < edit["rank"] <= max(old.in_features, old.out_features):
+        raise ValueError(f"no matrix of this size has rank {edit['rank']}")
+    new = LowRankLinear(old.in_features, old.out_features, edit["rank"], old.bias is not None)
+    replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
+
+
+def _quantize(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized import empty_quantized
+
+    options = {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
+    new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], **options)
+    replace_module(model, edit["module"], new)
+
+
+def _share(model: nn.Module, edit: Edit) -> None:
+    replace_module(model, edit["module"], model.get_submodule(edit["with"]))
+
+
+def _own_bias(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.models.position_bias import own_position_bias
+
+    attention = model.get_submodule(edit["module"])
+    if not hasattr(attention, "relative_attention_num_buckets"):
+        raise TypeError("it is not a T5Attention")
+    own_position_bias(attention, edit["heads"], edit["module"].endswith("SelfAttention"))
+
+
+_OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
+    "linear": _linear,
+    "set": _set,
+    "low_rank": _low_rank,
+    "quantize": _quantize,
+    "share": _share,
+    "own_bias": _own_bias,
+}

@@ -1,0 +1,75 @@
+"""Weights and config belong together: no tensor is lost, and none is drawn at random in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.runtime.models.unread_tensors import is_unread
+
+# Parts that a checkpoint without its head may lack: the head, and the pooler of an encoder that was trained
+# without one.
+_OF_HEADS = ("lm_head.", "final_logits_bias", "classifier.", "pre_classifier.")
+_POOLER = ".pooler."
+
+
+def require_all_read(family: str, unexpected: Iterable[str], folder: Path, new_head: bool = False) -> None:
+    """Require that nothing is lost with the tensors that a model has no place for.
+
+    Args:
+        family: the config's model_type.
+        unexpected: names of the tensors.
+        folder: where they are, for the message.
+        new_head: the model gets another head than the checkpoint was trained with.
+
+    Raises:
+        InputError: one of them is none of those that checkpoints are known to hold for nothing.
+    """
+    lost = sorted(name for name in unexpected if not is_unread(family, name, new_head))
+    if lost:
+        more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
+        names = ", ".join(name[:120] for name in lost[:5])
+        raise InputError(
+            f"{folder}: the config has no place for the tensors {names}{more}. They would be lost: the files"
+            " are of another model, or of one with parts that smelt does not know."
+        )
+
+
+def require_all_there(missing: Iterable[str], folder: Path) -> None:
+    """Require that no weight is `missing`; transformers would draw it at random.
+
+    Raises:
+        InputError: one is.
+    """
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        raise InputError(f"{folder}: the weights lack {', '.join(names[:5])}{more}.")
+
+
+def require_body(family: str, info: Mapping[str, Any], folder: Path, new_head: bool = False) -> None:
+    """Require that all but the head of a model was read from a checkpoint of another or no head.
+
+    Args:
+        family: the config's model_type.
+        info: what `from_pretrained(..., output_loading_info=True)` tells.
+        folder: the checkpoint, for the message.
+        new_head: the model gets another head than the checkpoint was trained with.
+
+    Raises:
+        InputError: a tensor has no place, is missing, or has another shape than its place.
+    """
+    require_all_read(family, info["unexpected_keys"], folder, new_head)
+    require_all_there((n for n in info["missing_keys"] if not _is_of_head(n)), folder)
+    for name, found, place in sorted(info["mismatched_keys"], key=lambda odd: str(odd[0])):
+        if not (new_head and _is_of_head(name)):
+            raise InputError(
+                f"{folder}: the weights do not fit the config: the tensor '{name}' is {list(found)}, and its"
+                f" place is {list(place)}."
+            )
+
+
+def _is_of_head(name: str) -> bool:
+    return name.startswith(_OF_HEADS) or _POOLER in name

@@ -1,0 +1,1 @@
+"""From texts to tokens and back: tokenizers, a model's rules and limits."""

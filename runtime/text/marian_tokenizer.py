@@ -1,0 +1,110 @@
+"""Marian's tokenizer as a `TextTokenizer`: a SentencePiece model and a vocabulary, without transformers.
+
+Source: transformers' tokenization_marian.py and tokenization_python.py (5.23). Pieces are looked up in
+vocab.json, whose order is not SentencePiece's; a first word such as >>deu<< is one token; added tokens are
+found first, longest first; the source's model also puts texts together again, as there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
+from smelt.runtime.text.rust_tokenizer import cleaned
+from smelt.runtime.text.tokenizer import Encoded
+from smelt.runtime.text.tokenizing import Tokenizing
+
+PIECES, WORDS = "source.spm", "vocab.json"
+_SPACE = "▁"
+
+
+class MarianTokenizer:
+    """Reads `folder`/source.spm and vocab.json; `facts` is what stands beside them.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+
+    reader = "sentencepiece"
+
+    def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "") -> None:
+        if facts.eos is None or facts.unknown is None:
+            raise InputError(f"{folder}: tokenizing.json names no end of a text or no unknown token.")
+        self.prefix = prefix
+        self.model_max_length = facts.longest
+        self.pad_token_id: int | None = facts.pad
+        self.bos_token_id: int | None = facts.bos
+        self.eos_token_id: int | None = facts.eos
+        self._eos, self._unknown, self._facts = facts.eos, facts.unknown, facts
+        self._pieces = _open(folder / PIECES)
+        words = read_json(folder / WORDS) | facts.added
+        self._words = words
+        self._names = {place: word for word, place in words.items()}
+        self._ids = [words.get(self._pieces.id_to_piece(i), self._unknown) for i in range(len(self._pieces))]
+        self._no_piece = self._pieces.unk_id()
+        self._hidden = frozenset(facts.special)
+        longest_first = sorted(facts.added, key=len, reverse=True)
+        self._added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def encode_rows(
+        self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
+    ) -> Encoded:
+        """Tokenize `texts`; cut at `max_length` tokens, the one that ends a text counted.
+
+        Raises:
+            InputError: there are pairs, which this tokenizer does not know.
+        """
+        if pairs is not None:
+            raise InputError("This model reads one text at a time, not pairs of texts.")
+        rows = [self._row(text) for text in texts]
+        room = max(0, max_length - 1)
+        truncated = sum(len(row) > room for row in rows)
+        if truncated and self._facts.truncation_side == "left":
+            rows = [row[len(row) - room :] if len(row) > room else row for row in rows]
+        return Encoded([[*row[:room], self._eos] for row in rows], None, truncated)
+
+    def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row of ids, without its special tokens."""
+        texts = [self._text(row) for row in rows]
+        return [cleaned(text) for text in texts] if self._facts.clean_up else texts
+
+    def _row(self, text: str) -> list[int]:
+        """Return the ids of `text`, without the one that ends it."""
+        parts = self._added.split(text)
+        if len(parts) == 1:
+            return self._plain(text)
+        added = self._facts.added
+        return [i for part in parts if part for i in ([added[part]] if part in added else self._plain(part))]
+
+    def _plain(self, text: str) -> list[int]:
+        """Return the ids of a text without added tokens."""
+        start: list[int] = []
+        if text.startswith(">>") and (end := text.find("<<")) != -1:
+            start, text = [self._words.get(text[: end + 2], self._unknown)], text[end + 2 :]
+        places = self._pieces.encode(text)
+        if self._no_piece in places:  # what is no piece of the source's model may yet be a word of the target
+            found = self._pieces.encode(text, out_type=str)
+            return start + [self._words.get(piece, self._unknown) for piece in found]
+        return start + [self._ids[place] for place in places]
+
+    def _text(self, row: Sequence[int]) -> str:
+        pieces = [self._name(place) for place in row if place not in self._hidden]
+        text: str = self._pieces.decode_pieces(pieces)
+        return text.replace(_SPACE, " ").strip()
+
+    def _name(self, place: int) -> str:
+        name = self._names.get(place)
+        return self._pieces.id_to_piece(place) if name is None else name
+
+
+def _open(path: Path) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{path}: the SentencePiece model cannot be read: {error}") from error

@@ -1,0 +1,114 @@
+"""What a model wants done to a text before it is tokenized: a prefix, languages.
+
+These travel inside the artifact, in `text.json`, which every stage copies with the tokenizer's files;
+`load_tokenizer` applies them, so that training, scoring, timing and `smelt predict` cannot differ. A
+forced first token belongs to the generation config, where `generate` of transformers looks for it too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import write_json
+
+FILE = "text.json"
+
+
+class TextRules(BaseModel):
+    """prefix: put before every source text. The languages are codes that the tokenizer knows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prefix: str = ""
+    source_language: str | None = None
+    target_language: str | None = None
+
+
+def read_text_rules(folder: Path) -> TextRules:
+    """Return the rules stored in `folder`; no rules where there is no text.json.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return TextRules()
+    try:
+        return TextRules.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise InputError(
+            f"{path}: not the rules for texts that this version of smelt reads: {error}"
+        ) from error
+
+
+def write_text_rules(folder: Path, rules: TextRules) -> None:
+    """Store `rules` in the model's `folder`, where nothing is left of others.
+
+    A target language also becomes the token that generation begins with: the decoder's start for
+    MBartTokenizer (mBART-25), else the forced first word (mBART-50), as transformers' tokenizers document.
+
+    Raises:
+        InputError: the tokenizer does not know a language.
+    """
+    if rules == TextRules():
+        (folder / FILE).unlink(missing_ok=True)
+        return
+    write_json(folder / FILE, rules.model_dump(exclude_defaults=True))
+    if rules.target_language is None:
+        return
+    from transformers import GenerationConfig
+
+    from smelt.core.files import read_json
+    from smelt.runtime.models.checkpoint import load_config, load_tokenizer
+
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    token = language_token(tokenizer, rules.target_language)
+    path = folder / "generation_config.json"
+    said = read_json(path) or GenerationConfig.from_model_config(config).to_dict()
+    if type(tokenizer).__name__ == "MBartTokenizer":
+        said["decoder_start_token_id"] = config.decoder_start_token_id = token
+        config.save_pretrained(folder)
+    else:
+        said["forced_bos_token_id"] = token
+    GenerationConfig.from_dict(said).save_pretrained(folder)
+
+
+def apply_text_rules(tokenizer: Any, rules: TextRules) -> None:
+    """Make `tokenizer` (of transformers) follow `rules`; `prefix_of` gives the prefix back.
+
+    Raises:
+        InputError: a language that the tokenizer does not know.
+    """
+    tokenizer.smelt_prefix = rules.prefix
+    for attribute, language in (("src_lang", rules.source_language), ("tgt_lang", rules.target_language)):
+        if language is not None:
+            language_token(tokenizer, language)
+            setattr(tokenizer, attribute, language)
+
+
+def prefix_of(tokenizer: Any) -> str:
+    """Return what stands before every source text of this tokenizer's model."""
+    return str(getattr(tokenizer, "smelt_prefix", ""))
+
+
+def language_token(tokenizer: Any, language: str) -> int:
+    """Return the id of the token that stands for `language`, which a multilingual decoder begins with.
+
+    Raises:
+        InputError: the tokenizer has no languages, or not this one.
+    """
+    known: dict[str, int] = {}
+    for table in ("lang_code_to_id", "lang_code_to_token"):
+        for code, value in (getattr(tokenizer, table, None) or {}).items():
+            known[code] = value if isinstance(value, int) else tokenizer.convert_tokens_to_ids(value)
+    if language not in known:
+        shown = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
+        raise InputError(
+            f"{language!r} is no language that the model's tokenizer knows; it has"
+            f" {shown or 'no languages'}.{nearest(language, known)}"
+        )
+    return known[language]

@@ -1,0 +1,95 @@
+"""Which tokenizer reads an exported model's texts, and what its own files do not say.
+
+The onnx stage writes `tokenizing.json` beside the tokenizer's files, once it has compared the light reader
+with transformers' own tokenizer (`smelt.export.tokenizer_export`). An artifact without it is read by
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from smelt.core.errors import InputError
+from smelt.core.files import write_json
+from smelt.runtime.text.limits import NO_LIMIT
+from smelt.runtime.text.rules import read_text_rules
+from smelt.runtime.text.tokenizer import TextTokenizer, text_tokenizer
+
+FILE = "tokenizing.json"
+Reader = Literal["tokenizers", "sentencepiece", "transformers"]
+
+
+class Tokenizing(BaseModel):
+    """reader: who reads. reason: why transformers has to.
+
+    longest: the most tokens of a row. pad, bos, eos: ids. types: whether rows have token types.
+    clean_up: whether blanks before punctuation go. Of sentencepiece alone: added: tokens that are never
+    cut into pieces, with their ids; special: ids that are not shown; unknown: the id of what has none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    reader: Reader
+    reason: str = ""
+    longest: int = NO_LIMIT
+    pad: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    types: bool = False
+    truncation_side: Literal["left", "right"] = "right"
+    clean_up: bool = False
+    added: dict[str, int] = Field(default_factory=dict)
+    special: list[int] = Field(default_factory=list)
+    unknown: int | None = None
+
+
+def read_tokenizing(folder: Path) -> Tokenizing:
+    """Return what stands in `folder`; transformers reads where nothing does.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return Tokenizing(reader="transformers", reason=f"there is no {FILE} in this folder")
+    try:
+        return Tokenizing.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise InputError(f"{path}: not what this version of smelt reads: {error}") from error
+
+
+def write_tokenizing(folder: Path, facts: Tokenizing) -> None:
+    """Write `facts` into `folder`."""
+    write_json(folder / FILE, facts.model_dump(exclude_defaults=True))
+
+
+def open_tokenizer(folder: Path) -> TextTokenizer:
+    """Open the tokenizer of the model in `folder`, with the lightest reader that is known to be exact.
+
+    Raises:
+        InputError: its files are missing or do not fit together.
+    """
+    return light_tokenizer(folder, read_tokenizing(folder)) or text_tokenizer(_of_transformers(folder))
+
+
+def light_tokenizer(folder: Path, facts: Tokenizing) -> TextTokenizer | None:
+    """Open the tokenizer in `folder` without transformers; None where that has to read it."""
+    if facts.reader == "transformers":
+        return None
+    prefix = read_text_rules(folder).prefix
+    if facts.reader == "sentencepiece":
+        from smelt.runtime.text.marian_tokenizer import MarianTokenizer
+
+        return MarianTokenizer(folder, facts, prefix)
+    from smelt.runtime.text.rust_tokenizer import RustTokenizer
+
+    return RustTokenizer(folder, facts, prefix)
+
+
+def _of_transformers(folder: Path) -> Any:
+    from smelt.runtime.models.checkpoint import load_tokenizer
+
+    return load_tokenizer(folder)

@@ -1,0 +1,100 @@
+"""The command `smelt predict`: words, lines and files in, lines and JSON out."""
+
+import io
+import json
+import subprocess
+import sys
+
+import exported
+import pytest
+import tiny
+from click.testing import CliRunner
+
+import smelt
+from smelt.cli import main
+from smelt.commands.predict import _lines
+
+LONG = " ".join(tiny.SENTENCES * 4)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return exported.run(tmp_path_factory.mktemp("t"), "translator").artifact("onnx")
+
+
+def _smelt(*arguments, code=0, lines=None):
+    result = CliRunner().invoke(main, ["predict", *map(str, arguments)], input=lines)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def expected(artifact):
+    with smelt.load(artifact) as model:
+        return model.generate(tiny.SENTENCES, max_new_tokens=5)
+
+
+def test_words_lines_and_files_give_the_same(artifact, expected, tmp_path):
+    most = ("--max-new-tokens", 5)
+    assert _smelt(artifact, *tiny.SENTENCES, *most).stdout.splitlines() == expected
+    given = "".join(f"{text}\n" for text in tiny.SENTENCES)
+    assert _smelt(artifact, *most, lines=given).stdout.splitlines() == expected
+    (tmp_path / "t.txt").write_text(given)
+    assert _smelt(artifact, "--data", tmp_path / "t.txt", *most).stdout.splitlines() == expected
+    (tmp_path / "d.csv").write_text("text\n" + given)
+    found = _smelt(artifact, "--data", tmp_path / "d.csv", "--column", "text", *most)
+    assert found.stdout.splitlines() == expected
+    assert found.stderr == ""
+
+
+def test_json_is_a_line_for_each_text(artifact, expected):
+    lines = _smelt(artifact, *tiny.SENTENCES, "--json", "--max-new-tokens", 5).stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"text": text, "output": output} for text, output in zip(tiny.SENTENCES, expected, strict=True)
+    ]
+
+
+def test_texts_that_are_cut_are_told_on_standard_error(artifact):
+    found = _smelt(artifact, LONG, "a man", "--max-new-tokens", 2)
+    assert found.stderr == (
+        "warning: 1 of 2 texts was longer than the model takes (40 tokens) and cut."
+        " Shorten or split what is longer.\n"
+    )
+    assert len(found.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a man", "--data", "x.csv"), "give texts or --data, not both"),
+        (("a man", "--column", "text"), "--column means nothing without --data"),
+        (("--data", "nowhere.csv"), "--data nowhere.csv: no such file"),
+        (("a man", "--seed", "1"), "--seed means nothing without --sample"),
+        (("a man", "--batch-size", "0"), "--batch-size"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, message):
+    assert message in _smelt(artifact, *arguments, code=2).stderr
+
+
+def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):
+    code = (
+        "import sys, json\nfrom smelt.cli import main\n"
+        f"sys.argv = ['smelt', 'predict', {str(artifact)!r}, *{tiny.SENTENCES!r}, '--max-new-tokens', '5']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(json.dumps(sorted({'torch', 'transformers', 'scipy', 'datasets'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *lines, heavy = done.stdout.splitlines()
+    assert (lines, json.loads(heavy), done.stderr) == (expected, [], "")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
+    class Typed(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    assert _lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
+    said = capsys.readouterr()
+    assert ("end with Ctrl-D" in said.err, said.out) == (terminal, "")

@@ -1,0 +1,63 @@
+"""What `smelt stages` prints: within 80 columns, in a recipe's words."""
+
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from smelt.commands.stage_help import _settings, describe_stage, list_stages
+from smelt.core.errors import InputError
+from smelt.core.stage import Settings, StepName
+from smelt.recipe.stage_table import TABLE
+
+
+class _Inner(Settings):
+    """An inner mapping."""
+
+    part: float = Field(default=0.5, description="a part")
+
+
+class _Outer(Settings):
+    """All kinds of settings."""
+
+    name: str
+    teacher: StepName = "model"
+    kinds: list[Literal["heads", "ffn"]] = Field(default=["heads"], description="which")
+    layers: int | list[int] | None = None
+    sure: bool = True
+    inner: _Inner | None = None
+    share: Annotated[float, Field(ge=0)] = 0.1
+
+
+def test_settings_are_told_in_the_words_of_a_recipe() -> None:
+    assert _settings(_Outer, "") == [
+        "name: text (required)",
+        "teacher: text (default model)",
+        'kinds: list of heads | ffn (default ["heads"]) which',
+        "layers: whole number | list of whole number (default none)",
+        "sure: true | false (default true)",
+        "inner:",
+        "  part: number (default 0.5) a part",
+        "share: number (default 0.1)",
+    ]
+
+
+@pytest.mark.parametrize("word", TABLE)
+def test_each_stage_is_explained_within_80_columns(word: str) -> None:
+    text = describe_stage(word)
+    assert text.startswith(f"{word}: ")
+    for line in text.splitlines():
+        assert len(line) <= 80 or line.startswith("    - "), line  # an example is copied, not read
+    for odd in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
+        assert odd not in text
+
+
+def test_the_list_fits_and_names_every_stage() -> None:
+    lines = list_stages().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line and not line.startswith(" ")} >= set(TABLE)
+
+
+def test_an_unknown_stage_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="Did you mean 'prune'"):
+        describe_stage("prnue")

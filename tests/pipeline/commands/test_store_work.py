@@ -1,0 +1,248 @@
+"""`smelt store`: what is kept, what nobody needs, what is damaged."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import tiny
+from click.testing import CliRunner
+from colliding import take_locks_away
+
+from smelt.cli import main
+from smelt.commands.store_work import damages, entries, open_store, remove_unused, unused
+from smelt.core.errors import InputError
+from smelt.core.holder import read_holder, write_holder
+from smelt.core.presence import SILENT_S
+from smelt.execute.store_runs import at_work, cleaning, runs_of
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - factorize: {energy: 0.5}
+score: {latency: false}
+"""
+
+
+def _smelt(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def _run(home, name, *arguments):
+    result = _smelt("run", home / "recipe.yaml", "--out", home / "runs" / name, "--quiet", *arguments)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two runs on one store that share the model; the second prunes otherwise and stops there."""
+    home = tmp_path_factory.mktemp("home")
+    tiny.bert(home / "m")
+    tiny.labelled(home / "data.jsonl", 8)
+    (home / "recipe.yaml").write_text(RECIPE)
+    _run(home, "one")
+    _run(home, "two", "--until", "prune", "--set", "prune.keep=0.25")
+    return home
+
+
+@pytest.fixture
+def home(finished, tmp_path):
+    shutil.copytree(finished / "runs", tmp_path / "runs", symlinks=True)
+    shutil.rmtree(tmp_path / "runs" / ".store" / "runs")  # its notes name the folders that were copied
+    return tmp_path
+
+
+def test_list_shows_stages_sizes_and_the_runs_that_use_them(home):
+    kept = entries(home / "runs" / ".store")
+    assert [entry.stage for entry in kept] == ["model", "prune", "factorize", "prune"]
+    model, prune, factorize, other = kept
+    assert model.used_by == ("one/model", "two/model")
+    assert factorize.used_by == ("one/factorize",)
+    assert (prune.parent, factorize.parent, other.parent) == (model.key, prune.key, model.key)
+    for entry in kept:
+        folder = home / "runs" / ".store" / "artifacts" / entry.key
+        assert entry.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
+    shown = _smelt("store", "list", "--store", home / "runs").output
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"{factorize.key[:12]}  factorize" in shown
+    said = json.loads(_smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
+    assert [a["key"] for a in said["artifacts"]] == [entry.key for entry in kept]
+
+
+def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):
+    shutil.rmtree(home / "runs" / "two")
+    before = unused(home / "runs" / ".store")
+    assert [entry.stage for entry in before.artifacts] == ["prune"]
+    dry = _smelt("store", "clean", "--store", home / "runs")
+    assert "Remove with --yes" in dry.output
+    assert len(entries(home / "runs" / ".store")) == 4
+    scores = len(list((home / "runs" / ".store" / "scores").iterdir()))
+    done = _smelt("store", "clean", "--store", home / "runs", "--yes")
+    assert "Removed 1 artifact" in done.output
+    assert [e.stage for e in entries(home / "runs" / ".store")] == ["model", "prune", "factorize"]
+    assert len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 1
+    assert not list((home / "runs" / ".store" / "tmp").iterdir())
+    assert "Nothing to remove" in _smelt("store", "clean", "--store", home / "runs").output
+
+
+def test_what_is_left_after_a_clean_is_taken_by_the_next_run(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "h", symlinks=True)
+    shutil.rmtree(tmp_path / "h" / "runs" / "two")
+    remove_unused(tmp_path / "h" / "runs" / ".store")
+    _run(tmp_path / "h", "three")
+    report = json.loads((tmp_path / "h" / "runs" / "three" / "report.json").read_text())
+    assert [s["status"] for s in report["steps"]] == ["cached"] * 3
+
+
+def test_a_run_elsewhere_is_known_by_its_note(home, tmp_path):
+    store = home / "runs" / ".store"
+    shutil.move(home / "runs" / "two", tmp_path / "far")
+    assert len(unused(store).artifacts) == 1
+    for link in (tmp_path / "far" / "artifacts").iterdir():
+        target = store / "artifacts" / os.readlink(link).split("/")[-1]
+        link.unlink()
+        link.symlink_to(target)
+    with at_work(store, tmp_path / "far"):
+        assert [run.busy for run in runs_of(store)] == [True, False]  # far, one
+    assert unused(store).artifacts == ()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_clean_refuses_while_a_run_of_another_machine_may_work(home, locks, monkeypatch):
+    """Its marker is all that is known of it, and that for an hour after the last sign of life."""
+    if not locks:
+        take_locks_away(monkeypatch)
+    store, far = home / "runs" / ".store", home / "far"
+    with at_work(store, far):
+        [marker] = (store / "runs").glob("*.owner")
+        record = replace(read_holder(marker), kernel="another", host="node2")
+    descriptor = os.open(marker, os.O_RDWR | os.O_CREAT)
+    write_holder(descriptor, record)
+    os.close(descriptor)
+    shutil.rmtree(home / "runs" / "two")
+    refused = _smelt("store", "clean", "--store", home / "runs", "--yes")
+    assert refused.exit_code == 2
+    assert f"a run is at work in {far}." in " ".join(refused.output.split())
+    os.utime(marker, (time.time() - SILENT_S - 60,) * 2)
+    assert _smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+
+
+def test_clean_sees_a_run_at_work_where_the_file_system_knows_no_locks(home, monkeypatch):
+    take_locks_away(monkeypatch)
+    store = home / "runs" / ".store"
+    with at_work(store, home / "runs" / "one"):
+        assert [run.busy for run in runs_of(store)] == [True, False]
+        with pytest.raises(InputError, match="a run is at work in"):
+            remove_unused(store)
+    remove_unused(store)
+
+
+def test_a_run_that_begins_while_the_store_is_cleaned_waits_for_its_end(home):
+    """Else it could take an artifact that is just being removed."""
+    store, began = home / "runs" / ".store", []
+
+    def begin():
+        with at_work(store, home / "far"):
+            began.append(time.monotonic())
+
+    with cleaning(store):
+        other = threading.Thread(target=begin)
+        other.start()
+        time.sleep(0.5)
+        ended = time.monotonic()
+        assert began == []
+    other.join(20)
+    assert began[0] >= ended
+
+
+def test_list_shows_an_artifact_with_a_file_too_many_as_what_it_is(home):
+    store = home / "runs" / ".store"
+    entry = entries(store)[0]
+    (store / "artifacts" / entry.key / "extra.json").touch()
+    assert entries(store)[0].stage == entry.stage == "model"
+    (store / "artifacts" / entry.key / "config.json").write_text("{}")
+    extra, changed = damages(store)
+    assert extra.path == store / "artifacts" / entry.key / "extra.json"
+    assert extra.problem.startswith("this file is not of the artifact: manifest.json does not list it")
+    assert changed.path == store / "artifacts" / entry.key / "config.json"
+
+
+def test_clean_waits_for_no_run_but_refuses_while_one_works(home):
+    store = home / "runs" / ".store"
+    code = (
+        "import sys, time; from pathlib import Path; from smelt.execute.store_runs import at_work\n"
+        f"with at_work(Path({str(store)!r}), Path({str(home / 'runs' / 'one')!r})):\n"
+        "    print('here', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().strip() == "here"
+        shutil.rmtree(home / "runs" / "two")
+        refused = _smelt("store", "clean", "--store", home / "runs", "--yes")
+        assert refused.exit_code == 2
+        assert "a run is at work in" in refused.output
+    finally:
+        process.kill()
+        process.wait()
+    assert _smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+
+
+def test_check_names_each_damaged_file(home):
+    assert _smelt("store", "check", "--store", home / "runs").exit_code == 0
+    store = home / "runs" / ".store"
+    keys = [entry.key for entry in entries(store)]
+    weights = store / "artifacts" / keys[1] / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (store / "artifacts" / keys[2] / "config.json").unlink()
+    with (store / "artifacts" / keys[2] / "structure.json").open("a") as file:
+        file.write(" ")
+    (store / "artifacts" / keys[3] / "manifest.json").write_text("{")
+    score = next((store / "scores").iterdir())
+    score.write_text("{")
+    found = {damage.path: damage.problem for damage in damages(store)}
+    assert set(found) == {
+        weights,
+        store / "artifacts" / keys[2] / "config.json",
+        store / "artifacts" / keys[2] / "structure.json",
+        store / "artifacts" / keys[3],
+        score,
+    }
+    assert found[weights] == "its bytes are not those that were written"
+    result = _smelt("store", "check", "--store", home / "runs")
+    assert result.exit_code == 1
+    assert f"{weights}: its bytes" in result.output
+    assert [entry.stage for entry in entries(store)][-1] == "?" or "?" in {e.stage for e in entries(store)}
+
+
+def test_no_store_and_wrong_words_are_explained(tmp_path):
+    with pytest.raises(InputError, match="no store there"):
+        open_store(tmp_path)
+    assert _smelt("store", "list", "--store", tmp_path).exit_code == 2
+    wrong = _smelt("store", "lst")
+    assert wrong.exit_code == 2
+    assert "Did you mean 'list'?" in wrong.output
+
+
+def test_list_is_quick_for_many_artifacts(home):
+    store = home / "runs" / ".store"
+    first = store / "artifacts" / entries(store)[0].key
+    manifest = json.loads((first / "manifest.json").read_text())
+    for number in range(300):
+        folder = store / "artifacts" / f"{number:064x}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"key": folder.name, "files": {}}))
+    begin = time.perf_counter()
+    assert len(entries(store)) == 304
+    assert time.perf_counter() - begin < 5

@@ -1,0 +1,33 @@
+"""What a person sees: escaped where strangers wrote it, and a log that may end before the run does."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from smelt.execute.display import Display
+
+
+def test_lines_go_to_the_stream_and_with_their_time_to_the_log(tmp_path):
+    stream = io.StringIO()
+    display = Display(tmp_path / "log.txt", stream=stream)
+    display.line("prune: \x1b[2Jdone")
+    display.record("only here")
+    display.close()
+    assert stream.getvalue() == "prune: \\x1b[2Jdone\n"
+    logged = (tmp_path / "log.txt").read_text()
+    assert "prune: \\x1b[2Jdone\n" in logged
+    assert logged.endswith("    only here\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
+def test_a_full_disk_ends_the_log_and_not_the_run():
+    stream = io.StringIO()
+    display = Display(Path("/dev/full"), stream=stream)
+    display.line("one")
+    display.line("two")
+    display.close()
+    assert stream.getvalue() == (
+        "one\nwarning: /dev/full: no log from here on: No space left on device.\ntwo\n"
+    )

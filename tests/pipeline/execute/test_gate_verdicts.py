@@ -1,0 +1,132 @@
+"""Gates: on the value, on the bound of its interval, and whether n is large enough to see anything."""
+
+import numpy as np
+import pytest
+
+from smelt.evaluate.quality import score_labels
+from smelt.evaluate.significance import compare, difference_interval, interval_of
+from smelt.execute.gate_verdicts import Evidence, judge, needed, smallest_batch
+from smelt.plan.plan import PlannedGate
+
+DRAW = np.random.default_rng(0)
+GOLD = DRAW.integers(0, 2, size=400)
+BASE = np.where(DRAW.random(400) < 0.9, GOLD, 1 - GOLD)
+OWN = np.where(DRAW.random(400) < 0.03, 1 - BASE, BASE)
+SCORES = [score_labels(["accuracy"], list(p), list(GOLD))["accuracy"] for p in (OWN, BASE)]
+OF_OWN, OF_BASE = (score.statistics for score in SCORES)
+EVIDENCE = Evidence({"accuracy": OF_OWN.dump()}, {"accuracy": OF_BASE.dump()})
+
+
+def gate(metric="accuracy", kind="max_drop", limit=1.0, confidence=None):
+    return PlannedGate(metric, kind, limit, ("it",), confidence)
+
+
+def step(**changes):
+    row = {"batch_size": 1, "speedup": 2.0, "stable": True, "reason": None}
+    row["rounds"] = [{"counted": c, "speedup": r} for c, r in ((1, 1.9), (1, 2.1), (1, 2.0), (0, 0.1))]
+    found = {
+        "status": "done",
+        "reason": None,
+        "error": None,
+        "size_bytes": 10,
+        "quality": {"accuracy": SCORES[0].public()},
+        "against_baseline": {"accuracy": compare(OF_OWN, OF_BASE)},
+        "latency": [{"batch_size": 8, "speedup": 9.0, "stable": True}, row],
+    }
+    return {**found, **changes}
+
+
+def test_value_is_judged_when_no_confidence_is_asked_for():
+    drop = -compare(OF_OWN, OF_BASE)["difference"]
+    assert 0 < drop < 5
+    assert judge(gate(limit=drop + 0.01), step(), EVIDENCE)["passed"]
+    found = judge(gate(limit=drop - 0.01), step(), EVIDENCE)
+    assert (found["passed"], found["bound"], found["value"]) == (False, None, drop)
+
+
+def test_bound_is_judged_when_confidence_is_asked_for():
+    drop = -compare(OF_OWN, OF_BASE)["difference"]
+    bound = -difference_interval(OF_OWN, OF_BASE, 0.95)[0]
+    assert bound == -compare(OF_OWN, OF_BASE)["ci95"][0]
+    assert bound > drop + 0.5
+    between = judge(gate(limit=drop + 0.1, confidence=0.95), step(), EVIDENCE)
+    assert (between["passed"], between["value"], between["bound"]) == (False, drop, bound)
+    assert judge(gate(limit=bound, confidence=0.95), step(), EVIDENCE)["passed"]
+    assert judge(gate(limit=bound, confidence=0.99), step(), EVIDENCE)["passed"] is False
+
+
+def test_bound_of_a_score_is_its_lower_end_and_where_less_is_better_its_upper():
+    low, high = interval_of(OF_OWN, 0.9)
+    found = judge(gate(kind="min", limit=low, confidence=0.9), step(), EVIDENCE)
+    assert (found["passed"], found["bound"]) == (True, low)
+    assert judge(gate(kind="min", limit=low + 0.01, confidence=0.9), step(), EVIDENCE)["passed"] is False
+    assert judge(gate(kind="max", limit=high, confidence=0.9), step(), EVIDENCE)["bound"] == high
+
+
+def test_a_rise_is_bounded_from_above_where_less_is_better():
+    turned = step()
+    turned["quality"] = {"accuracy": SCORES[0].public() | {"higher_is_better": False}}
+    found = judge(gate(limit=9, confidence=0.95), turned, EVIDENCE)
+    assert found["bound"] == compare(OF_OWN, OF_BASE)["ci95"][1]
+
+
+def test_bound_of_a_speed_up_is_its_slow_end_over_the_rounds_that_count():
+    from smelt.evaluate.latency.rounds import speedup
+
+    low = speedup([1.9, 2.1, 2.0], 0.95)[1][0]
+    found = judge(gate("speedup", "min", 1.95, 0.95), step(), EVIDENCE)
+    assert (found["value"], found["bound"], found["passed"]) == (2.0, low, False)
+    assert judge(gate("speedup", "min", 1.95), step(), EVIDENCE)["passed"]
+    assert judge(gate("speedup", "min", low, 0.95), step(), EVIDENCE)["passed"]
+
+
+def test_speed_is_judged_at_the_smallest_batch():
+    assert smallest_batch(step())["batch_size"] == 1
+    assert judge(gate("speedup", "min", 5), step(), EVIDENCE)["value"] == 2.0
+    assert smallest_batch(step(latency=[])) is None
+
+
+def test_disturbed_times_are_not_judged():
+    disturbed = step()
+    disturbed["latency"][1].update(stable=False, reason="others worked")
+    found = judge(gate("speedup", "min", 1.0), disturbed, EVIDENCE)
+    assert (found["passed"], found["reason"]) == (None, "the times were disturbed: others worked")
+
+
+def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():
+    missing = judge(gate("bleu", "min"), step(error="it broke"), EVIDENCE)
+    assert (missing["passed"], missing["reason"]) == (False, "it broke")
+    unscored = judge(gate("bleu", "min"), step(reason="no GPU"), EVIDENCE)
+    assert (unscored["passed"], unscored["reason"]) == (None, "no GPU")
+    assert judge(gate(), step(status="skipped"), EVIDENCE) is None
+    assert judge(gate("size_bytes", "max", 9), step(), EVIDENCE)["passed"] is False
+
+
+def test_the_baseline_itself_has_lost_nothing_and_has_no_bound():
+    found = judge(gate(confidence=0.95), step(against_baseline={}), EVIDENCE)
+    assert (found["value"], found["bound"], found["passed"]) == (0.0, None, True)
+
+
+def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
+    found = judge(gate(confidence=0.95), step(against_baseline={}), Evidence(EVIDENCE.own, {}))
+    assert (found["value"], found["passed"]) == (None, None)
+    assert found["reason"] == "the baseline was not scored, so there is nothing to drop from"
+
+
+def test_n_needed_grows_with_the_square_of_what_is_missing():
+    half = 1.5
+    found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-half, half]}})
+    assert needed(gate(limit=half * 1.001), found) is None
+    assert needed(gate(limit=half / 2), found) == pytest.approx(1600, abs=1)
+    assert needed(gate(limit=0.0), found) is None
+    assert needed(gate("speedup", "min"), found) is None
+    assert judge(gate(limit=half / 2), found, EVIDENCE)["n_needed"] == pytest.approx(1600, abs=1)
+
+
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_better):
+    for low, high, enough in ((-33.0, -3.5, True), (-0.5, 33.0, True), (-33.0, 0.5, False)):
+        ci95 = [-high, -low] if lower_is_better else [low, high]
+        score = {"n": 40, "higher_is_better": not lower_is_better}
+        found = step(quality={"accuracy": score}, against_baseline={"accuracy": {"ci95": ci95}})
+        assert (needed(gate(limit=1.0), found) is None) == enough

@@ -1,0 +1,81 @@
+"""What is scored and printed of a classifier, against transformers' own pipeline."""
+
+import classifiers
+import pytest
+import tiny
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.labels import MULTI, REGRESSION, SINGLE
+from smelt.execute.label_scores import answer, score_classifier
+from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.class_predictions import predictions
+from smelt.runtime.predict import class_logits
+
+NAMES = classifiers.NAMES
+ID2LABEL = dict(enumerate(NAMES))
+
+
+def outputs(folder, problem):
+    labels = {"labels": 1} if problem == REGRESSION else {"labels": 3, "id2label": ID2LABEL}
+    classifiers.distilbert(folder, seed=2, problem_type=problem, **labels)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
+    with TorchRunner(tiny.artifact(folder, "text-classification")) as runner:
+        logits = class_logits(runner, [Example(text) for text in tiny.SENTENCES])
+        return runner.config, logits, [theirs(text, top_k=None) for text in tiny.SENTENCES]
+
+
+def printed(config, logits):
+    return [answer(found) for found in predictions(logits, config)]
+
+
+def test_one_label_is_printed_with_the_probability_of_the_pipeline(tmp_path):
+    config, logits, theirs = outputs(tmp_path, SINGLE)
+    wanted = [f"{row[0]['label']}\t{row[0]['score']:.3f}" for row in theirs]
+    assert printed(config, logits) == wanted
+    assert len({line.split("\t")[0] for line in wanted}) > 1
+
+
+def test_several_labels_are_those_above_a_half_in_the_order_of_the_outputs(tmp_path):
+    config, logits, theirs = outputs(tmp_path, MULTI)
+    wanted = []
+    for row in theirs:
+        chances = {entry["label"]: entry["score"] for entry in row}
+        held = [name for name in NAMES if chances[name] > 0.5]
+        wanted.append("|".join(held) + "\t" + "|".join(f"{chances[name]:.3f}" for name in held))
+    assert printed(config, logits) == wanted
+    assert len({line.count("|") for line in wanted}) > 1
+
+
+def test_regression_prints_the_number(tmp_path):
+    config, logits, theirs = outputs(tmp_path, REGRESSION)
+    assert [float(line) for line in printed(config, logits)] == pytest.approx(
+        [row[0]["score"] for row in theirs], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "metric", "gold"),
+    [
+        (SINGLE, "accuracy", lambda p: p),
+        (MULTI, "subset_accuracy", tuple),
+        (REGRESSION, "pearson", lambda p: p),
+    ],
+)
+def test_what_was_predicted_scores_a_hundred_as_gold(tmp_path, problem, metric, gold):
+    config, logits, _ = outputs(tmp_path, problem)
+    empty = {SINGLE: 0, MULTI: (), REGRESSION: 0.0}[problem]
+    rows = tuple(Example(text, label=empty) for text in tiny.SENTENCES)
+    _, predicted = score_classifier([metric], config, logits, Split("x", rows))
+    right = Split("x", tuple(Example("a", label=gold(value)) for value in predicted))
+    scores, _ = score_classifier([metric], config, logits, right)
+    assert scores[metric].value == pytest.approx(100)
+
+
+def test_a_metric_of_another_problem_type_is_refused(tmp_path):
+    config, logits, _ = outputs(tmp_path, REGRESSION)
+    rows = tuple(Example(text, label=1.0) for text in tiny.SENTENCES)
+    with pytest.raises(InputError, match="Unknown metric 'accuracy' here; known: pearson, spearman, mse"):
+        score_classifier(["accuracy"], config, logits, Split("x", rows))

@@ -1,0 +1,183 @@
+"""A part of a recipe, run into the folder of the whole, leaves the other branches alone."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+from smelt.commands.store_work import remove_unused, unused
+from smelt.core.artifact import Artifact
+from smelt.core.data import Example, Split
+from smelt.core.stage import silent
+from smelt.evaluate.report_html import write_html
+from smelt.evaluate.report_schema import validate_report
+from smelt.recipe.recipe import parse_recipe
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - factorize: {energy: 0.5}
+    name: left
+  - quantize: {}
+    name: left-int8
+  - factorize: {energy: 0.9}
+    from: prune
+    name: right
+score: {latency: false}
+"""
+
+
+def _run(home, *arguments, code=0):
+    result = CliRunner().invoke(
+        main, ["run", str(home / "recipe.yaml"), "--out", str(home / "runs" / "r"), "--quiet", *arguments]
+    )
+    assert result.exit_code == code, result.output
+    report = json.loads((home / "runs" / "r" / "report.json").read_text())
+    validate_report(report)
+    return result.output, {step["name"]: step for step in report["steps"]}, report
+
+
+def _links(home):
+    return sorted(path.name for path in (home / "runs" / "r" / "artifacts").iterdir())
+
+
+@pytest.fixture
+def home(tmp_path):
+    tiny.bert(tmp_path / "m")
+    tiny.labelled(tmp_path / "data.jsonl", 8)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run, and the steps of its report."""
+    home = tmp_path_factory.mktemp("finished")
+    tiny.bert(home / "m")
+    tiny.labelled(home / "data.jsonl", 8)
+    (home / "recipe.yaml").write_text(RECIPE)
+    return home, _run(home)[1]
+
+
+@pytest.fixture
+def whole(finished, tmp_path):
+    """A copy of the whole run, to be worked on."""
+    shutil.copytree(finished[0], tmp_path / "home", symlinks=True)
+    shutil.rmtree(tmp_path / "home" / "runs" / ".store" / "runs")  # its notes name the folder that was copied
+    return tmp_path / "home", finished[1]
+
+
+def test_other_branches_stay_with_report_and_links_when_a_part_is_run(whole):
+    home, before = whole
+    output, after, report = _run(home, "--until", "right")
+    assert list(after) == ["model", "prune", "left", "left-int8", "right"]  # the recipe's order
+    assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
+    assert {name: step["earlier"] for name, step in after.items()} == {
+        "model": False, "prune": False, "left": True, "left-int8": True, "right": False,
+    }  # fmt: skip
+    for name in ("left", "left-int8"):
+        for key in ("key", "quality", "against_baseline", "latency", "size_bytes"):
+            assert after[name][key] == before[name][key], key
+        assert after[name]["status"] == "cached"
+    assert "kept from an earlier run in this folder: left, left-int8" in output
+    assert "from an earlier run in this folder; this one left it out" in write_html(report)
+    store = home / "runs" / ".store"
+    assert unused(store).artifacts == ()
+    assert remove_unused(store).artifacts == ()
+    assert [step["status"] for step in _run(home)[1].values()] == ["cached"] * 5
+
+
+def test_branch_that_the_recipe_does_not_ask_for_any_more_goes(whole):
+    home, before = whole
+    _, after, _ = _run(home, "--until", "right", "--set", "left.energy=0.4")
+    assert list(after) == ["model", "prune", "right"]
+    assert _links(home) == ["model", "prune", "right"]  # left-int8 stood on what went
+    gone = {entry.key for entry in unused(home / "runs" / ".store").artifacts}
+    assert gone == {before["left"]["key"], before["left-int8"]["key"]}
+
+
+def test_steps_below_a_changed_one_go(whole):
+    home, _ = whole
+    _, after, _ = _run(home, "--until", "prune", "--set", "prune.keep=0.25")
+    assert list(after) == ["model", "prune"]
+    assert _links(home) == ["model", "prune"]
+
+
+def test_whole_run_and_a_first_one_keep_nothing_of_the_past(home):
+    _, steps, _ = _run(home, "--until", "right")
+    assert list(steps) == ["model", "prune", "right"]
+    link = home / "runs" / "r" / "artifacts" / "of-another-recipe"
+    link.symlink_to((home / "runs" / "r" / "artifacts" / "prune").resolve())
+    _run(home, "--until", "model")
+    assert _links(home) == ["model", "prune", "right"]  # the first of which this recipe knows
+    _run(home)
+    assert _links(home) == ["left", "left-int8", "model", "prune", "right"]
+
+
+def test_artifact_that_is_gone_or_damaged_is_not_kept(whole):
+    home, before = whole
+    weights = home / "runs" / ".store" / "artifacts" / before["left"]["key"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    _, after, _ = _run(home, "--until", "right")
+    assert list(after) == ["model", "prune", "right"]
+
+
+def test_links_stay_when_the_step_below_them_fails(whole, monkeypatch):
+    home, _ = whole
+    from smelt.compress.prune.structured import Prune
+
+    def fail(self, src, settings, ctx):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Prune, "__call__", fail)
+    _run(home, "--until", "right", "--fresh", "prune", code=1)
+    assert {"left", "left-int8"} <= set(_links(home))  # what they are nobody can tell now
+    assert unused(home / "runs" / ".store").artifacts == () or "left" in _links(home)
+
+
+def test_kept_step_is_neither_scored_nor_timed_anew(whole):
+    home, before = whole
+    _, after, report = _run(home, "--until", "right", "--set", "score.quality=[accuracy]")
+    left = after["left"]
+    assert (left["quality"], left["reason"]) == ({}, "the run that made it did not score it so")
+    assert "accuracy" in after["right"]["quality"]
+    assert left["key"] == before["left"]["key"]
+    assert report["status"] == "passed"
+
+
+def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkeypatch):
+    """`measure` is stood in for: what is asked of it is what matters here."""
+    from smelt.core.store import Store
+    from smelt.execute.latency_scores import LatencyScores
+
+    asked = []
+
+    def measure(folders, baseline, *rest, **more):
+        asked.append(set(folders))
+        rows = {name: [{"batch_size": 1, "texts": 1, "stable": True}] for name in folders}
+        return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={})
+
+    monkeypatch.setattr("smelt.evaluate.latency.measure", measure)
+    recipe = parse_recipe(
+        "model: m\ntask: text-classification\ndata: {test: t}\nstages: []\n", tmp_path / "r"
+    )
+    scores = LatencyScores(Store(tmp_path / "s"), recipe, Split("t", (Example("a", label=0),)))
+    artifacts = {name: tiny.artifact(tmp_path) for name in ("model", "new", "old")}
+    for number, (name, artifact) in enumerate(artifacts.items()):
+        manifest = artifact.manifest.model_copy(update={"key": f"{number:064x}"})
+        artifacts[name] = Artifact(tmp_path, manifest)
+    found = scores.measure(artifacts, "model", silent, known_alone=frozenset({"old"}))
+    assert asked == [{"model", "new"}]
+    assert set(found) == {"model", "new"}
+    scores.measure(artifacts, "model", silent)
+    assert asked[1:] == [{"model", "old"}]
+    found = scores.measure(artifacts, "model", silent, fresh=True, known_alone=frozenset({"old"}))
+    assert asked[2:] == [{"model", "new"}]
+    assert set(found) == {"model", "new", "old"}

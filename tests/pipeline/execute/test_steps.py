@@ -1,0 +1,120 @@
+"""The key of an artifact: whatever would make it another one is part of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from smelt.compress.finetune import Finetune
+from smelt.compress.prune.structured import Prune
+from smelt.core.data import Example, Split
+from smelt.execute.execute import machine, steps
+from smelt.execute.machine import multiplies_bf16, trains_on
+from smelt.execute.scoring import Scorer
+from smelt.execute.steps import Workshop
+from smelt.export.onnx_stage import Onnx
+from smelt.plan.plan import Step
+from smelt.runtime.generate.generation import Generation
+
+ROWS = Split("made", (Example("a"), Example("b")))
+ANCESTORS = {"model": SimpleNamespace(key="parent")}
+
+
+def shop(**changes):
+    values = {
+        "store": None, "task": "translation", "data": {"train": ROWS, "test": ROWS}, "seed": 0, "threads": 1,
+        "validation": None, "display": None, "versions": {"torch": "2.13"}, "device": "cpu",
+    }  # fmt: skip
+    return Workshop(**(values | changes))
+
+
+def step(stage=Finetune, **settings):
+    return Step(
+        stage.name, stage.name, stage, stage.settings_type(**settings), "model", False, 1, needs=stage.needs
+    )
+
+
+def key(of=None, made=None, ancestors=ANCESTORS):
+    return (of or shop()).key(made or step(), ancestors)
+
+
+def test_the_key_is_the_same_for_the_same_work():
+    assert key() == key()
+    assert key(shop(threads=2)) == key()
+    assert key(shop(data={"train": ROWS, "test": Split("made", ROWS.examples[:1])})) == key()  # never seen
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: key(shop(seed=1)),
+        lambda: key(shop(data={"train": Split("made", ROWS.examples[:1])})),
+        lambda: key(shop(versions={"torch": "2.14"})),
+        lambda: key(made=step(learning_rate=0.5)),
+        lambda: key(made=step(Onnx)),
+        lambda: key(ancestors={"model": SimpleNamespace(key="another")}),
+    ],
+)
+def test_the_key_is_another_one_for_other_work(other):
+    assert other() != key()
+
+
+def test_the_key_is_another_one_for_another_version_of_the_stage():
+    class Later(Finetune):
+        version = Finetune.version + 1
+
+    assert key(made=replace(step(), cls=Later)) != key()
+
+
+def test_the_key_says_where_training_went(monkeypatch):
+    before = key(shop(device="auto"))
+    graph = key(shop(device="auto"), step(Onnx))
+    monkeypatch.setattr(machine, "cuda_lacks", lambda: None)
+    assert key(shop(device="auto")) != before
+    assert key(shop(device="auto")) == key(shop(device="cuda"))
+    assert key(shop(device="cpu")) == before
+    assert key(shop(device="auto"), step(Onnx)) == graph  # no training, so no matter
+
+
+def test_the_key_says_where_units_were_scored_whichever_rows_were_looked_at(monkeypatch):
+    monkeypatch.setattr(machine, "cuda_lacks", lambda: None)
+    scored = {word: replace(step(Prune), needs=frozenset({word})) for word in ("train", "calibration")}
+    free = replace(step(Prune, importance="magnitude"), needs=frozenset())
+    for made in scored.values():
+        assert key(shop(device="cuda"), made) != key(shop(device="cpu"), made)
+    assert key(shop(device="cuda"), free) == key(shop(device="cpu"), free)
+
+
+def test_the_key_says_whether_the_processor_decided_for_bf16(monkeypatch):
+    automatic, given = key(), key(made=step(precision="fp32"))
+    monkeypatch.setattr(steps, "multiplies_bf16", lambda: not multiplies_bf16())
+    assert key() != automatic
+    assert key(made=step(precision="fp32")) == given
+
+
+def test_the_key_says_how_the_metric_that_chooses_a_checkpoint_was_found():
+    def scored(**changes):
+        asked = {"batch_size": 8} | changes
+        generation = Generation(max_new_tokens=asked.pop("new"))
+        return shop(validation=Scorer(None, "translation", ("bleu",), generation, threads=1, **asked))
+
+    chosen = step(select="bleu")
+    assert key(scored(new=5), chosen) == key(scored(new=5), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=50), chosen)
+    assert key(scored(new=5), chosen) != key(scored(new=5, strict=True), chosen)
+    assert key(scored(new=5)) == key(scored(new=50)) == key()  # the loss generates nothing
+
+
+def test_bf16_is_read_from_the_processors_own_words(tmp_path):
+    for words, answer in (("fpu avx2 avx512_bf16", True), ("fpu amx_tile", True), ("fpu avx512f", False)):
+        (tmp_path / words.replace(" ", "-")).write_text(f"flags : {words}\n")
+        assert multiplies_bf16(tmp_path / words.replace(" ", "-")) == answer
+    assert not multiplies_bf16(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("wanted", "lacks", "place"), [
+    ("auto", None, "cuda"), ("auto", "no driver", "cpu"), ("cpu", None, "cpu"), ("cuda", None, "cuda"),
+])  # fmt: skip
+def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monkeypatch):
+    monkeypatch.setattr(machine, "cuda_lacks", lambda: lacks)
+    assert trains_on(wanted) == place

@@ -1,0 +1,97 @@
+"""Headers and vocabularies, against files that the libraries themselves write."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from smelt.look.model_files import damaged_tensor, misfits
+
+KINDS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16, torch.int32]
+KINDS += [torch.float32, torch.int64, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+
+
+def _header(path):
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_safetensors_writes_is_whole(tmp_path, kind):
+    tensors = {
+        "a": torch.zeros(3, 5).to(kind),
+        "b": torch.zeros(()).to(kind),
+        "c": torch.zeros(0, 4).to(kind),
+    }
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    header = _header(tmp_path / "x.safetensors")
+    assert damaged_tensor(header) is None
+    header["a"]["shape"] = [3, 6]
+    assert "the tensor 'a' is said to be" in damaged_tensor(header)
+
+
+@pytest.mark.parametrize("shape", [[-3, -5], [3.0, 5], [True, 15]])
+def test_shapes_that_are_none_are_damage(shape):
+    header = {"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 15]}}
+    assert damaged_tensor(header) is not None
+
+
+def _model(folder, rows=10, width=4, **config):
+    (folder / "config.json").write_text("{}")
+    tensors = {"model.shared.weight": torch.from_numpy(np.zeros((rows, width), np.float32))}
+    save_file(tensors, folder / "model.safetensors")
+    return {"model_type": "bart", "vocab_size": 10, "d_model": 4} | config
+
+
+def _unigram(count):
+    return {
+        "model": {"type": "Unigram", "vocab": [[f"w{i}", -1.0] for i in range(count)]},
+        "added_tokens": [],
+    }
+
+
+def _words(count, added=()):
+    vocabulary = {f"w{i}": i for i in range(count)}
+    return {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": [{"id": i} for i in added]}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "problem"),
+    [
+        (_unigram(10), None),
+        (_unigram(11), "up to 10, and the embedding has 10 rows"),
+        (_words(10), None),
+        (_words(10, added=(3, 9)), None),
+        (_words(10, added=(10,)), "up to 10, and the embedding has 10 rows"),
+        ({"model": {"vocab": {"a": "b"}}}, "a token's id is no whole number"),
+        ({"model": None}, None),
+        ([], "tokenizer.json: expected a JSON object"),
+    ],
+)
+def test_the_highest_token_must_have_a_row(tmp_path, tokenizer, problem):
+    config = _model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    problems, warnings = misfits(tmp_path, config)
+    assert warnings == []
+    assert (problem is None) == (problems == [])
+    assert problem is None or problem in problems[0]
+
+
+def test_the_embedding_must_have_the_shape_of_the_config(tmp_path):
+    assert misfits(tmp_path, _model(tmp_path)) == ([], [])
+    for rows, width in ((11, 4), (10, 5)):
+        [found], _ = misfits(tmp_path, _model(tmp_path, rows, width))
+        assert f"is [{rows}, {width}], and config.json asks for [10, 4]" in found
+    assert misfits(tmp_path, _model(tmp_path, 99, vocab_size=None)) == ([], [])
+
+
+def test_a_tokenizer_that_knows_little_is_a_warning(tmp_path):
+    config = _model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_words(4)))
+    assert misfits(tmp_path, config)[1] == [
+        "the tokenizer knows 4 tokens and the embedding has 10 rows; does it belong to this model?"
+    ]

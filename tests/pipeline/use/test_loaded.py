@@ -1,0 +1,287 @@
+"""`smelt.load`: what it imports, many threads at once, what was closed, and texts that are too long."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import exported
+import pytest
+import tiny
+
+import smelt
+from smelt.use.loaded import Calls, Cuts
+
+LONG = " ".join(tiny.SENTENCES * 6)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    home = tmp_path_factory.mktemp("runs")
+    return {kind: exported.run(home / kind, kind) for kind in exported.KINDS}
+
+
+def _use(model, texts):
+    """Return what the model makes of `texts`, whatever it is for."""
+    if model.task == "text-classification":
+        return model.predict(texts)
+    return model.generate(texts, max_new_tokens=5)
+
+
+PROBE = """
+import json, sys
+import smelt
+with smelt.load(sys.argv[1]) as model:
+    wanted = {} if model.task == "text-classification" else {"max_new_tokens": 5}
+    found = (model.generate if wanted else model.predict)(TEXTS, **wanted)
+heavy = sorted({"torch", "transformers", "datasets", "sklearn", "scipy", "onnx"} & set(sys.modules))
+print(json.dumps([heavy, [str(one) for one in found]]))
+"""
+
+
+@pytest.mark.parametrize("kind", exported.KINDS)
+def test_onnx_artifacts_run_without_torch_and_transformers(runs, kind):
+    artifact = runs[kind].artifact("onnx")
+    code = PROBE.replace("TEXTS", repr(tiny.SENTENCES[:3]))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(artifact)], capture_output=True, text=True, check=True
+    )
+    heavy, found = json.loads(done.stdout.splitlines()[-1])
+    assert heavy == []
+    assert done.stderr == ""
+    with smelt.load(artifact) as model:
+        assert found == [str(one) for one in _use(model, tiny.SENTENCES[:3])]
+
+
+def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(runs, tmp_path):
+    """An export of an earlier version has no tokenizing.json."""
+    from smelt.core.artifact import Manifest
+
+    source = runs["translator"].artifact("onnx").resolve()
+    for path in source.iterdir():
+        if path.name != "tokenizing.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    said = json.loads((source / "manifest.json").read_text())
+    del said["files"]["tokenizing.json"]
+    (tmp_path / "manifest.json").write_text(Manifest.model_validate(said).model_dump_json())
+    with smelt.load(source) as new, smelt.load(tmp_path) as old:
+        assert (new.tokenizer, old.tokenizer) == ("sentencepiece", "transformers")
+        assert new.generate(tiny.SENTENCES) == old.generate(tiny.SENTENCES)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+@pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
+def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(runs, kind, step):
+    """Another thread opens and closes models meanwhile; texts that are cut are among the requests."""
+    artifact, other = runs[kind].artifact(step), runs["translator"].artifact("onnx")
+    texts = [*tiny.SENTENCES, LONG]
+    count = 240 if step == "onnx" else 60
+    requests = [[texts[(i + k) % len(texts)] for k in range(1 + i % 3)] for i in range(count)]
+    stop, opened = threading.Event(), []
+
+    def come_and_go():
+        while not stop.is_set():
+            with smelt.load(other, threads=1) as model:
+                opened.append(model.generate(tiny.SENTENCES[:1], max_new_tokens=2))
+
+    with warnings.catch_warnings(), smelt.load(artifact, threads=1) as model:
+        warnings.simplefilter("ignore", smelt.TruncationWarning)
+        expected = {tuple(r): _use(model, r) for r in requests}
+        before = model.truncated
+        crowd = threading.Thread(target=come_and_go)
+        crowd.start()
+        try:
+            with ThreadPoolExecutor(6) as pool:
+                found = list(pool.map(lambda request: _use(model, request), requests))
+        finally:
+            stop.set()
+            crowd.join()
+        assert found == [expected[tuple(r)] for r in requests]
+        assert model.truncated - before == sum(request.count(LONG) for request in requests) > 6
+    assert opened
+    assert all(one == opened[0] for one in opened)
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+@pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
+def test_a_closed_model_says_so(runs, kind, step):
+    model = smelt.load(runs[kind].artifact(step))
+    model.close()
+    model.close()
+    for texts in (["a man"], []):
+        with pytest.raises(smelt.InputError, match=r"this model was closed. Open it again with smelt\.load"):
+            _use(model, texts)
+
+
+def test_closing_waits_for_the_calls_that_are_on_their_way():
+    calls, inside, out, closed = Calls("closed"), threading.Event(), threading.Event(), []
+
+    def work():
+        with calls:
+            inside.set()
+            out.wait(5)
+            closed.append("worked")
+
+    def close():
+        closed.append(calls.close())
+
+    worker, closer = threading.Thread(target=work), threading.Thread(target=close)
+    worker.start()
+    inside.wait(5)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    with pytest.raises(smelt.InputError, match="closed"), calls:
+        pass
+    out.set()
+    worker.join(5)
+    closer.join(5)
+    assert closed == ["worked", True]
+    assert calls.close() is False
+
+
+def test_a_runtime_for_one_thread_at_a_time_is_used_by_one_at_a_time():
+    calls, inside, seen = Calls("closed", most=1), [], []
+
+    def work(number):
+        with calls:
+            inside.append(number)
+            time.sleep(0.002)
+            seen.append(len(inside))
+            inside.remove(number)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(30)))
+    assert seen == [1] * 30
+
+
+def test_who_waits_for_a_turn_is_told_that_the_model_was_closed():
+    calls, inside, out = Calls("closed", most=1), threading.Event(), threading.Event()
+
+    def work():
+        with calls:
+            inside.set()
+            out.wait(20)
+
+    def late():
+        with calls:
+            pass
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(work)
+        inside.wait(5)
+        waiting = pool.submit(late)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        closing = pool.submit(calls.close)
+        try:
+            with pytest.raises(smelt.InputError, match="closed"):
+                waiting.result(5)  # at once: the first call has not ended
+            assert not closing.done()
+        finally:
+            out.set()
+        assert closing.result(5) is True
+
+
+def test_only_an_engine_takes_one_call_at_a_time(runs, tmp_path, monkeypatch):
+    for step, expected in (("onnx", None), ("model", None)):
+        with smelt.load(runs["translator"].artifact(step)) as model:
+            assert model._calls._most is expected
+    closed = []
+    runner = SimpleNamespace(text=SimpleNamespace(tokenizer=None), close=lambda: closed.append(1))
+    monkeypatch.setattr("smelt.runtime.runner.open_runner", lambda *_: runner)
+    monkeypatch.setattr("smelt.use.loaded.read_artifact", _engine)
+    with smelt.load(tmp_path) as model:
+        assert model._calls._most == 1
+    assert closed == [1]
+
+
+def _engine(path):
+    return SimpleNamespace(path=path, format="tensorrt", verify=lambda: None)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp_path, monkeypatch):
+    closed = []
+
+    class Text:
+        @property
+        def tokenizer(self):
+            raise smelt.InputError("no tokenizer")
+
+    runner = SimpleNamespace(text=Text(), close=lambda: closed.append(1))
+    monkeypatch.setattr("smelt.runtime.runner.open_runner", lambda *_: runner)
+    monkeypatch.setattr("smelt.use.loaded.read_artifact", _engine)
+    with pytest.raises(smelt.InputError, match="no tokenizer"):
+        smelt.load(tmp_path)
+    assert closed == [1]
+
+
+def test_a_call_that_fails_does_not_keep_a_model_open(runs):
+    model = smelt.load(runs["translator"].artifact("onnx"))
+    with pytest.raises(smelt.InputError):
+        model.generate([3])
+    with pytest.raises(smelt.InputError):
+        model.generate(["a"], beams=2, do_sample=True)
+    model.close()
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("translator", 40), ("classifier", 32), ("writer", 64)], ids=str)
+def test_texts_that_are_too_long_are_counted_and_told(runs, kind, limit):
+    with smelt.load(runs[kind].artifact("onnx")) as model:
+        with pytest.warns(smelt.TruncationWarning) as caught:
+            _use(model, ["a man", LONG, LONG])
+        (said,) = caught
+        assert (said.message.count, said.message.limit, model.truncated) == (2, limit, 2)
+        assert str(said.message) == (
+            f"2 of 3 texts were longer than the model takes ({limit} tokens) and cut."
+            " Shorten or split what is longer."
+        )
+        assert said.filename == __file__ or os.path.samefile(said.filename, __file__)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _use(model, ["a man"])
+        assert model.truncated == 2
+
+
+def test_one_text_of_one_is_told_in_the_singular():
+    assert str(smelt.TruncationWarning(1, 1, 8)).startswith("1 of 1 text was longer")
+    assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was longer")
+
+
+def test_cuts_add_up():
+    cuts = Cuts()
+    cuts(2, 64)
+    cuts(1, 64)
+    assert (cuts.count, cuts.limit) == (3, 64)
+
+
+@pytest.mark.parametrize("size", [0, -3, True, 2.0, "8", None])
+def test_a_batch_size_that_is_none_is_refused(runs, size):
+    message = "batch_size: expected a whole number of at least 1"
+    with (
+        smelt.load(runs["translator"].artifact("onnx")) as model,
+        pytest.raises(smelt.InputError, match=message),
+    ):
+        model.generate(["a man"], batch_size=size)
+    with (
+        smelt.load(runs["classifier"].artifact("onnx")) as model,
+        pytest.raises(smelt.InputError, match=message),
+    ):
+        model.predict(["a man"], batch_size=size)
+
+
+@pytest.mark.parametrize("texts", [None, 3, b"a", ["a", None], [("a", "b")], [["a"]], "a man"])
+def test_what_are_no_texts_is_refused(runs, texts):
+    with smelt.load(runs["translator"].artifact("onnx")) as model, pytest.raises(smelt.InputError):
+        model.generate(texts)
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
+def test_a_number_of_threads_that_is_none_is_refused(runs, threads):
+    with pytest.raises(smelt.InputError, match="threads: expected a whole number of at least 1"):
+        smelt.load(runs["translator"].artifact("onnx"), threads=threads)

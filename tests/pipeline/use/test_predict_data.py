@@ -1,0 +1,97 @@
+"""The texts that `smelt predict` is given: words, lines, or rows of a file."""
+
+import gzip
+import json
+
+import pytest
+
+from smelt.core.data import Example
+from smelt.core.errors import InputError
+from smelt.use.predict_data import examples_of, read_examples
+
+CLASSIFIER, TRANSLATOR = "text-classification", "translation"
+
+
+def rows(path, *values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_a_tab_parts_the_texts_of_a_pair_for_a_classifier_alone():
+    texts = ["a", "a\tb", "a\t"]
+    found = examples_of(texts, CLASSIFIER)
+    assert found == [Example("a"), Example("a", text_pair="b"), Example("a", text_pair="")]
+    assert examples_of(texts, TRANSLATOR) == [Example(text) for text in texts]
+
+
+def test_lines_of_plain_text_are_texts(tmp_path):
+    (tmp_path / "t.txt").write_text("one\n\ntwo\n")
+    assert read_examples(tmp_path / "t.txt", TRANSLATOR, ()) == [Example("one"), Example(""), Example("two")]
+    with gzip.open(tmp_path / "t.txt.gz", "wt") as stream:
+        stream.write("a\tb\n")
+    assert read_examples(tmp_path / "t.txt.gz", CLASSIFIER, ()) == [Example("a", text_pair="b")]
+    with pytest.raises(InputError, match=r"--column x: .*t\.txt is plain text and has no columns"):
+        read_examples(tmp_path / "t.txt", TRANSLATOR, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "expected"),
+    [
+        (TRANSLATOR, (), "s"),
+        (TRANSLATOR, ("text",), "t"),
+        (TRANSLATOR, ("source=text",), "t"),
+        (TRANSLATOR, ("a=b",), "c"),  # a name with a sign of its own
+        ("language-modeling", (), "t"),
+        (CLASSIFIER, (), "t"),
+        (CLASSIFIER, ("text=source",), "s"),
+    ],
+)
+def test_the_column_is_the_tasks_or_the_one_that_is_named(tmp_path, task, columns, expected):
+    path = rows(tmp_path / "d.jsonl", {"source": "s", "text": "t", "a=b": "c"})
+    assert read_examples(path, task, columns) == [Example(expected)]
+
+
+def test_a_classifier_takes_the_second_text_where_there_is_one(tmp_path):
+    path = rows(
+        tmp_path / "d.jsonl", {"text": "a", "text_b": "b"}, {"text": "c", "text_b": ""}, {"text": "d"}
+    )
+    assert read_examples(path, CLASSIFIER, ()) == [Example("a", text_pair="b"), Example("c"), Example("d")]
+    assert read_examples(path, "language-modeling", ()) == [Example("a"), Example("c"), Example("d")]
+    named = rows(tmp_path / "n.jsonl", {"text": "a", "second": "b"})
+    assert read_examples(named, CLASSIFIER, ("text_pair=second",)) == [Example("a", text_pair="b")]
+
+
+def test_csv_and_parquet_are_read(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "d.csv").write_text('source,n\n"a, b",1\nc,2\n')
+    assert read_examples(tmp_path / "d.csv", TRANSLATOR, ()) == [Example("a, b"), Example("c")]
+    pyarrow.parquet.write_table(pyarrow.table({"source": ["x"]}), tmp_path / "d.parquet")
+    assert read_examples(tmp_path / "d.parquet", TRANSLATOR, ()) == [Example("x")]
+
+
+@pytest.mark.parametrize(
+    ("value", "task", "columns", "message"),
+    [
+        ({"src": "a"}, TRANSLATOR, (), r"d\.jsonl:1: no column 'source'; there are: src\."),
+        ({"text": "a"}, CLASSIFIER, ("txt",), r"Did you mean 'text'\? Name the right one with --column NAME"),
+        ({"text": 3}, CLASSIFIER, (), r"d\.jsonl:1: column 'text' must be text, read 3"),
+        ({"text": "a", "text_b": 3}, CLASSIFIER, (), "column 'text_b' must be text, read 3"),
+        ({"text": "\ud800"}, CLASSIFIER, (), "half of a surrogate pair"),
+        ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "no column 'b'"),
+        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "only a classifier reads pairs"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, message):
+    path = rows(tmp_path / "d.jsonl", value)
+    with pytest.raises(InputError, match=message):
+        read_examples(path, task, columns)
+
+
+def test_no_file_and_no_rows_are_named(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_examples(tmp_path / "nowhere.jsonl", TRANSLATOR, ())
+    (tmp_path / "d.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="no rows in this file"):
+        read_examples(tmp_path / "d.jsonl", TRANSLATOR, ())

@@ -1,0 +1,248 @@
+"""Where a runner works: what is asked for, what the machine has, and what is said where the two differ."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.stage import Context
+from smelt.execute.execute import machine
+from smelt.runtime.backends import device as places
+from smelt.runtime.backends.device import onnx_device, torch_device
+from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.runner import Batch
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let torch and ONNX Runtime say that they see a GPU."""
+    import onnxruntime
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(places, "cuda_devices", lambda: 1)
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_auto_takes_cuda_where_torch_sees_one(gpu):
+    assert [torch_device(w) for w in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+
+
+def test_auto_takes_the_cpu_where_there_is_no_gpu_and_cuda_is_refused(no_gpu):
+    assert torch_device("auto") == torch_device("cpu") == "cpu"
+    with pytest.raises(InputError, match="device: cpu"):
+        torch_device("cuda")
+
+
+def test_only_graphs_for_ort_cuda_leave_the_cpu(gpu):
+    assert [onnx_device(w, "ort-cuda") for w in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    assert {onnx_device(w, t) for w in ("auto", "cpu", "cuda") for t in ("ort-cpu", "tensorrt", None)} == {
+        "cpu"
+    }
+
+
+def test_graphs_for_cuda_stay_on_the_cpu_where_the_driver_sees_no_device(gpu, monkeypatch):
+    monkeypatch.setattr(places, "cuda_devices", lambda: 0)
+    assert onnx_device("auto", "ort-cuda") == "cpu"
+    with pytest.raises(MissingDependencyError, match="CUDAExecutionProvider"):
+        onnx_device("cuda", "ort-cuda")
+
+
+@pytest.mark.parametrize(("init", "asked", "expected"), [(0, 0, 2), (100, 0, 0), (0, 3, 0)])
+def test_devices_are_those_that_the_driver_counts(monkeypatch, init, asked, expected):
+    class Driver:
+        def __init__(self, name):
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags):  # noqa: N802
+            return init
+
+        def cuDeviceGetCount(self, place):  # noqa: N802
+            place._obj.value = 2
+            return asked
+
+    monkeypatch.setattr(places.sys, "platform", "linux")
+    monkeypatch.setattr(places.ctypes, "CDLL", Driver)
+    assert places.cuda_devices() == expected
+
+
+def test_there_is_no_device_where_there_is_no_driver(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(places.ctypes, "CDLL", missing)
+    assert places.cuda_devices() == 0
+
+
+def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert onnx_device("auto", "ort-cuda") == "cpu"
+    with pytest.raises(MissingDependencyError, match="pip install 'onnxruntime-gpu"):
+        onnx_device("cuda", "ort-cuda")
+
+
+def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
+    """ONNX Runtime goes on without a provider whose libraries do not load; that would be the wrong device."""
+    import onnxruntime
+
+    from smelt.runtime.backends.onnx_runner import open_session
+
+    class Session:
+        def __init__(self, *arguments, **options):
+            assert options["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+        def get_providers(self):
+            return ["CPUExecutionProvider"]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    with pytest.raises(MissingDependencyError, match="CUDAExecutionProvider"):
+        open_session(tmp_path / "model.onnx", device="cuda")
+
+
+def test_the_torch_runner_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
+    """The meta device stands in for a GPU; it computes nothing, so a stand-in answers for the model."""
+    from smelt.runtime.backends import torch_runner
+
+    monkeypatch.setattr(torch_runner, "torch_device", lambda wanted: "meta")
+    fed = {}
+
+    def model(**inputs):
+        fed.update(inputs)
+        return SimpleNamespace(logits=torch.ones(2, 2))
+
+    ids = np.ones((2, 5), dtype=np.int64)
+    with TorchRunner(tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")) as runner:
+        assert {p.device.type for p in runner.model.parameters()} == {"meta"}
+        runner.model = model
+        assert runner.forward(Batch(ids, ids, np.zeros_like(ids))).shape == (2, 2)
+    assert {name: value.device.type for name, value in fed.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "token_type_ids"), "meta"
+    )
+
+
+def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
+    from smelt.recipe.stage_table import load_stage
+
+    quantize = load_stage("quantize")
+
+    src = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
+    (tmp_path / "q").mkdir()
+    ctx = Context(
+        out=tmp_path / "q", task="text-classification", data={}, seed=0, ancestors={}, score=lambda a: {}
+    )
+    quantize()(src, quantize.settings_type(), ctx)
+    with TorchRunner(tiny.artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
+        assert runner.device == "cpu"
+
+
+def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch):
+    from smelt.plan.plan import load_plan
+
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    tiny.bert(tmp_path / "m")
+    tiny.labelled(tmp_path / "d.jsonl")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: []\ndevice: cuda\n"
+    )
+    with pytest.raises(InputError, match=r"r\.yaml:5: device: there is no NVIDIA GPU .* Set device: cpu\."):
+        load_plan(recipe)
+
+
+def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")
+    assert "2.13.0+cpu" in (machine.cuda_lacks() or "")
+    monkeypatch.setattr(machine, "version", lambda name: "2.13.0")
+    assert machine.cuda_lacks() is None
+
+
+def test_training_is_told_the_device(tmp_path):
+    from smelt.compress.training import TrainingSettings
+    from smelt.compress.training_loop import _arguments
+
+    def device_for(word):
+        ctx = Context(
+            out=tmp_path, task="translation", data={}, seed=0, ancestors={}, score=lambda a: {}, device=word
+        )
+        return _arguments(TrainingSettings(), str(tmp_path), ctx)
+
+    assert device_for("cpu").use_cpu
+    assert not device_for("auto").use_cpu
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="torch sees no CUDA device"):
+            device_for("cuda")
+
+
+def test_the_report_and_the_signatures_name_the_device(tmp_path):
+    from click.testing import CliRunner
+
+    from smelt.cli import main
+
+    tiny.bert(tmp_path / "m")
+    tiny.labelled(tmp_path / "d.jsonl")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: [quantize]\ndevice: cpu\n"
+        "score: {latency: false}\n"
+    )
+    done = CliRunner().invoke(main, ["run", str(recipe), "--out", str(tmp_path / "run"), "--quiet"])
+    assert done.exit_code == 0, done.output
+    steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
+    assert [s["device"] for s in steps] == ["cpu", "cpu"]
+    assert all(q["signature"].endswith("|device:cpu") for s in steps for q in s["quality"].values())
+    assert "torch on cpu" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", [["predict", "x"], ["eval", "--data", "d.jsonl"], ["bench"]])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command):
+    from click.testing import CliRunner
+
+    from smelt.cli import main
+    from smelt.core.artifact import Manifest
+    from smelt.core.store import Store
+
+    tiny.labelled(tmp_path / "d.jsonl")
+    monkeypatch.chdir(tmp_path)
+    store = Store(tmp_path / "s")
+    with store.workspace() as space:
+        folder = tiny.bert(space / "out")
+        values = {
+            "format": "torch",
+            "task": "text-classification",
+            "stage": "model",
+            "settings": {},
+            "seed": 0,
+        }
+        made = store.commit(folder, Manifest(key="0" * 64, parent=None, versions={}, **values))
+    name, *rest = command
+    done = CliRunner().invoke(main, [name, str(made.path), *rest, "--device", "cuda"])
+    assert done.exit_code == 2, done.output
+    assert "torch sees no CUDA device" in done.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
+    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.predict import generate_texts
+
+    src = tiny.artifact(tiny.marian(tmp_path / "m"))
+    results = []
+    for device in ("cpu", "cuda"):
+        with TorchRunner(src, device=device) as runner:
+            assert runner.device == device
+            results.append(generate_texts(runner, tiny.SENTENCES, Generation(max_new_tokens=12)))
+    assert results[0] == results[1]

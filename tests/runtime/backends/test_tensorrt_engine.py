@@ -1,0 +1,202 @@
+"""The calls of one engine: their order, and what each failure says.
+
+The stand-in computes with ONNX Runtime on the addresses that it was given; its surface is compared with
+the real bindings on the rig.
+"""
+
+import inspect
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import fake_tensorrt
+import numpy as np
+import onnx
+import pytest
+import tensorrt_rig
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.core.errors import RunError
+from smelt.runtime.backends import tensorrt_engine
+from smelt.runtime.backends.tensorrt_engine import Engine
+
+SHAPES = {"x": [[1, 4], [2, 4], [8, 4]]}
+W = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(tensorrt_engine, "DEVICE", "cpu")
+
+
+@pytest.fixture
+def trt():
+    return fake_tensorrt.Module()
+
+
+def graph(folder, kind=TensorProto.FLOAT, rows="batch"):
+    x = helper.make_tensor_value_info("x", kind, [rows, 4])
+    y = helper.make_tensor_value_info("y", kind, [rows, 3])
+    weight = numpy_helper.from_array(W.astype(helper.tensor_dtype_to_np_dtype(kind)), "w")
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    model = helper.make_model(
+        helper.make_graph([node], "g", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 17)]
+    )
+    model.ir_version = 8
+    onnx.save(model, folder / "model.onnx")
+    fake_tensorrt.write_plan(folder / "model.onnx", SHAPES if rows == "batch" else {}, folder / "model.plan")
+    return folder / "model.plan"
+
+
+def stream(calls=None):
+    waited = (lambda: None) if calls is None else (lambda: calls.append(("synchronize",)))
+    return SimpleNamespace(cuda_stream=fake_tensorrt.STREAM, synchronize=waited)
+
+
+def test_calls_come_in_the_order_that_the_api_wants(trt, tmp_path):
+    engine = Engine(trt, graph(tmp_path), stream(trt.calls))
+    assert trt.calls == [
+        ("deserialize_cuda_engine",),
+        ("set_optimization_profile_async", 0, fake_tensorrt.STREAM),
+        ("synchronize",),
+    ]
+    trt.calls.clear()
+    x = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 2]])
+    out = engine({"x": x, "not asked for": x})
+    assert trt.calls == [
+        ("set_input_shape", "x", (2, 4)),
+        ("set_tensor_address", "x"),
+        ("infer_shapes",),
+        ("get_tensor_shape", "y"),
+        ("set_tensor_address", "y"),
+        ("execute_async_v3", fake_tensorrt.STREAM),
+    ]
+    assert out["y"].tolist() == [[0.0, 1.0, 2.0], [18.0, 20.0, 22.0]]
+    again = engine({"x": 2 * x})["y"]
+    assert again.data_ptr() != out["y"].data_ptr()  # results of earlier calls stay what they were
+    assert out["y"].tolist() == [[0.0, 1.0, 2.0], [18.0, 20.0, 22.0]]
+
+
+def test_inputs_take_the_type_and_layout_of_the_engine(trt, tmp_path):
+    engine = Engine(trt, graph(tmp_path, TensorProto.FLOAT16), stream())
+    x = torch.tensor([[1.0, 0], [0, 0], [0, 0], [0, 2]], dtype=torch.float64).T  # neither half nor contiguous
+    out = engine({"x": x})["y"]
+    assert out.dtype is torch.float16
+    assert out.tolist() == [[0.0, 1.0, 2.0], [18.0, 20.0, 22.0]]
+
+
+def test_outputs_on_the_host_are_waited_for(trt, tmp_path):
+    trt.answers["location"] = trt.TensorLocation.HOST
+    engine = Engine(trt, graph(tmp_path), stream(trt.calls))
+    trt.calls.clear()
+    engine({"x": torch.ones(1, 4)})
+    assert trt.calls[-2:] == [("execute_async_v3", fake_tensorrt.STREAM), ("synchronize",)]
+
+
+def test_longest_reads_the_profile_and_fixed_sizes(trt, tmp_path):
+    engine = Engine(trt, graph(tmp_path), stream())
+    assert (engine.longest("x", 0), engine.longest("x", 1)) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "words"),
+    [
+        ("infer_shapes", ["x"], r"model\.plan: shapes are unknown for x"),
+        ("infer_shapes", RuntimeError("a shape tensor"), r"shapes of the outputs cannot be found: a shape"),
+        ("get_tensor_shape", (-1, 3), r"the shape \(-1, 3\) of 'y' depends on the data"),
+        ("set_tensor_address", False, r"TensorRT takes no memory for 'x'"),
+        ("execute_async_v3", False, r"the engine failed\. TensorRT said: Cuda failure: an illegal"),
+    ],
+)
+def test_each_failing_call_is_a_run_error_with_its_reason(trt, tmp_path, method, answer, words):
+    engine = Engine(trt, graph(tmp_path), stream())
+    trt.answers[method] = answer
+    with pytest.raises(RunError, match=words):
+        engine({"x": torch.ones(1, 4)})
+
+
+def test_shape_outside_of_the_profile_names_both_and_the_setting(trt, tmp_path):
+    engine = Engine(trt, graph(tmp_path), stream())
+    words = r"'x' has the shape \(9, 4\); the engine was built for \(1, 4\) to \(8, 4\)\..*max_batch_size"
+    with pytest.raises(RunError, match=words):
+        engine({"x": torch.ones(9, 4)})
+    fixed = Engine(trt, graph(tmp_path, rows=2), stream())
+    trt.answers["set_input_shape"] = False
+    with pytest.raises(RunError, match=r"the engine was built for \(2, 4\) only"):
+        fixed({"x": torch.ones(3, 4)})
+
+
+def test_missing_input_is_named(trt, tmp_path):
+    engine = Engine(trt, graph(tmp_path), stream())
+    with pytest.raises(RunError, match=r"the engine wants the input 'x'; there are input_ids\."):
+        engine({"input_ids": torch.ones(1, 4)})
+
+
+def test_plan_that_cannot_be_read_says_why_and_what_to_do(trt, tmp_path):
+    path = graph(tmp_path)
+    path.write_bytes(b"another version's")
+    with pytest.raises(RunError, match=r"cannot read this engine.*--fresh\. TensorRT said: Serialization"):
+        Engine(trt, path, stream())
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "words"),
+    [
+        ("create_execution_context", None, "no execution context; the GPU's memory may be full"),
+        ("set_optimization_profile_async", False, "the engine's profile cannot be chosen"),
+    ],
+)
+def test_context_that_cannot_be_made_is_explained(trt, tmp_path, method, answer, words):
+    trt.answers[method] = answer
+    with pytest.raises(RunError, match=words):
+        Engine(trt, graph(tmp_path), stream())
+
+
+def test_type_that_torch_does_not_know_is_refused(trt, tmp_path):
+    with pytest.raises(RunError, match=r"'x' has the type DOUBLE; known are FLOAT, HALF"):
+        Engine(trt, graph(tmp_path, TensorProto.DOUBLE), stream())
+
+
+SURFACE = """
+import json, tensorrt
+names = {
+    "ICudaEngine": fake["Engine"], "IExecutionContext": fake["Context"],
+    "Runtime": {"deserialize_cuda_engine": 1},
+}
+print(json.dumps({
+    f"{kind}.{name}": getattr(getattr(tensorrt, kind), name).__doc__
+    for kind, methods in names.items() for name in methods
+} | {"places": [tensorrt.TensorLocation.HOST.name, tensorrt.TensorIOMode.INPUT.name],
+     "types": list(tensorrt.DataType.__members__)}))
+"""
+
+
+def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
+    """What the tests above call is what the bindings of 11.4 have: every method, every argument's name."""
+    methods = {
+        cls.__name__: {
+            name: list(inspect.signature(method).parameters)[1:]
+            for name, method in vars(cls).items()
+            if not name.startswith("_")
+        }
+        for cls in (fake_tensorrt.Engine, fake_tensorrt.Context)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", f"fake = {methods!r}{SURFACE}"],
+        env=tensorrt_rig.require(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    real = json.loads(done.stdout)
+    for kind, fake in (("ICudaEngine", "Engine"), ("IExecutionContext", "Context")):
+        for name, arguments in methods[fake].items():
+            for argument in arguments:
+                assert f"{argument}: " in real[f"{kind}.{name}"], (kind, name, argument)
+    assert "Buffer" in real["Runtime.deserialize_cuda_engine"]
+    assert real["places"] == ["HOST", "INPUT"]
+    assert set(tensorrt_engine._TYPES) <= set(real["types"])

@@ -1,0 +1,145 @@
+"""Where each setting of a generation comes from: the recipe, the model's generation config, a default."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.runtime.generate.decoding import Decoding, settle
+from smelt.runtime.generate.generation import Generation
+
+CONFIG = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}
+CONFIG |= {"vocab_size": 20}
+
+
+def runner(own=None, **config):
+    return SimpleNamespace(folder=Path("m"), config={**CONFIG, **config}, generation_config=own or {})
+
+
+BART = {
+    "num_beams": 4,
+    "do_sample": True,
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "no_repeat_ngram_size": 3,
+    "max_length": 142,
+    "min_length": 56,
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2,
+    "temperature": 0.5,
+}
+
+
+def test_what_the_recipe_does_not_say_comes_from_the_model_but_not_the_kind_of_search():
+    found = settle(Generation(), runner(BART))
+    assert (found.beams, found.do_sample) == (1, False)
+    assert (found.no_repeat_ngram_size, found.forced_bos_token_id, found.forced_eos_token_id) == (3, 0, [2])
+    assert (found.longest(1), found.shortest(1)) == (142, 56)
+    beams = settle(Generation(beams=4), runner(BART))
+    assert (beams.length_penalty, beams.early_stopping) == (2.0, True)
+
+
+def test_what_the_recipe_says_wins():
+    wishes = Generation(
+        beams=2, length_penalty=0.5, max_new_tokens=10, min_new_tokens=0, no_repeat_ngram_size=0
+    )
+    found = settle(wishes, runner({**BART, "max_new_tokens": 99, "min_new_tokens": 7}))
+    assert (found.length_penalty, found.no_repeat_ngram_size) == (0.5, 0)
+    assert (found.longest(1), found.shortest(1)) == (11, 1)
+    found = settle(Generation(min_length=4), runner({"min_new_tokens": 9}))
+    assert found.shortest(3) == 4
+
+
+def test_without_a_generation_config_the_models_config_is_asked_as_transformers_does():
+    assert settle(Generation(), runner(None, no_repeat_ngram_size=2)).no_repeat_ngram_size == 2
+    assert settle(Generation(), runner({"top_k": 5}, no_repeat_ngram_size=2)).no_repeat_ngram_size == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "prompt", "expected"),
+    [
+        ({}, {}, 1, 129),
+        ({"max_length": 50}, {}, 1, 50),
+        ({"max_length": 50, "max_new_tokens": 60}, {}, 4, 64),
+        ({"max_length": 50}, {}, 60, 188),  # a prompt that is longer already: the default
+        ({}, {"max_position_embeddings": 64}, 1, 65),  # 64 tokens are fed, the last new one is not
+        ({}, {"n_positions": 64}, 60, 65),
+        ({}, {"n_positions": 64}, 64, 65),
+    ],
+)
+def test_the_longest_text(own, config, prompt, expected):
+    assert settle(Generation(), runner(own, **config)).longest(prompt) == expected
+
+
+def test_tokens_that_begin_and_end_a_text():
+    assert settle(Generation(), runner({"eos_token_id": [1, 2]})).eos == [1, 2]
+    assert settle(Generation(), runner(decoder_start_token_id=None, bos_token_id=7)).start == 7
+    assert settle(Generation(), runner(pad_token_id=None)).pad == 1
+    assert settle(Generation(), runner(is_encoder_decoder=False)).start is None
+    with pytest.raises(InputError, match="no decoder_start_token_id"):
+        settle(Generation(), runner(decoder_start_token_id=None))
+
+
+@pytest.mark.parametrize(
+    ("own", "wishes", "message"),
+    [
+        ({"encoder_no_repeat_ngram_size": 3}, {}, r"encoder_no_repeat_ngram_size is 3.*set it to 0\."),
+        ({"sequence_bias": [[[1], 2.0]]}, {}, r"sequence_bias is .*set it to null\."),
+        ({"typical_p": 0.5}, {"do_sample": True}, r"typical_p is 0.5.*set it to 1.0"),
+        (
+            {"length_penalty": "long"},
+            {"beams": 2},
+            r"m/generation_config.json: length_penalty is 'long': .*number",
+        ),
+        ({"bad_words_ids": [[25]]}, {}, r"m: bad_words_ids names the token 25; .* 0 to 19\."),
+        ({}, {"forced_bos_token_id": 20}, r"forced_bos_token_id names the token 20"),
+    ],
+)
+def test_what_cannot_be_done_is_said(own, wishes, message):
+    with pytest.raises(InputError, match=message):
+        settle(Generation(**wishes), runner(own))
+
+
+def test_settings_of_sampling_do_not_matter_to_other_searches():
+    assert settle(Generation(), runner({"typical_p": 0.5, "temperature": 0.0, "top_p": 0})).beams == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "wishes", "expected"),
+    [
+        ({}, {}, "gen:greedy|max_new_tokens:128"),
+        ({"max_length": 64}, {}, "gen:greedy|max_length:64"),
+        (
+            {"length_penalty": 0.6, "bad_words_ids": [[3]], "forced_eos_token_id": 1},
+            {"beams": 4, "max_new_tokens": 32},
+            "gen:beam 4|length_penalty:0.6|early_stopping:false|max_new_tokens:32|bad_words:1|forced_eos:[1]",
+        ),
+        (
+            {"top_k": 0, "min_length": 5, "repetition_penalty": 1.1},
+            {"do_sample": True, "seed": 2},
+            "gen:sample seed 2|temperature:1|top_k:0|top_p:1|max_new_tokens:128|min_length:5"
+            "|repetition_penalty:1.1",
+        ),
+    ],
+)
+def test_the_signature_tells_what_is_in_force(own, wishes, expected):
+    assert settle(Generation(**wishes), runner(own)).describe() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "new", "stops"),
+    [
+        ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 7], True),
+        ({"max_new_tokens": 3, "eos": [2]}, [5, 6, 2], False),
+        ({"max_new_tokens": 3, "eos": [2]}, [5, 2], False),
+        ({"max_length": 4, "eos": [2]}, [5, 6, 7], True),
+        ({"max_length": 5, "eos": [2]}, [5, 6, 7], False),
+        ({"max_new_tokens": 9, "positions": 3, "eos": [2]}, [5, 6, 7], True),
+        # the end was forced upon a text that had not come to one
+        ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 6, 2], True),
+        ({"max_new_tokens": 3, "eos": [2], "forced_eos_token_id": [2]}, [5, 2], False),
+    ],
+)
+def test_output_that_was_cut_is_told_from_one_that_ended(settings, new, stops):
+    assert Decoding(start=1, **settings).stops(new) is stops

@@ -1,0 +1,89 @@
+"""Models with random weights: the class's own, and a config that agrees with the tokenizer."""
+
+import pytest
+import tiny
+import torch
+import transformers
+from untrained import CONFIGS, ENCODER, made
+
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+from smelt.runtime.models.new_model import agreement, make_model
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_of_every_family_loads_and_agrees_with_its_tokenizer(tmp_path, family):
+    labels = ["no", "yes", "maybe"] if CONFIGS[family][0] == "text-classification" else []
+    folder, notes = made(tmp_path, family, labels=labels)
+    assert notes == []
+    model, edits = load_model(folder)
+    tokenizer = load_tokenizer(folder)
+    config = model.config
+    assert edits == []
+    assert config.vocab_size == len(tokenizer) == model.get_input_embeddings().num_embeddings
+    assert config.pad_token_id == tokenizer.pad_token_id
+    assert config.eos_token_id == tokenizer.eos_token_id
+    if labels:
+        assert [config.id2label[i] for i in range(3)] == labels
+        assert config.label2id == {name: i for i, name in enumerate(labels)}
+    if config.is_encoder_decoder:
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        start = tokenizer.eos_token_id if family == "bart" else tokenizer.pad_token_id
+        assert config.decoder_start_token_id == generation.decoder_start_token_id == start
+        forced = None if family == "t5" else tokenizer.eos_token_id
+        assert generation.forced_eos_token_id == forced
+    inputs = tokenizer("a man", return_tensors="pt")
+    with torch.inference_mode():
+        if model.can_generate():
+            tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            assert int(tokens.max()) < len(tokenizer)
+        else:
+            assert model(**inputs).logits.shape == (1, 3)
+
+
+def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
+    folder, _ = made(tmp_path / "a", "bert", labels=["a", "b"])
+    model, _ = load_model(folder)
+    transformers.set_seed(3)
+    again = transformers.BertForSequenceClassification(model.config)
+    for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    other, _ = made(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
+    assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
+
+
+def test_what_the_config_said_otherwise_is_told(tmp_path):
+    folder = tiny.marian(tmp_path / "m")
+    tokenizer = load_tokenizer(folder)
+    values = {"model_type": "marian", "vocab_size": 10, "pad_token_id": 3, "decoder_vocab_size": 10}
+    agreed = agreement(values, tokenizer, "translation", exact=False)
+    assert agreed == {
+        "vocab_size": len(tokenizer),
+        "decoder_vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+        "forced_eos_token_id": 0,
+    }
+    padded = agreement(values | {"vocab_size": 4096}, tokenizer, "translation", exact=False)
+    assert padded["vocab_size"] == 4096
+    (tmp_path / "out").mkdir()
+    config = values | CONFIGS["marian"][1]
+    notes = make_model(config, folder, tmp_path / "out", task="translation", seed=0)
+    assert f"pad_token_id is {tokenizer.pad_token_id}, as in the tokenizer; the config said 3" in notes
+
+
+def test_a_tokenizer_without_a_token_that_is_needed_is_refused(tmp_path):
+    tokenizer = load_tokenizer(tiny.bert(tmp_path / "b"))
+    assert agreement({"model_type": "bert"}, tokenizer, "text-classification", False)["pad_token_id"] == 0
+    with pytest.raises(InputError, match="no eos token, which a bart model for translation needs"):
+        agreement({"model_type": "bart"}, tokenizer, "translation", False)
+
+
+def test_a_config_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "m").mkdir()
+    folder = tiny.bert(tmp_path / "b")
+    values = {"model_type": "bert", **ENCODER, "num_attention_heads": 3}
+    with pytest.raises(InputError, match=r"model\.config: transformers cannot make a model of it"):
+        make_model(values, folder, tmp_path / "m", task="text-classification", seed=0)

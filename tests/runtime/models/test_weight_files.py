@@ -1,0 +1,205 @@
+"""The weights are the files that transformers takes, and nothing that lies beside them."""
+
+import json
+import struct
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification
+
+from smelt.core.errors import InputError
+from smelt.runtime.models.weight_files import (
+    find_weights,
+    has_weights,
+    read_header,
+    values_in,
+    weight_tensors,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny.bert(tmp_path / "m")
+
+
+def _stray(path, like):
+    """Write other weights, all with other values, and one tensor that the model does not have."""
+    tensors = {name: tensor + 1 for name, tensor in load_file(like).items()}
+    save_file(tensors | {"stray": torch.zeros(1000)}, path, metadata={"format": "pt"})
+
+
+def _shards(folder, into=3):
+    """Split the weights over several files with an index, as transformers does."""
+    config = BertConfig.from_pretrained(folder)
+    model = BertForSequenceClassification.from_pretrained(folder, config=config)
+    size = (folder / "model.safetensors").stat().st_size
+    model.save_pretrained(folder, max_shard_size=size // into)
+    (folder / "model.safetensors").unlink()  # which transformers leaves there
+    return sorted(path.name for path in folder.glob("model-*.safetensors"))
+
+
+def _read(folder):
+    """Return what smelt finds: name -> values of all tensors."""
+    found = {}
+    for path, name, entry in weight_tensors(folder):
+        assert name not in found
+        found[name] = load_file(path)[name]
+        assert values_in(entry) == found[name].numel()
+    return found
+
+
+def _taken_by_transformers(folder):
+    return BertForSequenceClassification.from_pretrained(folder).state_dict()
+
+
+def _require_same(folder):
+    expected, found = _taken_by_transformers(folder), _read(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+STRAYS = ["model.variant.safetensors", "model.fp16.safetensors", "adapter_model.safetensors", "a.safetensors"]
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_a_stray_file_beside_the_model_is_no_part_of_it(folder, name):
+    _stray(folder / name, folder / "model.safetensors")
+    _require_same(folder)
+    assert [path.name for path in find_weights(folder).files] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*STRAYS, "model-00009-of-00009.safetensors"])
+def test_a_stray_file_beside_shards_is_no_part_of_the_model(folder, name):
+    names = _shards(folder)
+    assert len(names) > 2
+    _stray(folder / name, folder / names[0])
+    _require_same(folder)
+    found = find_weights(folder)
+    assert [path.name for path in found.files] == names
+    assert found.index == folder / "model.safetensors.index.json"
+
+
+def test_one_file_goes_before_shards_as_in_transformers(folder):
+    whole = load_file(folder / "model.safetensors")
+    names = _shards(folder)
+    for name in names:
+        _stray(folder / name, folder / name)
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    _require_same(folder)
+    assert find_weights(folder).index is None
+
+
+def test_the_file_that_the_config_names_goes_before_all_as_in_transformers(folder):
+    (folder / "model.safetensors").rename(folder / "chosen.safetensors")
+    _stray(folder / "model.safetensors", folder / "chosen.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "chosen.safetensors"}))
+    _require_same(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "../m.safetensors"}))
+    with pytest.raises(InputError, match=r"config\.json: the file name .* leads out of the folder"):
+        find_weights(folder)
+
+
+def test_the_index_that_the_config_names_is_followed(folder):
+    names = _shards(folder)
+    (folder / "model.safetensors.index.json").rename(folder / "other.safetensors.index.json")
+    config = json.loads((folder / "config.json").read_text())
+    named = config | {"transformers_weights": "other.safetensors.index.json"}
+    (folder / "config.json").write_text(json.dumps(named))
+    _require_same(folder)
+    assert [path.name for path in find_weights(folder).files] == names
+
+
+def test_a_tensor_in_two_shards_is_that_of_the_file_that_the_index_names(folder):
+    whole = load_file(folder / "model.safetensors")
+    names = _shards(folder)
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    twice = next(name for name, file in places.items() if file == names[0])
+    tensors = load_file(folder / names[-1])
+    save_file(tensors | {twice: whole[twice] + 1}, folder / names[-1], metadata={"format": "pt"})
+    assert torch.equal(_read(folder)[twice], whole[twice])
+
+
+def test_an_index_with_a_file_that_is_not_there_is_an_error_that_names_it(folder):
+    names = _shards(folder)
+    (folder / names[1]).unlink()
+    with pytest.raises(InputError) as caught:
+        list(weight_tensors(folder))
+    assert str(caught.value) == (
+        f"{folder / names[1]}: this file of the weights is missing; model.safetensors.index.json names it."
+        " Copy or download it again."
+    )
+
+
+def test_a_shard_without_a_tensor_that_the_index_lists_is_an_error_that_names_it(folder):
+    names = _shards(folder)
+    tensors = load_file(folder / names[0])
+    lost = sorted(tensors)[0]
+    del tensors[lost]
+    save_file(tensors, folder / names[0])
+    with pytest.raises(InputError) as caught:
+        list(weight_tensors(folder))
+    said = (
+        f"{folder / names[0]}: the tensor '{lost}' is not in this file, and model.safetensors.index.json says"
+    )
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "not an index of weights"),
+        ("{", "not an index of weights"),
+        ('{"weight_map": {}}', "it lists none"),
+        ('{"weight_map": {"w": "../model.safetensors"}}', r"'\.\./model\.safetensors' leads out"),
+        ('{"weight_map": {"w": "a/model.safetensors"}}', "leads out"),
+        ('{"weight_map": {"w": "a\\\\model.safetensors"}}', "leads out"),
+        ('{"weight_map": {"w": ".."}}', "leads out"),
+        ('{"weight_map": {"w": ""}}', "leads out"),
+    ],
+)
+def test_an_index_that_is_none_is_explained(folder, content, message):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        find_weights(folder)
+    assert has_weights(folder)
+
+
+def test_a_folder_without_weights_says_what_was_expected(tmp_path):
+    assert not has_weights(tmp_path)
+    with pytest.raises(InputError, match=r"no weights in this folder; expected model\.safetensors\.$"):
+        find_weights(tmp_path)
+    (tmp_path / "model.fp16.safetensors").touch()
+    with pytest.raises(InputError, match=r"There is model\.fp16\.safetensors; rename it if"):
+        find_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x10",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 4) + b"[1]]",
+        struct.pack("<Q", 2) + b"[]",
+    ],
+)
+def test_a_damaged_header_is_an_input_error(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"not a safetensors file|header is damaged"):
+        read_header(tmp_path / "model.safetensors")
+
+
+def test_the_files_are_chosen_without_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, smelt.runtime.models.weight_files, smelt.runtime.models.unread_tensors;"
+        " print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,60 @@
+"""How many tokens a model takes: only a table of positions that is there is a limit."""
+
+import json
+
+import families
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from smelt.runtime.generate.generation import Generation
+from smelt.runtime.models.checkpoint import load_tokenizer
+from smelt.runtime.predict import encode_texts, generate_texts, pack
+from smelt.runtime.runner import open_runner
+from smelt.runtime.text.limits import NO_LIMIT, length_limit, position_limit, position_table
+
+
+@pytest.mark.parametrize(
+    ("config", "table", "limit"),
+    [
+        ({"model_type": "marian", "max_position_embeddings": 512}, 512, 512),
+        ({"model_type": "gpt2", "n_positions": 64}, 64, 64),
+        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 514, 512),
+        ({"model_type": "t5", "n_positions": 512}, None, None),
+        ({"model_type": "mt5", "n_positions": 512, "max_position_embeddings": 512}, None, None),
+        ({"model_type": "marian"}, None, None),
+        ({"model_type": "marian", "max_position_embeddings": "many"}, None, None),
+    ],
+)
+def test_limit_is_the_rows_of_a_table_that_is_there(config, table, limit):
+    assert (position_table(config), position_limit(config)) == (table, limit)
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(40, 40), (10**30, NO_LIMIT)])
+def test_only_the_tokenizer_limits_a_model_without_a_table(longest, expected):
+    tokenizer = type("Words", (), {"model_max_length": longest})()
+    assert length_limit(tokenizer, {"model_type": "t5", "n_positions": 8}) == expected
+    assert length_limit(tokenizer, {"model_type": "bart", "max_position_embeddings": 8}) == 8
+
+
+def test_t5_reads_and_writes_beyond_its_n_positions_as_transformers_does(tmp_path):
+    folder = families.t5(tmp_path / "m", n_positions=8)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 10**30}))
+    tokenizer = load_tokenizer(folder)
+    texts = [" ".join(tiny.SENTENCES), tiny.SENTENCES[0]]
+    encoded = encode_texts(texts, tokenizer, length_limit(tokenizer, {"model_type": "t5", "n_positions": 8}))
+    assert encoded.truncated == 0
+    batch = pack(encoded, [0, 1], tokenizer.pad_token_id)
+    other = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    theirs = other.generate(
+        torch.from_numpy(batch.input_ids),
+        attention_mask=torch.from_numpy(batch.attention_mask),
+        min_new_tokens=30,
+        max_new_tokens=30,
+    )
+    with open_runner(tiny.artifact(folder)) as runner:
+        ours = generate_texts(runner, texts, Generation(min_new_tokens=30, max_new_tokens=30))
+    assert ours == tokenizer.batch_decode(theirs, skip_special_tokens=True)
+    assert theirs.shape[1] == 31  # the start token and 30 new ones

@@ -1,0 +1,92 @@
+"""Marian's pieces without transformers; test_tokenizer_export.py compares it on texts of many kinds."""
+
+import published
+import pytest
+import tiny
+
+from smelt.core.errors import InputError
+from smelt.export.tokenizer_export import facts_of
+from smelt.runtime.models.checkpoint import load_tokenizer
+from smelt.runtime.text.marian_tokenizer import MarianTokenizer
+
+SMILE = "\U0001f642"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return published.marian(tmp_path_factory.mktemp("marian"), tiny.SENTENCES * 4, 60)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def ours(folder, theirs):
+    return MarianTokenizer(folder, facts_of(theirs))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a man in a red hat",
+        ">>deu<< a man",
+        ">>xyz<< a man",  # a language that the vocabulary does not have
+        f"a {SMILE} man",  # a word of the vocabulary that is no piece of the source's model
+        "a </s> man <unk><pad>",
+        "</s>>>deu<< a",
+        "",
+        " ",
+    ],
+)
+def test_ids_are_those_of_transformers(ours, theirs, text):
+    assert ours.encode_rows([text], 64).ids == [theirs(text)["input_ids"]]
+
+
+def test_words_that_are_no_pieces_are_not_unknown(ours, theirs):
+    known = theirs.encoder[SMILE]
+    assert known in ours.encode_rows([f"a {SMILE}"], 64).ids[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cut_text_keeps_its_end_token_and_is_counted(folder, theirs, side):
+    theirs.truncation_side = side
+    try:
+        ours = MarianTokenizer(folder, facts_of(theirs))
+        texts = [*tiny.SENTENCES, "a"]
+        found = ours.encode_rows(texts, 6)
+        assert found.ids == theirs(texts, truncation=True, max_length=6)["input_ids"]
+        assert found.truncated == sum(len(ids) > 6 for ids in theirs(texts)["input_ids"])
+    finally:
+        theirs.truncation_side = "right"
+
+
+def test_texts_are_those_of_transformers_for_all_ids(ours, theirs):
+    rows = [list(range(at, at + 7)) for at in range(len(theirs) - 7)]
+    assert ours.decode_rows(rows) == theirs.batch_decode(rows, skip_special_tokens=True)
+
+
+def test_the_prefix_is_kept_for_who_puts_it_before_texts(folder, theirs):
+    assert MarianTokenizer(folder, facts_of(theirs), ">>deu<< ").prefix == ">>deu<< "
+
+
+def test_pairs_are_refused(ours):
+    with pytest.raises(InputError, match="one text at a time"):
+        ours.encode_rows(["a"], 8, ["b"])
+
+
+@pytest.mark.parametrize("missing", ["eos", "unknown"])
+def test_what_says_nothing_of_the_end_or_of_unknown_words_is_refused(folder, theirs, missing):
+    facts = facts_of(theirs).model_copy(update={missing: None})
+    with pytest.raises(InputError, match=r"tokenizing\.json names no end"):
+        MarianTokenizer(folder, facts)
+
+
+@pytest.mark.parametrize("damage", [None, b"no model"])
+def test_a_missing_or_damaged_model_is_named(folder, theirs, tmp_path, damage):
+    (tmp_path / "vocab.json").write_bytes((folder / "vocab.json").read_bytes())
+    if damage is not None:
+        (tmp_path / "source.spm").write_bytes(damage)
+    with pytest.raises(InputError, match=r"source\.spm: the SentencePiece model cannot be read"):
+        MarianTokenizer(tmp_path, facts_of(theirs))

@@ -1,0 +1,77 @@
+"""A tokenizer.json without transformers; test_tokenizer_export.py compares whole tokenizers."""
+
+import random
+
+import classifiers
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from smelt.core.errors import InputError
+from smelt.runtime.text.rust_tokenizer import RustTokenizer, cleaned, kept_places
+from smelt.runtime.text.tokenizing import Tokenizing
+
+PATTERNS = {
+    "bert": processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
+    ),
+    "roberta": processors.RobertaProcessing(("[SEP]", 1), ("[CLS]", 0)),
+    "none": None,
+}
+
+
+def words(processor):
+    vocabulary = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2} | {f"w{i}": 3 + i for i in range(60)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if processor is not None:
+        made.post_processor = processor
+    return made
+
+
+def text(count, first=0):
+    return " ".join(f"w{first + i}" for i in range(count))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_cut_rows_are_those_that_the_library_cuts(tmp_path, pattern, side):
+    words(PATTERNS[pattern]).save(str(tmp_path / "tokenizer.json"))
+    ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers", types=True, truncation_side=side))
+    draw = random.Random(0)
+    for _ in range(120):
+        first, second = text(draw.randrange(20)), text(draw.randrange(20), 30)
+        pair = draw.choice([None, second])
+        theirs, limit = words(PATTERNS[pattern]), draw.randrange(4, 24)
+        whole = theirs.encode(first, pair)
+        theirs.enable_truncation(limit, direction=side)
+        cut = theirs.encode(first, pair)
+        found = ours.encode_rows([first], limit, None if pair is None else [pair])
+        assert (found.ids, found.types) == ([cut.ids], [cut.type_ids]), (first, pair, limit)
+        assert found.truncated == (len(whole.ids) > limit)
+
+
+def test_special_tokens_stay_where_no_text_has_room():
+    assert kept_places([None, 0, 0, None], 2, False) == [0, 3]
+    assert kept_places([None, 0, None], 1, False) == [0, 2]
+
+
+def test_blanks_before_punctuation_go_as_transformers_lets_them(tmp_path):
+    from smelt.runtime.models.checkpoint import load_tokenizer
+
+    theirs = load_tokenizer(classifiers.bert(tmp_path / "m"))
+    said = "i do n't , you 've . he 's ? we 're ! i 'm ' so ' ."
+    assert cleaned(said) == theirs.clean_up_tokenization(said) != said
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", ""])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    (tmp_path / "tokenizer.json").write_text(damage)
+    with pytest.raises(InputError, match=r"tokenizer\.json: the tokenizer cannot be read"):
+        RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"tokenizer\.json: the tokenizer cannot be read"):
+        RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))

@@ -1,4 +1,4 @@
-"""Dependencies point one way: core <- runtime <- compress, export, evaluate <- pipeline."""
+"""Dependencies point one way: core <- families <- runtime <- compress, export, evaluate <- pipeline."""
 
 import ast
 from collections.abc import Iterator
@@ -9,12 +9,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
     "core": {"core"},
-    "runtime": {"core", "runtime"},
-    "compress": {"core", "runtime", "compress"},
-    "export": {"core", "runtime", "export"},
-    "evaluate": {"core", "runtime", "evaluate"},
+    "families": {"core", "families"},
+    "runtime": {"core", "families", "runtime"},
+    "compress": {"core", "families", "runtime", "compress"},
+    "export": {"core", "families", "runtime", "export"},
+    "evaluate": {"core", "families", "runtime", "evaluate"},
     "configs": {"configs"},
-    "pipeline": {"core", "runtime", "compress", "export", "evaluate", "configs", "pipeline"},
+    "pipeline": {"core", "families", "runtime", "compress", "export", "evaluate", "configs", "pipeline"},
 }
 SOURCES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -1,0 +1,1 @@
+"""Families of models: what their parts are called and how they hang together, one file each."""

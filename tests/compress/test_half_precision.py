@@ -3,11 +3,11 @@
 import json
 
 import causal
-import families
 import numpy as np
 import onnx
 import onnx.numpy_helper
 import pytest
+import seq2seq
 import tiny
 import torch
 import transformers
@@ -26,7 +26,7 @@ from smelt.runtime.models.checkpoint import load_model, save_model
 PAIRS = zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)
 MADE = {
     "marian": ("translation", tiny.marian),
-    "t5": ("summarization", families.t5),
+    "t5": ("summarization", seq2seq.t5),
     "bert": ("text-classification", tiny.bert),
     "gpt2": ("language-modeling", lambda folder: causal.model(folder, "gpt2")),
     "llama": ("language-modeling", lambda folder: causal.model(folder, "llama")),

@@ -1,7 +1,7 @@
 """T5, BART and mBART through the stages that change a torch model, against transformers itself."""
 
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
@@ -22,10 +22,10 @@ from smelt.runtime.models.structure import read_edits
 from smelt.runtime.text.rules import TextRules, write_text_rules
 
 MADE = {
-    "t5": families.t5,
-    "t5-gated": lambda folder: families.t5(folder, gated=True),
-    "bart": families.bart,
-    "mbart": lambda folder: families.bart(folder, kind="mbart", scale_embedding=True),
+    "t5": seq2seq.t5,
+    "t5-gated": lambda folder: seq2seq.t5(folder, gated=True),
+    "bart": seq2seq.bart,
+    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart", scale_embedding=True),
 }
 GROUPS = {"int4": {"group_size": 16}}
 ROWS = Split(
@@ -172,12 +172,12 @@ def test_distilling_a_student_lowers_its_loss(folder, tmp_path):
 
 
 def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
-    write_text_rules(folder, TextRules(prefix=families.PREFIX))
+    write_text_rules(folder, TextRules(prefix=seq2seq.PREFIX))
     try:
         ids = encode_split(ROWS, load_model(folder)[0].config, load_tokenizer(folder), bare_context(folder))
         tokenizer = load_tokenizer(folder)
         assert [r.source for r in ids[:2]] == [
-            tokenizer(families.PREFIX + e.text)["input_ids"] for e in ROWS.examples[:2]
+            tokenizer(seq2seq.PREFIX + e.text)["input_ids"] for e in ROWS.examples[:2]
         ]
         assert ids[0].target == tokenizer(text_target=ROWS.examples[0].references[0])["input_ids"]
         settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32")

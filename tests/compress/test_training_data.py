@@ -2,8 +2,8 @@
 
 import random
 
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from transformers import (
@@ -120,9 +120,9 @@ def mbart25(folder):
     ("make", "before", "behind"),
     [
         (tiny.marian, [], ["</s>"]),
-        (families.t5, [], ["</s>"]),
-        (families.bart, ["<s>"], ["</s>"]),
-        (lambda folder: families.bart(folder, kind="mbart"), ["de_DE"], ["</s>"]),
+        (seq2seq.t5, [], ["</s>"]),
+        (seq2seq.bart, ["<s>"], ["</s>"]),
+        (lambda folder: seq2seq.bart(folder, kind="mbart"), ["de_DE"], ["</s>"]),
         (mbart25, [], ["</s>", "de_DE"]),
     ],
     ids=["marian", "t5", "bart", "mbart-50", "mbart"],

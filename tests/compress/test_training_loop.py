@@ -5,8 +5,8 @@ import random
 
 import causal
 import classifiers
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from torch.nn import functional as F
@@ -24,9 +24,9 @@ from smelt.runtime.models.checkpoint import load_model
 PLAIN = {"precision": "fp32", "dropout": 0.0, "evals": 0, "schedule": "constant", "warmup": 0}
 MADE = {
     "marian": tiny.marian,
-    "t5": families.t5,
-    "bart": families.bart,
-    "mbart": lambda folder: families.bart(folder, kind="mbart"),
+    "t5": seq2seq.t5,
+    "bart": seq2seq.bart,
+    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart"),
     "bert": tiny.bert,
     "distilbert": classifiers.distilbert,
     "roberta": classifiers.roberta,

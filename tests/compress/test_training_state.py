@@ -5,8 +5,8 @@ import sys
 
 import causal
 import classifiers
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from torch import nn
@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 # each family with its own rates set apart, so that one which is left as it was is seen
 MADE = {
     "marian": lambda f: tiny.marian(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
-    "bart": lambda f: families.bart(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
-    "mbart": lambda f: families.bart(
+    "bart": lambda f: seq2seq.bart(f, dropout=0.11, attention_dropout=0.12, activation_dropout=0.13),
+    "mbart": lambda f: seq2seq.bart(
         f, kind="mbart", dropout=0.11, attention_dropout=0.12, activation_dropout=0.13
     ),
-    "t5": lambda f: families.t5(f, dropout_rate=0.11),
-    "t5-gated": lambda f: families.t5(f, gated=True, dropout_rate=0.11),
+    "t5": lambda f: seq2seq.t5(f, dropout_rate=0.11),
+    "t5-gated": lambda f: seq2seq.t5(f, gated=True, dropout_rate=0.11),
     "bert": lambda f: tiny.bert(
         f, hidden_dropout_prob=0.11, attention_probs_dropout_prob=0.12, classifier_dropout=0.13
     ),

@@ -3,10 +3,10 @@
 import warnings
 from collections import Counter
 
-import families
 import numpy as np
 import onnx
 import pytest
+import seq2seq
 import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
@@ -30,13 +30,13 @@ NEW_TOKENS = 20  # beyond T5's farthest distance, 12
 
 def make(name, folder):
     if name in ("bart", "mbart"):
-        families.bart(folder, kind=name, scale_embedding=name == "mbart")
+        seq2seq.bart(folder, kind=name, scale_embedding=name == "mbart")
         if name == "mbart":
             rules = TextRules(source_language="en_XX", target_language="de_DE")
             write_text_rules(folder, rules)
         return folder
-    families.t5(folder, gated=name == "t5-gated")
-    write_text_rules(folder, TextRules(prefix=families.PREFIX))
+    seq2seq.t5(folder, gated=name == "t5-gated")
+    write_text_rules(folder, TextRules(prefix=seq2seq.PREFIX))
     return folder
 
 
@@ -101,7 +101,7 @@ def test_prefix_and_languages_travel_with_the_graphs(exported):
     ((_, batch),) = make_batches([text], load_tokenizer(ctx.out), 1, 40)
     plain = load_tokenizer(folder)
     if "T5" in str(load_model(folder)[0].config.architectures):
-        assert batch.input_ids[0].tolist() == plain(families.PREFIX + text)["input_ids"]
+        assert batch.input_ids[0].tolist() == plain(seq2seq.PREFIX + text)["input_ids"]
     else:
         assert batch.input_ids[0].tolist() == plain(text)["input_ids"]
     if hasattr(plain, "lang_code_to_id"):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import causal
 import classifiers
-import families
 import published
 import pytest
+import seq2seq
 import tiny
 
 from smelt.core.data import Example, Split
@@ -27,8 +27,8 @@ PLAIN = [*tiny.SENTENCES, *(line for line in causal.TEXT.splitlines() if line)]
 TEXTS = [*PLAIN, *(text for text in AWKWARD if len(text) < 100)]
 TINY = {
     "marian": tiny.marian, "bert": tiny.bert, "distilbert": classifiers.distilbert,
-    "roberta": classifiers.roberta, "t5": families.t5, "bart": families.bart,
-    "mbart": lambda folder: families.bart(folder, kind="mbart"),
+    "roberta": classifiers.roberta, "t5": seq2seq.t5, "bart": seq2seq.bart,
+    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart"),
     **{name: lambda folder, name=name: causal.model(folder, name) for name in causal.FAMILIES},
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_an_added_token_that_takes_blanks_along_is_left_to_transformers(tmp_path
 
 
 def test_a_file_that_says_the_same_is_not_written_anew(tmp_path):
-    src = families.t5(tmp_path / "src")
+    src = seq2seq.t5(tmp_path / "src")
     file = src / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
     out = copied(src, tmp_path / "out")

@@ -11,17 +11,17 @@ import os
 
 import causal
 import classifiers
-import families
 import pytest
+import seq2seq
 import tiny
 
 import smelt
 
 MODELS = {
     "marian": ("translation", tiny.marian),
-    "t5": ("summarization", families.t5),
-    "t5-gated": ("summarization", lambda folder: families.t5(folder, gated=True)),
-    "bart": ("summarization", families.bart),
+    "t5": ("summarization", seq2seq.t5),
+    "t5-gated": ("summarization", lambda folder: seq2seq.t5(folder, gated=True)),
+    "bart": ("summarization", seq2seq.bart),
     "bert": ("text-classification", tiny.bert),
     "distilbert": ("text-classification", classifiers.distilbert),
     "roberta": ("text-classification", classifiers.roberta),

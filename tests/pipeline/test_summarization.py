@@ -2,8 +2,8 @@
 
 import json
 
-import families
 import pytest
+import seq2seq
 import tiny
 from click.testing import CliRunner
 
@@ -40,9 +40,9 @@ def smelt(*arguments):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("t5")
-    families.t5(home / "m", gated=True)
+    seq2seq.t5(home / "m", gated=True)
     config = json.loads((home / "m" / "config.json").read_text())
-    config["task_specific_params"] = {"summarization": {"prefix": families.PREFIX, "max_length": 20}}
+    config["task_specific_params"] = {"summarization": {"prefix": seq2seq.PREFIX, "max_length": 20}}
     (home / "m" / "config.json").write_text(json.dumps(config))
     rows = [{"dialogue": s, "summary": t} for s, t in zip(tiny.SENTENCES, tiny.SENTENCES[4:], strict=False)]
     (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,12 +62,12 @@ def test_every_step_is_scored_by_rouge(home):
     sizes = [s["parameters"] for s in steps]
     assert sizes[0] == sizes[1] > sizes[2] > sizes[3] > sizes[4]
     assert steps[-1]["size_bytes"] < steps[0]["size_bytes"]
-    assert steps[0]["facts"]["prefix"] == families.PREFIX
+    assert steps[0]["facts"]["prefix"] == seq2seq.PREFIX
 
 
 def test_the_plan_says_which_prefix_is_taken(home):
     result = smelt("plan", home / "recipe.yaml")
-    assert f"texts       prefix '{families.PREFIX}' (the model's, for summarization)" in result.output
+    assert f"texts       prefix '{seq2seq.PREFIX}' (the model's, for summarization)" in result.output
     other = smelt("plan", home / "recipe.yaml", "--set", 'data.prefix=""')
     assert "prefix '' (the recipe's)" in other.output
 
@@ -83,11 +83,11 @@ def test_predict_puts_the_prefix_before_the_words(home):
     folder = home / "run" / "artifacts" / "onnx"
     said = smelt("predict", folder, tiny.SENTENCES[0]).output.strip()
     text = (folder / "text.json").read_text()
-    assert json.loads(text) == {"prefix": families.PREFIX}
+    assert json.loads(text) == {"prefix": seq2seq.PREFIX}
     with open_runner(read_artifact(folder), 1) as runner:
         try:
             write_text_rules(folder, TextRules())
-            by_hand = generate_texts(runner, [families.PREFIX + tiny.SENTENCES[0]], Generation())
+            by_hand = generate_texts(runner, [seq2seq.PREFIX + tiny.SENTENCES[0]], Generation())
         finally:
             (folder / "text.json").write_text(text)
     assert said == by_hand[0].strip()
@@ -104,7 +104,7 @@ def test_what_is_timed_is_read_behind_the_prefix(home):
     assert "onnxruntime" in worker.answer(request)["runner"]
     request = {"op": "prepare", "texts": [text], "pairs": None, "batch_size": 1, "limit_ms": 1}
     answer = worker.answer({**request, "generation": {"max_new_tokens": 2}})
-    assert answer["input_tokens"] == len(load_tokenizer(folder)(families.PREFIX + text)["input_ids"])
+    assert answer["input_tokens"] == len(load_tokenizer(folder)(seq2seq.PREFIX + text)["input_ids"])
 
 
 def test_a_missing_column_names_the_one_that_often_holds_it(home):

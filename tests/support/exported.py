@@ -8,7 +8,7 @@ from typing import Any
 
 import causal
 import classifiers
-import families
+import seq2seq
 import tiny
 
 RECIPE = """
@@ -22,7 +22,7 @@ score: {{latency: false, generation: {{max_new_tokens: 4}}}}
 # translator: Marian, whose tokenizer has no tokenizer.json; classifier: BERT; writer: Llama.
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "translator": (tiny.marian, "translation"),
-    "t5": (families.t5, "translation"),
+    "t5": (seq2seq.t5, "translation"),
     "classifier": (tiny.bert, "text-classification"),
     "roberta": (classifiers.roberta, "text-classification"),
     "writer": (lambda folder: causal.model(folder, "llama"), "language-modeling"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import causal
 import classifiers
-import families
+import seq2seq
 import tiny
 
 from smelt.core.data import Example, Split
@@ -22,8 +22,8 @@ from smelt.core.stage import Context
 ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
 FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.marian, "translation"),
-    "t5": (families.t5, "summarization"),
-    "bart": (families.bart, "summarization"),
+    "t5": (seq2seq.t5, "summarization"),
+    "bart": (seq2seq.bart, "summarization"),
     "bert": (classifiers.bert, "text-classification"),
     "distilbert": (classifiers.distilbert, "text-classification"),
     "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),

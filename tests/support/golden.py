@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import causal
-import families
 import numpy as np
+import seq2seq
 import tiny
 
 FILE = Path(__file__).with_name("golden.json")
@@ -35,7 +35,7 @@ TRAINING: dict[str, Any] = {
 }  # fmt: skip
 MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.marian, "translation"),
-    "t5": (families.t5, "summarization"),
+    "t5": (seq2seq.t5, "summarization"),
     "bert": (tiny.bert, "text-classification"),
     "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),
     "qwen2": (lambda folder: causal.model(folder, "qwen2"), "language-modeling"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import causal
 import classifiers
-import families
+import seq2seq
 import tiny
 
 from smelt.core.data import Example, Split, Task
@@ -22,7 +22,7 @@ ROWS = tuple(Example(s, label=0, references=(tiny.SENTENCES[i - 1],)) for i, s i
 # how a tiny model is made, its task, and how many graphs it leaves as
 FAMILIES: dict[str, tuple[Callable[[Path], Path], Task, int]] = {
     "marian": (tiny.marian, "translation", 2),
-    "t5": (families.t5, "summarization", 2),
+    "t5": (seq2seq.t5, "summarization", 2),
     "roberta": (classifiers.roberta, "text-classification", 1),
     "gpt2": (lambda folder: causal.model(folder, "gpt2"), "language-modeling", 1),
     "llama": (lambda folder: causal.model(folder, "llama"), "language-modeling", 1),

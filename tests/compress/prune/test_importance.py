@@ -1,8 +1,8 @@
 """Scores of units, recomputed by hand; those of factorized layers are those of the products."""
 
 import causal
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from prunable import batch_for, bert, factorized, loss_of, marian
@@ -20,7 +20,7 @@ RANK = 5
 MADE = {
     "marian": lambda f: tiny.marian(f, d_model=64),
     "bert": lambda f: tiny.bert(f, hidden_size=64),
-    "t5-gated": lambda f: families.t5(f, gated=True),
+    "t5-gated": lambda f: seq2seq.t5(f, gated=True),
     "gpt2": lambda f: causal.model(f, "gpt2"),
     "llama": lambda f: causal.model(f, "llama"),
 }
@@ -155,7 +155,7 @@ def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
 
 
 GATED = {
-    "t5-gated": lambda f: families.t5(f, gated=True),
+    "t5-gated": lambda f: seq2seq.t5(f, gated=True),
     "llama": lambda f: causal.model(f, "llama"),
     "qwen2": lambda f: causal.model(f, "qwen2"),
 }

@@ -4,9 +4,9 @@ import json
 
 import causal
 import classifiers
-import families
 import numpy as np
 import pytest
+import seq2seq
 import tiny
 
 from smelt.core.data import Example, Split
@@ -81,7 +81,7 @@ def test_ids_are_made_up_and_padded_without_data(bert):
 
 
 def test_the_longest_row_meets_all_distances_when_positions_count_by_distance(tmp_path):
-    folder = families.t5(tmp_path / "t5")
+    folder = seq2seq.t5(tmp_path / "t5")
     batch, real = asked(folder, ["she sings a song"], relative_attention_max_distance=60, limit=512)
     assert real
     assert max(lengths(batch)) == 68

@@ -4,8 +4,8 @@ import gzip
 import json
 import shutil
 
-import families
 import pytest
+import seq2seq
 import tiny
 import untrained
 from click.testing import CliRunner
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
     for family in untrained.CONFIGS:
         labels = ["0", "1"] if untrained.CONFIGS[family][0] == "text-classification" else []
         made[family] = untrained.made(tmp_path_factory.mktemp(family), family, labels=labels)[0]
-    made["mbart"] = families.bart(tmp_path_factory.mktemp("mbart") / "m", kind="mbart")
+    made["mbart"] = seq2seq.bart(tmp_path_factory.mktemp("mbart") / "m", kind="mbart")
     made["bare"] = shutil.copytree(made["bert"], tmp_path_factory.mktemp("bare") / "m")
     path = made["bare"] / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
@@ -363,7 +363,7 @@ def test_what_cannot_be_is_explained(tmp_path, models, monkeypatch, arguments, m
     (tmp_path / "nowhere").mkdir() if arguments == ["nowhere/m"] else None
     places = {"{bert}": models["bert"], "{mbart}": models["bert"]}
     if "{mbart}" in arguments:
-        places["{mbart}"] = families.bart(tmp_path / "mbart", kind="mbart")
+        places["{mbart}"] = seq2seq.bart(tmp_path / "mbart", kind="mbart")
     result = CliRunner().invoke(main, ["init", *(str(places.get(a, a)) for a in arguments)])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())

@@ -3,8 +3,8 @@
 import json
 
 import classifiers
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
@@ -168,7 +168,7 @@ def test_a_bare_encoder_of_another_shape_than_its_config_is_explained(tmp_path, 
     ],
 )
 def test_a_bare_translator_loses_nothing_either(tmp_path, out, change, message):
-    folder = families.bart(tmp_path / "m")
+    folder = seq2seq.bart(tmp_path / "m")
     BartModel.from_pretrained(folder).save_pretrained(folder)
     tensors = {k: v for k, v in (load_file(folder / "model.safetensors") | change).items() if v is not None}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -2,8 +2,8 @@
 
 import shutil
 
-import families
 import pytest
+import seq2seq
 import torch
 from transformers import AutoModelForSeq2SeqLM, BartModel
 
@@ -14,7 +14,7 @@ from smelt.runtime.models.import_model import import_model
 
 @pytest.fixture
 def bare(tmp_path):
-    whole = families.bart(tmp_path / "whole")
+    whole = seq2seq.bart(tmp_path / "whole")
     shutil.copytree(whole, tmp_path / "bare")
     BartModel.from_pretrained(whole, local_files_only=True).save_pretrained(tmp_path / "bare")
     return tmp_path / "bare"

@@ -3,8 +3,8 @@
 import json
 
 import causal
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 import transformers
@@ -17,8 +17,8 @@ from smelt.runtime.models.stored_dtype import StoredTypes, config_type, narrowed
 MADE = {
     "marian": tiny.marian,
     "bert": tiny.bert,
-    "t5": families.t5,
-    "mbart": lambda folder: families.bart(folder, kind="mbart"),
+    "t5": seq2seq.t5,
+    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart"),
     "gpt2": lambda folder: causal.model(folder, "gpt2"),
     "llama": lambda folder: causal.model(folder, "llama"),
 }

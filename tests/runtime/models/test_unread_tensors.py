@@ -4,8 +4,8 @@ import re
 
 import causal
 import classifiers
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 import transformers
@@ -17,9 +17,9 @@ from smelt.runtime.models.unread_tensors import is_unread
 
 MAKERS = {
     "marian": tiny.marian,
-    "t5": families.t5,
-    "bart": families.bart,
-    "mbart": lambda folder: families.bart(folder, kind="mbart"),
+    "t5": seq2seq.t5,
+    "bart": seq2seq.bart,
+    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart"),
     **classifiers.MAKERS,
     **{name: lambda folder, name=name: causal.model(folder, name) for name in causal.FAMILIES},
 }

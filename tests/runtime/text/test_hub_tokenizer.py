@@ -2,8 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import families
 import pytest
+import seq2seq
 import tiny
 
 from smelt.runtime.models.checkpoint import load_tokenizer
@@ -15,7 +15,7 @@ TEXTS = [" ".join(tiny.SENTENCES[:n]) for n in range(1, 9)]
 
 @pytest.fixture(scope="module")
 def inner(tmp_path_factory):
-    return load_tokenizer(families.t5(tmp_path_factory.mktemp("t5")))
+    return load_tokenizer(seq2seq.t5(tmp_path_factory.mktemp("t5")))
 
 
 def test_rows_are_those_of_transformers_with_the_texts_that_were_cut_counted(inner):

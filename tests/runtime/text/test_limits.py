@@ -2,8 +2,8 @@
 
 import json
 
-import families
 import pytest
+import seq2seq
 import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
@@ -39,7 +39,7 @@ def test_only_the_tokenizer_limits_a_model_without_a_table(longest, expected):
 
 
 def test_t5_reads_and_writes_beyond_its_n_positions_as_transformers_does(tmp_path):
-    folder = families.t5(tmp_path / "m", n_positions=8)
+    folder = seq2seq.t5(tmp_path / "m", n_positions=8)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 10**30}))
     tokenizer = load_tokenizer(folder)

@@ -2,8 +2,8 @@
 
 import json
 
-import families
 import pytest
+import seq2seq
 import tiny
 
 from smelt.core.errors import InputError
@@ -14,20 +14,20 @@ from smelt.runtime.text.rules import TextRules, read_text_rules, write_text_rule
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
-    return families.t5(tmp_path_factory.mktemp("t5"))
+    return seq2seq.t5(tmp_path_factory.mktemp("t5"))
 
 
 @pytest.fixture(scope="module")
 def mbart(tmp_path_factory):
-    return families.bart(tmp_path_factory.mktemp("mbart"), kind="mbart")
+    return seq2seq.bart(tmp_path_factory.mktemp("mbart"), kind="mbart")
 
 
 def test_every_text_is_read_behind_the_prefix_and_cut_with_it(t5, tmp_path):
     copy_tokenizer(t5, tmp_path)
-    write_text_rules(tmp_path, TextRules(prefix=families.PREFIX))
+    write_text_rules(tmp_path, TextRules(prefix=seq2seq.PREFIX))
     plain, ruled = load_tokenizer(t5), load_tokenizer(tmp_path)
     texts = tiny.SENTENCES[:3]
-    expected = plain([families.PREFIX + text for text in texts])["input_ids"]
+    expected = plain([seq2seq.PREFIX + text for text in texts])["input_ids"]
     assert encode_texts(texts, ruled, 40).ids == expected
     cut = encode_texts(texts, ruled, 6)
     assert [ids[:5] for ids in cut.ids] == [ids[:5] for ids in expected]

@@ -153,10 +153,18 @@ def _first(*command: str) -> float:
 
 def _stopwatch(graphs: Path, data: Path, batch_size: int) -> bool:
     """Compare the report's latency with a stopwatch around `smelt.load`, on the graphs just exported."""
+    from smelt.core.artifact import MANIFEST, FileRecord
+    from smelt.core.files import sha256_of
+
+    files = {
+        path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
+        for path in graphs.iterdir()
+        if path.name != MANIFEST
+    }
     manifest = _artifact(graphs).manifest.model_copy(
-        update={"format": "onnx", "facts": {"target": "ort-cpu"}}
+        update={"format": "onnx", "facts": {"target": "ort-cpu"}, "files": files}
     )
-    (graphs / "manifest.json").write_text(manifest.model_dump_json(), encoding="utf-8")
+    (graphs / MANIFEST).write_text(manifest.model_dump_json(), encoding="utf-8")
     script = Path(__file__).parent / "stopwatch.py"
     options = ["--data", str(data), "--batch-size", str(batch_size), "--texts", "8", "--json"]
     command = [sys.executable, str(script), str(graphs), *options]

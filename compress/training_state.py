@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.families.registry import family_of
+
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
@@ -83,12 +85,9 @@ def _is_rate(module: nn.Module, name: str) -> bool:
 
 
 def _hold_pad_rows(model: Any) -> list[Any]:
-    """Keep Marian's embedding row of pad, its decoder's start, where it is (zero in a good checkpoint).
-
-    The row is an input like any other, but it is tied to the output head, whose softmax would move
-    it; Marian and CTranslate2 start from a zero embedding whatever the file says.
-    """
-    if model.config.model_type != "marian":
+    """Keep the embedding of padding where it is, in families that say so: their decoder starts from it."""
+    family = family_of(model)
+    if family is None or not family.holds_pad_row:
         return []
     rows = {
         id(m.weight): (m.weight, m.padding_idx)

@@ -1,37 +1,23 @@
 """Attention as the exported graph computes it.
 
-Inside an export the forward of every attention module of a model is replaced: queries, keys and values
-of the same input come from one packed product, and what follows is one fused operator
-(com.microsoft::MultiHeadAttention) for ONNX Runtime on the CPU, or standard operators elsewhere.
-transformers' AttentionInterface takes over only after the three products and their transposes, which
-is too late for both. Head counts come from the modules: after pruning they differ between layers.
+It is one fused operator (com.microsoft::MultiHeadAttention) for ONNX Runtime on the CPU, or standard
+operators elsewhere.
 
 Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smelt.core.errors import InputError
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.quantized import joined
 
 Cache = tuple[Tensor, Tensor]
-# how families name queries, keys, values, the output product and the number of heads
-_NAMES = (
-    ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads"),
-    ("query", "key", "value", None, "num_attention_heads"),
-    ("q", "k", "v", "o", "n_heads"),
-    ("q_lin", "k_lin", "v_lin", "out_lin", "n_heads"),
-)
 
 
 @dataclass
@@ -89,81 +75,6 @@ def _packed_linear(linears: list[nn.Linear]) -> nn.Linear:
 
 def _joined_bias(linears: Sequence[nn.Linear], like: Tensor) -> Tensor:
     return torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in linears])
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Say whether `module` is an attention module that can be exported."""
-    return _names(module) is not None
-
-
-def _names(module: nn.Module) -> tuple[str, str, str, str | None, str] | None:
-    for names in _NAMES:
-        if all(hasattr(module, n) for n in names if n is not None):
-            return names
-    return None
-
-
-def pack_projections(module: nn.Module) -> None:
-    """Give an attention module its packed product of queries, keys and values, once."""
-    names = _names(module)
-    assert names is not None
-    if hasattr(module, "relative_attention_num_buckets"):
-        from smelt.export.relative_attention import tabulate_bias
-
-        tabulate_bias(module)
-    if not hasattr(module, "pack"):
-        module.pack = Pack([module.get_submodule(n) for n in names[:3]])
-
-
-@contextmanager
-def graph_attention(model: nn.Module, scope: Scope) -> Iterator[None]:
-    """Let every attention module below `model` compute as the graph should, within the block.
-
-    Raises:
-        InputError: the model has no attention module of a known kind.
-    """
-    modules = [m for m in model.modules() if is_attention(m)]
-    if not modules:
-        raise InputError(
-            f"{type(model).__name__}: no attention module that the onnx stage knows how to export."
-        )
-    for module in modules:
-        names = _names(module)
-        assert names is not None
-        pack_projections(module)
-        if hasattr(module, "relative_attention_num_buckets"):
-            from smelt.export.relative_attention import attend_relative
-
-            module.forward = partial(attend_relative, module, scope)
-        else:
-            module.forward = partial(_attend, module, names, scope)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
-
-
-def _attend(
-    module: Any, names: tuple[str, str, str, str | None, str], scope: Scope, hidden_states: Tensor,
-    *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Stand in for the forward of an attention module; masks and caches come from `scope`."""
-    heads = getattr(module, names[4])
-    if key_value_states is not None:
-        assert scope.cross is not None
-        query = getattr(module, names[0])(hidden_states)
-        key, value = scope.cross[module.layer_idx]
-        out = attention(query, key, value, scope.mask, heads, module.scaling)
-    elif scope.past is not None:
-        query, key, value = module.pack(hidden_states)
-        past = scope.past[module.layer_idx]
-        out, *present = step_attention(query, key, value, past, heads, module.scaling)
-        scope.present[module.layer_idx] = (present[0], present[1])
-    else:
-        query, key, value = module.pack(hidden_states)
-        out = attention(query, key, value, scope.mask, heads, module.scaling)
-    return (out if names[3] is None else getattr(module, names[3])(out)), None
 
 
 def attention(

@@ -11,7 +11,7 @@ d = width of a head, M = positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from smelt.export.attention import Pack, split_heads
-from smelt.export.norms import root_mean_square
+from smelt.export.attention import split_heads
+from smelt.export.attention_modules import AttentionModule, pack_projections
+from smelt.export.norms import graph_norms
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.emit_causal import Heads, Places, fits_group_query_attention, group_query_attention
 
@@ -73,84 +73,66 @@ class Tables(nn.Module):
         self.sin = nn.Buffer(sin[0, :, :half].contiguous())
 
 
-def prepare_attention(model: Any) -> None:
+def prepare_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Give each attention its packed product, and the body its table of positions, before the tracing."""
     body = model.base_model
-    if hasattr(body, "rotary_emb") and not hasattr(body, "tables"):
+    if any(one.parts.rotary for one in attentions) and not hasattr(body, "tables"):
         body.tables = Tables(body.rotary_emb, int(model.config.max_position_embeddings))
-    for module in attentions(model):
-        if hasattr(module, "q_proj") and not hasattr(module, "pack"):
-            module.pack = Pack([module.q_proj, module.k_proj, module.v_proj])
-
-
-def attentions(model: Any) -> list[Any]:
-    """Return the attention modules of a GPT-2, Llama or Qwen2 model, in order."""
-    layers = model.base_model.h if model.config.model_type == "gpt2" else model.base_model.layers
-    return [layer.attn if hasattr(layer, "attn") else layer.self_attn for layer in layers]
-
-
-def heads_of(module: Any) -> Heads:
-    """Return the heads that an attention module has now."""
-    if hasattr(module, "q_proj"):
-        queries, keys = (m.out_features // module.head_dim for m in (module.q_proj, module.k_proj))
-    else:
-        queries = keys = int(module.num_heads)
-    return Heads(int(queries), int(keys), int(module.head_dim), float(module.scaling))
+    for one in attentions:
+        pack_projections(one)
 
 
 @contextmanager
-def causal_forwards(model: Any, scope: CausalScope) -> Iterator[None]:
+def causal_forwards(model: Any, attentions: Sequence[AttentionModule], scope: CausalScope) -> Iterator[None]:
     """Let attention, norms and activations of `model` compute as the graph should, within the block."""
     body = model.base_model
     changed: list[tuple[nn.Module, Callable[..., Any]]] = []
     rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
-    for module in attentions(model):
-        changed.append((module, partial(_attend, module, scope, rotary)))
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            changed.append((module, partial(root_mean_square, module)))
-        elif type(module).__name__ == "NewGELUActivation":
-            changed.append((module, partial(F.gelu, approximate="tanh")))
+    for one in attentions:
+        changed.append((one.module, partial(_attend, one, scope, rotary)))
     if rotary is not None:
         changed.append((body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions)))
     for module, forward in changed:
         module.forward = forward
     try:
-        yield
+        with graph_norms(model):
+            yield
     finally:
         for module, _ in changed:
             del module.forward
 
 
 def _attend(
-    module: Any, scope: CausalScope, rotary: Cache | None, hidden_states: Tensor, *unused: Any, **more: Any
-) -> tuple[Tensor, None]:
+    one: AttentionModule, scope: CausalScope, rotary: Cache | None, hidden_states: Tensor,
+    *unused: Any, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Stand in for the forward of an attention module; masks and caches come from `scope`."""
-    heads, past = heads_of(module), scope.past[module.layer_idx]
+    heads, place = one.heads, one.module.layer_idx
+    past = scope.past[place]
     if emit.export_target() == "ort-cpu" and fits_group_query_attention(heads.width, rotary is not None):
-        packed = _product(module, hidden_states)
+        packed = _product(one, hidden_states)
         out, *present = group_query_attention(packed, past, scope.places, heads, rotary)
     else:
-        query, key, value = _three(module, hidden_states)
+        query, key, value = _three(one, hidden_states)
         out, *present = _standard(query, key, value, past, scope, heads=heads, rotary=rotary)
-    scope.present[module.layer_idx] = (present[0], present[1])
-    return (module.o_proj if hasattr(module, "o_proj") else module.c_proj)(out), None
+    scope.present[place] = (present[0], present[1])
+    return one.part(one.parts.out)(out), None
 
 
-def _product(module: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _product(one: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return queries, keys and values as one tensor where one product makes them, else as three."""
-    if hasattr(module, "c_attn"):
-        return module.c_attn(x), None, None
-    if module.pack.packed is not None:
-        return module.pack.packed(x), None, None
-    query, key, value = module.pack(x)
+    if one.parts.packed:
+        return one.part(one.parts.query)(x), None, None
+    if one.module.pack.packed is not None:
+        return one.module.pack.packed(x), None, None
+    query, key, value = one.module.pack(x)
     return query, key, value
 
 
-def _three(module: Any, x: Tensor) -> tuple[Tensor, ...]:
-    if hasattr(module, "c_attn"):
-        return tuple(module.c_attn(x).chunk(3, dim=-1))
-    three: tuple[Tensor, ...] = module.pack(x)
+def _three(one: AttentionModule, x: Tensor) -> tuple[Tensor, ...]:
+    if one.parts.packed:
+        return tuple(one.part(one.parts.query)(x).chunk(3, dim=-1))
+    three: tuple[Tensor, ...] = one.module.pack(x)
     return three
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.export.attention_modules import attention_modules
 from smelt.export.causal_attention import (
-    attentions,
     causal_forwards,
-    heads_of,
     prepare_attention,
     scope_of,
 )
+from smelt.families.registry import family_of
 from smelt.runtime.causal import KEEP
 
 
@@ -33,8 +33,8 @@ class CausalStep(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
-        prepare_attention(model)
+        self.model, self.attentions = model, attention_modules(model)
+        prepare_attention(model, self.attentions)
 
     def forward(
         self,
@@ -47,7 +47,7 @@ class CausalStep(nn.Module):
         """Return logits, then key and value [B, K, P + S, d] of each layer; `keep` is an int64 scalar."""
         pairs = list(zip(past[::2], past[1::2], strict=True))
         scope = scope_of(attention_mask, position_ids, pairs)
-        with causal_forwards(self.model, scope):
+        with causal_forwards(self.model, self.attentions, scope):
             hidden = self.model.base_model(
                 input_ids,
                 attention_mask=attention_mask,
@@ -84,9 +84,9 @@ def causal_graph(model: Any) -> tuple[nn.Module, tuple[Any, ...], list[str], lis
     Raises:
         InputError: the config asks for what the graph does not compute.
     """
-    config = model.config
-    if getattr(config, "use_sliding_window", False):
-        raise InputError("onnx: use_sliding_window is not supported; set it to false in config.json.")
+    family = family_of(model)
+    if family and (problems := family.refuses(model.config.to_dict())):
+        raise InputError(f"onnx: config.json: {' '.join(problems)}")
     step = CausalStep(model)
     kind = model.get_input_embeddings()
     dtype = next((p.dtype for p in kind.parameters() if p.is_floating_point()), torch.float32)
@@ -94,7 +94,7 @@ def causal_graph(model: Any) -> tuple[nn.Module, tuple[Any, ...], list[str], lis
     ids = torch.ones(batch, length, dtype=torch.int64)
     mask = torch.ones(batch, before + length, dtype=torch.int64)
     places = torch.arange(before, before + length).expand(batch, length).contiguous()
-    heads = [heads_of(module) for module in attentions(model)]
+    heads = [one.heads for one in step.attentions]
     past = [torch.zeros(batch, h.keys, before, h.width, dtype=dtype) for h in heads for _ in "kv"]
     names = [f"{i}.{part}" for i in range(len(heads)) for part in ("key", "value")]
     axes = (

@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,32 +20,19 @@ from transformers import PreTrainedModel
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import uncollected
-from smelt.export.attention import Scope, graph_attention, is_attention, pack_projections
+from smelt.export.attention import Scope
+from smelt.export.attention_modules import attention_modules, graph_attention, pack_projections
+from smelt.export.causal_graphs import causal_graph
+from smelt.export.graph import Graph
+from smelt.export.seq2seq_graphs import seq2seq_graphs
+from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.quantized import AnyLinear, QuantizedEmbedding
 from smelt.runtime.layers.quantized_int4 import Int4Embedding
 from smelt.runtime.predict import takes_types
 
-_CLASSIFIERS = ("bert", "roberta", "distilbert")
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One graph to export: the module, its example inputs, and the names on its outside.
-
-    axes: for each input the names of its dynamic dimensions, by place. optional: inputs that may be left out,
-    with the value that they have then.
-    """
-
-    name: str
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    input_names: list[str]
-    output_names: list[str]
-    axes: tuple[Any, ...]
-    optional: Mapping[str, int] = field(default_factory=dict)
 
 
 class Classifier(nn.Module):
@@ -56,6 +41,8 @@ class Classifier(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model, self.scope = model, Scope()
+        self.attentions = attention_modules(model)
+        self.types = self.attentions[0].family.token_types
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
@@ -63,10 +50,10 @@ class Classifier(nn.Module):
         """Return the logits."""
         self.scope.mask = attention_mask
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        if self.model.config.model_type == "roberta":
+        if self.types == "zero":
             # all tokens have type 0: one row that is added to all of them, instead of a gather for each
             types = {"token_type_ids": input_ids.new_zeros(1, 1)}
-        with graph_attention(self.model, self.scope):
+        with graph_attention(self.attentions, self.scope):
             logits = self.model(input_ids, attention_mask=attention_mask, **types).logits
         out: Tensor = logits.float()
         return out
@@ -78,25 +65,19 @@ def graphs_of(model: Any) -> list[Graph]:
     Raises:
         InputError: a family of models that this stage does not know.
     """
-    from smelt.export.causal_graphs import causal_graph
-    from smelt.export.seq2seq_graphs import FAMILIES, seq2seq_graphs
-
-    family = model.config.model_type
     for module in model.modules():  # T5's stacks have configs of their own
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _ATTENTION
-    if family in FAMILIES and model.can_generate():
+    family = family_of(model)
+    kind = family.kind if family else None
+    if kind == "seq2seq" and model.can_generate():
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
         return [Graph("model", *causal_graph(model), optional={KEEP: 0})]
-    if family in _CLASSIFIERS and type(model).__name__.endswith("ForSequenceClassification"):
+    if kind == "encoder" and type(model).__name__.endswith("ForSequenceClassification"):
         return [_classifier(model)]
-    raise InputError(
-        f"a {type(model).__name__} cannot be exported to ONNX yet."
-        " Known: MarianMTModel; Bart-, MBart- and T5ForConditionalGeneration;"
-        " Bert-, Roberta- and DistilBertForSequenceClassification;"
-        " GPT2LMHeadModel, Llama- and Qwen2ForCausalLM."
-    )
+    known = "; ".join(f"for {task} {', '.join(names)}" for task, names in BY_TASK.items())
+    raise InputError(f"a {type(model).__name__} cannot be exported to ONNX yet. Known: {known}.")
 
 
 def _classifier(model: Any) -> Graph:
@@ -112,9 +93,8 @@ def _classifier(model: Any) -> Graph:
 def _prepare(graph: Graph) -> None:
     """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
     graph.module.eval()
-    for module in list(graph.module.modules()):
-        if is_attention(module):
-            pack_projections(module)
+    for one in graph.module.attentions:
+        pack_projections(one)
     for module in graph.module.modules():
         if isinstance(module, AnyLinear | Int4Embedding):
             module.matrix.prepare_export()

@@ -17,7 +17,7 @@ from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
 
 if TYPE_CHECKING:
-    from smelt.export.onnx_graphs import Graph
+    from smelt.export.graph import Graph
     from smelt.runtime.runner import Batch, Tokens
 
 

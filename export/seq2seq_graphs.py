@@ -1,8 +1,7 @@
-"""The graphs of an encoder and a decoder: Marian, BART, mBART, T5.
+"""The graphs of an encoder and a decoder.
 
 `encoder_model` also computes the keys and values of cross-attention (once for a text, not at each step);
-`decoder_with_past_model` takes one token. Families differ in where their layers lie and in what stands
-before the output head; attention itself is export/attention.py, T5's export/relative_attention.py.
+`decoder_with_past_model` takes one token.
 
 Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, D = width of the
 model, V = vocabulary.
@@ -15,29 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.export.attention import Pack, Scope, graph_attention, split_heads
+from smelt.export.attention import Pack, Scope, split_heads
+from smelt.export.attention_modules import AttentionModule, attention_modules, graph_attention
+from smelt.export.graph import Graph
 from smelt.export.norms import graph_norms
-from smelt.export.onnx_graphs import Graph
 from smelt.runtime.layers.quantized import AnyLinear
-
-FAMILIES = ("marian", "bart", "mbart", "t5")
-
-
-def decoder_attentions(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return the self-attention and the cross-attention modules of the decoder's layers, in order."""
-    decoder = model.get_decoder()
-    if model.config.model_type == "t5":
-        return [b.layer[0].SelfAttention for b in decoder.block], [
-            b.layer[1].EncDecAttention for b in decoder.block
-        ]
-    return [layer.self_attn for layer in decoder.layers], [layer.encoder_attn for layer in decoder.layers]
-
-
-def head_sizes(attention: Any) -> tuple[int, int]:
-    """Return how many heads an attention module has, and their width d."""
-    if hasattr(attention, "key_value_proj_dim"):
-        return attention.n_heads, attention.key_value_proj_dim
-    return attention.num_heads, attention.head_dim
 
 
 class Encoder(nn.Module):
@@ -46,15 +27,15 @@ class Encoder(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.encoder, self.scope = model.get_encoder(), Scope()
-        _, attentions = decoder_attentions(model)
-        self.heads = [head_sizes(a)[0] for a in attentions]
-        key, value = ("k", "v") if model.config.model_type == "t5" else ("k_proj", "v_proj")
-        self.pack = Pack([a.get_submodule(n) for a in attentions for n in (key, value)])
+        self.attentions = attention_modules(model, "encoder_layers")
+        crosses = attention_modules(model, "decoder_layers", cross=True)
+        self.heads = [one.heads.keys for one in crosses]
+        self.pack = Pack([one.part(n) for one in crosses for n in (one.parts.key, one.parts.value)])
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states and each decoder layer's cross-attention keys and values."""
         self.scope.mask = attention_mask
-        with graph_attention(self.encoder, self.scope), graph_norms(self.encoder):
+        with graph_attention(self.attentions, self.scope), graph_norms(self.encoder):
             hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
         caches = [split_heads(t, h).contiguous() for t, h in zip(self.pack(hidden), heads, strict=True)]
@@ -67,6 +48,7 @@ class DecoderStep(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.decoder, self.head, self.scope = model.get_decoder(), model.get_output_embeddings(), Scope()
+        self.attentions = attention_modules(model, "decoder_layers")
         # a T5 whose embedding is its head makes the states smaller before it
         scaled = getattr(model.config, "scale_decoder_outputs", False)
         self.scale = model.config.d_model**-0.5 if scaled else None
@@ -82,7 +64,7 @@ class DecoderStep(nn.Module):
         self.scope.past = list(zip(past[::2], past[1::2], strict=True))
         self.scope.cross = list(zip(cross[::2], cross[1::2], strict=True))
         self.scope.present = {}
-        with graph_attention(self.decoder, self.scope), graph_norms(self.decoder):
+        with graph_attention(self.attentions, self.scope), graph_norms(self.decoder):
             hidden = self.decoder(
                 input_ids,
                 # only says that cross-attention takes place; its keys and values are in the caches
@@ -138,7 +120,7 @@ class _Shift(nn.Module):
 
 def seq2seq_graphs(model: Any) -> list[Graph]:
     """Return the two graphs of `model`, with small example inputs."""
-    attentions, crosses = decoder_attentions(model)
+    attentions, crosses = (attention_modules(model, "decoder_layers", cross) for cross in (False, True))
     ids, mask, token = (torch.ones(2, n, dtype=torch.int64) for n in (7, 7, 1))
     two = {0: "batch", 1: "encoder_length"}
     pairs = [(i, kind) for i in range(len(attentions)) for kind in ("key", "value")]
@@ -149,8 +131,8 @@ def seq2seq_graphs(model: Any) -> list[Graph]:
         ["last_hidden_state", *(f"present.{n}" for n in cross)], (two, two),
     )  # fmt: skip
 
-    def caches(modules: list[Any], length: int) -> list[Tensor]:
-        shapes = [(2, heads, length, width) for heads, width in map(head_sizes, modules)]
+    def caches(modules: list[AttentionModule], length: int) -> list[Tensor]:
+        shapes = [(2, one.heads.keys, length, one.heads.width) for one in modules]
         return [torch.zeros(shape) for shape in shapes for _ in "kv"]
 
     decoder = Graph(

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
 from smelt.core.stage import Progress, silent
+from smelt.families.registry import find_family
 from smelt.runtime.runner import Logits, Runner, Tokens
 from smelt.runtime.text.windows import TextWindows
 
-FAMILIES = ("gpt2", "llama", "qwen2")
 # The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word
 KEEP = "num_logits_to_keep"
 # float32 logits that one call may give; more, and rows or stretches of tokens are fed one after another
@@ -26,8 +26,11 @@ _LOGITS_BYTES = 256 * 2**20
 def is_causal(config: Mapping[str, Any]) -> bool:
     """Say whether `config` (config.json) is a decoder-only language model's."""
     names = config.get("architectures") or []
-    return config.get("model_type") in FAMILIES and any(
-        str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in names
+    family = find_family(config)
+    return (
+        family is not None
+        and family.kind == "decoder"
+        and any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in names)
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from smelt.core.data import Example
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
+from smelt.families.registry import find_family
 from smelt.runtime.causal import is_causal
 from smelt.runtime.generate.generation import Generation, generate_with
 from smelt.runtime.generate.prompts import Cut, continue_texts
@@ -21,7 +22,8 @@ from smelt.runtime.text.tools import TextTools
 
 def takes_types(config: Mapping[str, Any]) -> bool:
     """Say whether a classifier tells the two texts of a pair apart by token types, as BERT does."""
-    return config.get("model_type") not in ("distilbert", "roberta")
+    family = find_family(config)
+    return family is not None and family.token_types == "pairs"
 
 
 def encode_texts(

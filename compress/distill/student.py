@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from smelt.core.errors import InputError
+from smelt.families.family import Stack
+from smelt.families.registry import family_of
 from smelt.runtime.models.structure import Edit
 
 # By the number of layers there are, then by that of the student: LAYERS_TO_COPY of make_student.py, in
@@ -63,9 +65,9 @@ def keep_layers(
     """Drop layers of one stack of `model` in place, and say so in its config.
 
     Args:
-        model: a Marian, BART, T5, BERT, RoBERTa, DistilBERT, GPT-2, Llama or Qwen2 model.
+        model: a model of a family that smelt knows.
         edits: its structure so far.
-        stack: `encoder_layers` or `decoder_layers` (Marian, BART, T5), `layers` (the others).
+        stack: `encoder_layers` or `decoder_layers` of an encoder and decoder, `layers` of the others.
         choice: how many layers, or which.
         choose: see `spread`.
 
@@ -75,52 +77,34 @@ def keep_layers(
     Raises:
         InputError: the model has no such stack, or not these layers.
     """
-    place, setting = _stack(model, stack)
+    found = _stack(model, stack)
+    place = found.place
     owner, _, name = place.rpartition(".")
     layers = list(model.get_submodule(place))
     kept = spread(choice, len(layers), choose) if isinstance(choice, int) else list(choice)
     if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
         raise InputError(f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
-    if model.config.model_type == "t5":
-        from smelt.runtime.models.position_bias import move_shared_bias
-
-        move_shared_bias(layers[0], layers[kept[0]])
+    family = family_of(model)
+    if family and family.relative_bias:
+        family.relative_bias().hand_on(layers[0], layers[kept[0]])
     for new, old in enumerate(kept):
         for module in layers[old].modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.layer_idx = new  # its place in the KV cache
-    setattr(model.config, setting, len(kept))
+    setattr(model.config, found.setting, len(kept))
     if isinstance(getattr(model.config, "layer_types", None), list):
         model.config.layer_types = [model.config.layer_types[i] for i in kept]
     return _renamed(edits, place, kept), kept
 
 
-def _stack(model: Any, stack: str) -> tuple[str, str]:
-    """Return where the layers lie and what the config calls their number."""
-    bart = {
-        "encoder_layers": ("model.encoder.layers", "encoder_layers"),
-        "decoder_layers": ("model.decoder.layers", "decoder_layers"),
-    }
-    known = {
-        "marian": bart,
-        "bart": bart,
-        "mbart": bart,
-        "t5": {
-            "encoder_layers": ("encoder.block", "num_layers"),
-            "decoder_layers": ("decoder.block", "num_decoder_layers"),
-        },
-        "bert": {"layers": ("bert.encoder.layer", "num_hidden_layers")},
-        "roberta": {"layers": ("roberta.encoder.layer", "num_hidden_layers")},
-        "distilbert": {"layers": ("distilbert.transformer.layer", "n_layers")},
-        "gpt2": {"layers": ("transformer.h", "n_layer")},
-        "llama": {"layers": ("model.layers", "num_hidden_layers")},
-        "qwen2": {"layers": ("model.layers", "num_hidden_layers")},
-    }.get(model.config.model_type, {})
-    if stack not in known:
-        names = " and ".join(known) or "no layers that this stage knows"
-        raise InputError(f"distill: a {model.config.model_type} student has {names}, not '{stack}'.")
-    return known[stack]
+def _stack(model: Any, name: str) -> Stack:
+    family, config = family_of(model), model.config.to_dict()
+    found = family.stack(config, name) if family else None
+    if found is None:
+        known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
+        raise InputError(f"distill: a {model.config.model_type} student has {known}, not '{name}'.")
+    return found
 
 
 def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:

@@ -36,15 +36,15 @@ def magnitude_scores(
     heads = {}
     for group in attentions:
         value = group.value_rows(model).double()
-        out = whole_weight(model, group.out).double()
+        out = whole_weight(model, group.parts.out).double()
         count = group.count(model)
         into = value.square().sum(dim=1).view(count, -1).sum(dim=1).sqrt()
         heads[group.name] = into * out.square().sum(dim=0).view(count, -1).sum(dim=1).sqrt()
     neurons = {}
     for block in blocks:
-        second = whole_weight(model, block.second).double()
+        second = whole_weight(model, block.parts.down).double()
         neurons[block.name] = second.norm(dim=0)
-        for name in block.inputs:
+        for name in block.parts.inputs:
             neurons[block.name] = neurons[block.name] * whole_weight(model, name).double().norm(dim=1)
     return Scores(heads, neurons)
 
@@ -75,7 +75,7 @@ def taylor_scores(
     heads = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     neurons = {b.name: torch.zeros(b.count(model), dtype=torch.float64) for b in blocks}
     hooks = [
-        columns_of(model, g.out).register_forward_pre_hook(_masking(masks[g.name], g.head_dim(model)))
+        columns_of(model, g.parts.out).register_forward_pre_hook(_masking(masks[g.name], g.head_dim(model)))
         for g in attentions
     ]
     try:
@@ -87,8 +87,8 @@ def taylor_scores(
                 heads[name] += mask.grad.abs().double().cpu()
                 mask.grad = None
             for block in blocks:
-                inputs = [rows_of(model, name) for name in block.inputs]
-                neurons[block.name] += _neuron_terms(inputs, columns_of(model, block.second))
+                inputs = [rows_of(model, name) for name in block.parts.inputs]
+                neurons[block.name] += _neuron_terms(inputs, columns_of(model, block.parts.down))
     finally:
         for hook in hooks:
             hook.remove()

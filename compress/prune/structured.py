@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
     from smelt.compress.prune.importance import Scores
+    from smelt.families.family import RelativeBias
     from smelt.runtime.models.structure import Edit
 
 
@@ -200,26 +201,32 @@ def _cut_heads(
 ) -> None:
     import torch
 
-    from smelt.runtime.models.position_bias import own_position_biases, prune_position_bias
-
     count, width = group.count(model), group.head_dim(model)
     stay = scores.topk(heads_kept(count, settings)).indices.sort().values
     if len(stay) == count:
         return
-    if group.relative:
-        own_position_biases(model, edits)
+    bias = _relative_bias(model) if group.parts.relative else None
+    if bias is not None:
+        bias.own_all(model, edits)
     places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
     for name, rows in group.row_places(model, stay).items():
         _cut(model, edits, name, rows, dim=0)
-    _cut(model, edits, group.out, places, dim=1)
+    _cut(model, edits, group.parts.out, places, dim=1)
     module = model.get_submodule(group.name)
-    values = {group.heads: len(stay)} if group.heads else {}
-    values |= {group.size: len(places)} if group.size else {}
+    values = {group.parts.heads: len(stay)} if group.parts.heads else {}
+    values |= {group.parts.size: len(places)} if group.parts.size else {}
     for attribute, value in values.items():
         setattr(module, attribute, value)
         edits.append({"op": "set", "module": group.name, "attribute": attribute, "value": value})
-    if group.relative:
-        prune_position_bias(model, edits, group.name, stay)
+    if bias is not None:
+        bias.prune(model, edits, group.name, stay)
+
+
+def _relative_bias(model: Any) -> RelativeBias | None:
+    from smelt.families.registry import family_of
+
+    family = family_of(model)
+    return family.relative_bias() if family and family.relative_bias else None
 
 
 def _cut_neurons(
@@ -228,9 +235,9 @@ def _cut_neurons(
     count = block.count(model)
     stay = scores.topk(neurons_kept(count, settings)).indices.sort().values
     if len(stay) < count:
-        for name in block.inputs:
+        for name in block.parts.inputs:
             _cut(model, edits, name, stay, dim=0)
-        _cut(model, edits, block.second, stay, dim=1)
+        _cut(model, edits, block.parts.down, stay, dim=1)
 
 
 def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> None:
@@ -259,12 +266,17 @@ def _say_in_config(model: Any, edits: list[Edit]) -> list[Edit]:
     from smelt.compress.prune.groups import find_groups
 
     _, blocks = find_groups(model)
-    for setting in {block.setting for block in blocks}:
-        kind = [block for block in blocks if block.setting == setting]
+    for setting in {block.parts.setting for block in blocks}:
+        kind = [block for block in blocks if block.parts.setting == setting]
         widths = {block.count(model) for block in kind}
         if len(widths) > 1:
             continue
         setattr(model.config, setting, widths.pop())
-        names = {n for b in kind for i in b.inputs for n in (i, f"{i}.up", b.second, f"{b.second}.down")}
+        names = {
+            n
+            for b in kind
+            for i in b.parts.inputs
+            for n in (i, f"{i}.up", b.parts.down, f"{b.parts.down}.down")
+        }
         edits = [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
     return edits

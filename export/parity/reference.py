@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.export.attention import split_heads
+from smelt.export.attention_modules import attention_modules
 from smelt.export.parity.compare import Array
 from smelt.export.parity.rows import STEPS
-from smelt.export.seq2seq_graphs import decoder_attentions, head_sizes
 from smelt.runtime.causal import is_causal, positions
 from smelt.runtime.layers.quantized import AnyLinear
 from smelt.runtime.predict import takes_types
@@ -121,11 +121,10 @@ def _classified(model: Any, batch: Batch) -> Array:
 def _decoded(model: Any, batch: Batch, tokens: Tokens) -> Exact:
     ids, mask = _tensors(batch)
     hidden = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
-    key, value = ("k", "v") if model.config.model_type == "t5" else ("k_proj", "v_proj")
     cross = {}
-    for at, attention in enumerate(decoder_attentions(model)[1]):
-        for word, name in (("key", key), ("value", value)):
-            made = split_heads(attention.get_submodule(name)(hidden), head_sizes(attention)[0])
+    for at, one in enumerate(attention_modules(model, "decoder_layers", cross=True)):
+        for word, name in (("key", one.parts.key), ("value", one.parts.value)):
+            made = split_heads(one.part(name)(hidden), one.heads.keys)
             cross[f"present.{at}.encoder.{word}"] = made.numpy()
     out = model(
         encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=mask,

@@ -16,9 +16,9 @@ from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
 from smelt.core.rows import read_file
+from smelt.families.registry import FAMILIES
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.model import ModelLook, look
-from smelt.plan.text_rules import MULTILINGUAL
 from smelt.recipe.problem import METRICS_OF
 from smelt.recipe.stage_table import load_stage
 from smelt.recipe.yaml_file import parse_yaml
@@ -125,7 +125,7 @@ def init_recipe(
 
 def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]:
     """Return the languages that the recipe has to say: of a multilingual model both."""
-    if seen.family not in MULTILINGUAL:
+    if FAMILIES[seen.family].languages != "codes":
         if any(wishes.languages):
             raise InputError(f"--source-language, --target-language: a {seen.family} model takes none.")
         return None, None

@@ -11,8 +11,8 @@ from typing import Any
 from smelt.core.data import Task
 from smelt.core.errors import InputError
 from smelt.core.hub import cache_alone, hub_lacks
+from smelt.families.registry import BY_TASK, FAMILIES
 from smelt.look.model_folder import (
-    FAMILIES,
     check_model_folder,
     local_folder,
     not_given,
@@ -23,13 +23,6 @@ from smelt.recipe.problem import has_classifier
 from smelt.runtime.models.weight_files import values_in, weight_tensors
 from smelt.runtime.text.limits import position_limit
 
-# Families with several tasks, where the checkpoint does not say which: what most of them are for.
-_USUAL: dict[str, Task] = {
-    "marian": "translation",
-    "t5": "translation",
-    "mbart": "translation",
-    "bart": "summarization",
-}
 # safetensors' words for the types of floating numbers.
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -67,7 +60,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
     place = _config_from_hub(model) if folder is None else folder
     config, problems = read_config(place) if place.is_dir() else ({}, [])
     family = str(config.get("model_type", ""))
-    tasks = tuple(t for t, families in FAMILIES.items() if family in families)
+    tasks = tuple(t for t, families in BY_TASK.items() if family in families)
     if config and not tasks:
         raise InputError(f"{place / 'config.json'}: {unknown_family(family)}")
     chosen = _choose(config, family, tasks, task) if tasks else None
@@ -111,8 +104,7 @@ def _choose(config: Mapping[str, Any], family: str, tasks: tuple[Task, ...], wan
     named = {t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)}
     if len(named) == 1:
         return named.pop()
-    usual = _USUAL.get(family, tasks[0])
-    return usual if usual in tasks else tasks[0]
+    return FAMILIES[family].tasks[0]
 
 
 def _languages(folder: Path) -> tuple[str | None, str | None]:

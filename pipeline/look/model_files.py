@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smelt.families.registry import FAMILIES, find_family
 from smelt.runtime.models.weight_files import weight_tensors
 
-# The input embedding [vocabulary, width] as transformers names it in each family.
-_EMBEDDINGS = ("shared.weight", "word_embeddings.weight", "wte.weight", "encoder.embed_tokens.weight")
-_WIDTHS = ("d_model", "hidden_size", "n_embd", "dim")
 # https://github.com/huggingface/safetensors, "Format"; sub-byte types are counted in bits.
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6}
 _BITS |= {"F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
@@ -86,10 +84,14 @@ def _broken_json(folder: Path) -> list[str]:
 
 def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
     """Compare the embedding's shape with the config's words for it."""
-    width = next((config[key] for key in _WIDTHS if isinstance(config.get(key), int)), None)
+    family = find_family(config)
+    if family is None:
+        return []
+    said = config.get(family.width)
+    width = said if isinstance(said, int) else None
     for path, name, entry in weight_tensors(folder):
         shape = entry["shape"]
-        if not name.endswith(_EMBEDDINGS) or len(shape) != 2:
+        if not name.endswith(family.embedding) or len(shape) != 2:
             continue
         if shape[0] != rows or width not in (None, shape[1]):
             wanted = [rows, shape[1] if width is None else width]
@@ -103,7 +105,8 @@ def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
 def _highest_token(folder: Path, kind: str) -> tuple[int, int] | None:
     """Return how many tokens the tokenizer knows and its highest id; None where its files do not say it."""
     fast = folder / "tokenizer.json"
-    if kind != "marian" and fast.is_file():
+    family = FAMILIES.get(kind)
+    if (family is None or family.tokenizer.fast) and fast.is_file():
         content = _read(fast)
         vocabulary = (content.get("model") or {}).get("vocab") or {}
         # a unigram model lists its pieces, whose places are their ids

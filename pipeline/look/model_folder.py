@@ -14,16 +14,10 @@ from typing import Any
 from smelt.core.data import Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.hub import cache_alone, hub_lacks
+from smelt.families.registry import BY_TASK, FAMILIES, find_family
 from smelt.look.model_files import damaged_tensor, misfits
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
 
-# Model families of each task, by the config's model_type.
-FAMILIES: dict[Task, tuple[str, ...]] = {
-    "translation": ("marian", "t5", "bart", "mbart"),
-    "summarization": ("marian", "t5", "bart", "mbart"),
-    "text-classification": ("bert", "distilbert", "roberta"),
-    "language-modeling": ("gpt2", "llama", "qwen2"),
-}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What is fetched from the hub: no pickles, no weights of other frameworks, no code.
@@ -98,7 +92,7 @@ def check_model_folder(
     config, problems = read_config(folder)
     problems += _weights(folder)
     kind = str(config.get("model_type", ""))
-    families = FAMILIES[task] if task else ()
+    families = BY_TASK[task] if task else ()
     if config and families and kind not in families:
         problems.append(f"{folder / 'config.json'}: {unknown_family(kind, task)}")
     elif task == "language-modeling":
@@ -119,13 +113,13 @@ def unknown_family(kind: str, task: Task | None = None) -> str:
 
     No family is proposed instead: a program wrote the word, and one letter makes another architecture.
     """
-    tasks = [name for name, families in FAMILIES.items() if kind in families]
+    tasks = [name for name, families in BY_TASK.items() if kind in families]
     if tasks and task:
         return (
             f"a {kind} model is not supported for {task} by this version; it is for {' or '.join(tasks)}."
-            f" Supported for {task}: {', '.join(FAMILIES[task])}."
+            f" Supported for {task}: {', '.join(BY_TASK[task])}."
         )
-    known = {task: FAMILIES[task]} if task else FAMILIES
+    known = {task: BY_TASK[task]} if task else BY_TASK
     words = "; ".join(f"for {name} {', '.join(families)}" for name, families in known.items())
     return f"model_type '{kind}' is no family of models that this version knows. It knows {words}."
 
@@ -138,19 +132,8 @@ def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
         problems.append(
             f"{where}: 'architectures' is {named}; a language model ends in ForCausalLM or LMHeadModel."
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-    if kind not in (None, "default", "linear", "llama3"):
-        problems.append(
-            f"{where}: rotary positions of type '{kind}' are not supported by this version;"
-            " supported: default, linear, llama3."
-        )
-    if config.get("use_sliding_window"):
-        problems.append(f"{where}: use_sliding_window is not supported by this version; set it to false.")
-    if config.get("add_cross_attention"):
-        problems.append(f"{where}: add_cross_attention is not supported; the model must be decoder-only.")
-    if config.get("reorder_and_upcast_attn"):
-        problems.append(f"{where}: reorder_and_upcast_attn is not supported by this version.")
+    family = find_family(config)
+    problems += [f"{where}: {problem}" for problem in (family.refuses(config) if family else ())]
     return problems
 
 
@@ -239,31 +222,17 @@ def _header(path: Path) -> list[str]:
 def check_tokenizer(folder: Path, kind: str) -> list[str]:
     """Return what the tokenizer's files in `folder` lack for a model of the family `kind`."""
     fix = "Copy the tokenizer's files there (tokenizer.save_pretrained(FOLDER))."
-    if kind == "marian":
-        files = ("source.spm", "target.spm", "vocab.json")
-        missing = [name for name in files if not (folder / name).is_file()]
+    family = FAMILIES.get(kind)
+    if family is None:  # that it is not supported is said elsewhere; its tokenizer is unknown here
+        return []
+    slow = family.tokenizer.slow
+    missing = [name for name in slow if not (folder / name).is_file()]
+    if not family.tokenizer.fast:
         return [f"{folder}: no tokenizer: {', '.join(missing)} missing. {fix}"] if missing else []
-    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")) or (slow and not missing):
         return []
-    other = {
-        "t5": ("spiece.model",),
-        "bart": ("vocab.json", "merges.txt"),
-        "roberta": ("vocab.json", "merges.txt"),
-        "mbart": ("sentencepiece.bpe.model",),
-        "gpt2": ("vocab.json", "merges.txt"),
-        "qwen2": ("vocab.json", "merges.txt"),
-        "llama": ("tokenizer.model",),
-    }
-    if kind in other:
-        missing = [name for name in other[kind] if not (folder / name).is_file()]
-        expected = f"tokenizer.json or {' and '.join(other[kind])}"
-        return [f"{folder}: no tokenizer; expected {expected}. {fix}"] if missing else []
-    if kind and kind not in (
-        "bert",
-        "distilbert",
-    ):  # an unsupported family is said elsewhere; its tokenizer is unknown here
-        return []
-    return [f"{folder}: no tokenizer; expected tokenizer.json or vocab.txt. {fix}"] if kind else []
+    expected = f"tokenizer.json or {' and '.join(slow) or 'vocab.txt'}"
+    return [f"{folder}: no tokenizer; expected {expected}. {fix}"]
 
 
 def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[str]:

@@ -10,9 +10,10 @@ from smelt.core.errors import nearest
 from smelt.core.stage import Need, Settings, Stage, needs_of
 from smelt.execute.machine import unavailable_reason, unscored_reason
 from smelt.plan.plan import Step
+from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
 from smelt.recipe.problem import LABEL_METRICS
-from smelt.recipe.recipe import Recipe, stage_table
+from smelt.recipe.recipe import Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 

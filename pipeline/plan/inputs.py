@@ -7,7 +7,8 @@ from pathlib import Path
 from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
 from smelt.execute.machine import cuda_lacks
-from smelt.look.model_folder import FAMILIES, check_model_folder, local_folder, read_config
+from smelt.families.registry import BY_TASK
+from smelt.look.model_folder import check_model_folder, local_folder, read_config
 from smelt.plan.plan import read_source
 from smelt.plan.text_rules import text_rules
 from smelt.recipe.errors import Mistakes, touches
@@ -58,7 +59,7 @@ def check_model(
 
 def _has_family(folder: Path, task: Task) -> bool:
     """Say whether the config can be read and is of a model for `task`, whatever else the folder lacks."""
-    return read_config(folder)[0].get("model_type") in FAMILIES[task]
+    return read_config(folder)[0].get("model_type") in BY_TASK[task]
 
 
 def check_device(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.core.errors import InputError
+from smelt.families.registry import find_family
 from smelt.recipe.recipe import Recipe
 from smelt.runtime.text.rules import FILE, TextRules, read_text_rules
-
-# Families whose tokenizer knows languages by their codes.
-MULTILINGUAL = ("mbart",)
 
 
 def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
@@ -32,17 +30,19 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
         return TextRules(), []
     config = _config(folder)
     kind = config.get("model_type")
-    if kind in MULTILINGUAL:
+    family = find_family(config)
+    languages = family.languages if family else None
+    if languages == "codes":
         return _languages(recipe, folder, str(kind))
     if data.prefix is not None:
         return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (the recipe's)"]
     if (folder / FILE).is_file():
         rules = read_text_rules(folder)
         return rules, [f"prefix {rules.prefix!r} (the model's {FILE})"]
-    if kind == "marian" and data.target_language:
+    if languages == "prefix" and data.target_language:
         prefix = f">>{data.target_language}<< "
         return TextRules(prefix=prefix), [
-            f"prefix {prefix!r} (a Marian model's word for the target language)"
+            f"prefix {prefix!r} (a {kind} model's word for the target language)"
         ]
     return _from_params(recipe, config)
 

@@ -12,8 +12,8 @@ from smelt.core.errors import InputError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import class_names
+from smelt.families.registry import BY_TASK
 from smelt.look.model_folder import (
-    FAMILIES,
     check_tokenizer,
     local_folder,
     read_config,
@@ -66,7 +66,7 @@ def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, b
     for problem in () if touches(bad, "model.config") else problems:
         mistakes.add(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
-    if config and not touches(bad, "task") and kind not in FAMILIES[recipe.task]:
+    if config and not touches(bad, "task") and kind not in BY_TASK[recipe.task]:
         mistakes.add(("model", "config"), unknown_family(kind, recipe.task))
     elif config and not touches(bad, "model.tokenizer"):
         for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-_PLACES = {"gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+from smelt.families.registry import family_of
 
 
 def use_linears(model: Any) -> None:
@@ -30,12 +30,12 @@ def use_linears(model: Any) -> None:
 
 def turned(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `tensors` with those turned around whose layout in the file is not the one in memory."""
-    places = _PLACES.get(model.config.model_type)
-    if places is None:
+    family = family_of(model)
+    if family is None or not family.turned:
         return tensors
     names = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and name.endswith(places)
+        if type(module) is nn.Linear and name.endswith(family.turned)
     }
     return {n: t.t().contiguous() if n in names else t for n, t in tensors.items()}

@@ -12,12 +12,9 @@ import transformers
 from smelt.core.data import TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
+from smelt.families.registry import FAMILIES, family_of
 from smelt.runtime.models.checkpoint import load_tokenizer, save_model
 
-# Families whose decoder begins with the end of the text before; all others begin with padding.
-_STARTS_WITH_EOS = frozenset({"bart", "mbart"})
-# Families whose checkpoints force the last token to be the end.
-_FORCES_EOS = frozenset({"bart", "marian", "mbart"})
 _NOT_SETTINGS = frozenset({"model_type", "architectures", "transformers_version"})
 
 
@@ -70,7 +67,8 @@ def make_model(
     for name, value in agreed.items():
         if model.can_generate() and hasattr(model.generation_config, name):
             setattr(model.generation_config, name, value)
-    if kind == "marian":
+    family = family_of(model)
+    if family is not None and family.bars_pad:
         model.generation_config.bad_words_ids = [[config.pad_token_id]]  # as its checkpoints do
     model.eval()
     save_model(model, [], out, tokenizer_folder, "fp32")
@@ -104,9 +102,9 @@ def agreement(values: Mapping[str, Any], tokenizer: Any, task: Task, exact: bool
             )
         wanted[f"{role}_token_id"] = token
     if task in TEXT_TO_TEXT:
-        first = "eos_token_id" if kind in _STARTS_WITH_EOS else "pad_token_id"
-        wanted["decoder_start_token_id"] = wanted[first]
-        if kind in _FORCES_EOS:
+        family = FAMILIES[kind]
+        wanted["decoder_start_token_id"] = wanted[f"{family.starts_with}_token_id"]
+        if family.forces_end:
             wanted["forced_eos_token_id"] = wanted["eos_token_id"]
     return wanted
 

@@ -7,7 +7,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "low_rank", "module": m, "rank": r}                           Linear -> LowRankLinear
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
-    {"op": "own_bias", "module": m, "heads": h}                          a T5Attention with its own bias
+    {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
 
 Edits only make room; the values come from the tensors. They work on the meta device.
 """
@@ -23,14 +23,12 @@ from torch import nn
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_json
+from smelt.families.registry import family_of
+from smelt.families.walk import attentions_of
 from smelt.runtime.layers.low_rank import LowRankLinear
 
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
-# Only these may be set: an artifact must not be able to change anything else of a module.
-_ATTRIBUTES = frozenset(
-    {"num_heads", "num_attention_heads", "all_head_size", "embed_dim", "n_heads", "split_size"}
-)
 
 
 def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
@@ -95,7 +93,9 @@ def _linear(model: nn.Module, edit: Edit) -> None:
 
 
 def _set(model: nn.Module, edit: Edit) -> None:
-    if edit["attribute"] not in _ATTRIBUTES or not isinstance(edit["value"], int):
+    # only what counts heads: an artifact must not be able to change anything else of a module
+    counted = {n for a in attentions_of(model) for n in (a.heads, a.size)}
+    if edit["attribute"] not in counted or not isinstance(edit["value"], int):
         raise KeyError(f"attribute {edit['attribute']!r}")
     module = model.get_submodule(edit["module"])
     getattr(module, edit["attribute"])
@@ -126,12 +126,10 @@ def _share(model: nn.Module, edit: Edit) -> None:
 
 
 def _own_bias(model: nn.Module, edit: Edit) -> None:
-    from smelt.runtime.models.position_bias import own_position_bias
-
-    attention = model.get_submodule(edit["module"])
-    if not hasattr(attention, "relative_attention_num_buckets"):
-        raise TypeError("it is not a T5Attention")
-    own_position_bias(attention, edit["heads"], edit["module"].endswith("SelfAttention"))
+    family = family_of(model)
+    if family is None or family.relative_bias is None:
+        raise TypeError("the model has no position bias")
+    family.relative_bias().own(model.get_submodule(edit["module"]), edit["heads"], edit["module"])
 
 
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {

@@ -8,88 +8,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from smelt.core.errors import InputError
+from smelt.families.family import TokenizerForm
+from smelt.families.registry import FAMILIES
 
 Kind = Literal["bpe", "unigram", "wordpiece"]
 # The 256 bytes that byte-level BPE begins with.
 _BYTES = 256
 
 
-@dataclass(frozen=True)
-class _Form:
-    """Special tokens of a family, in the order of their ids, and the templates of one and two texts."""
-
-    specials: tuple[str, ...]
-    roles: dict[str, str]
-    single: str
-    pair: str
-    types: bool = False
-
-
-_BERT = _Form(
-    ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
-    {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
-    "[CLS] $A [SEP]",
-    "[CLS] $A [SEP] $B:1 [SEP]:1",
-)
-_ROBERTA = _Form(
-    ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
-    {
-        "bos": "<s>",
-        "pad": "<pad>",
-        "eos": "</s>",
-        "unk": "<unk>",
-        "cls": "<s>",
-        "sep": "</s>",
-        "mask": "<mask>",
-    },
-    "<s> $A </s>",
-    "<s> $A </s> </s> $B </s>",
-)
-_END = "<|endoftext|>"
-_GPT2 = _Form((_END,), {"bos": _END, "eos": _END, "unk": _END, "pad": _END}, "$A", "$A $B")
-_FORMS: dict[str, _Form] = {
-    "bert": _Form(_BERT.specials, _BERT.roles, _BERT.single, _BERT.pair, types=True),
-    "distilbert": _BERT,
-    "roberta": _ROBERTA,
-    "bart": _ROBERTA,
-    "t5": _Form(
-        ("<pad>", "</s>", "<unk>"),
-        {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"},
-        "$A </s>",
-        "$A </s> $B </s>",
-    ),
-    "gpt2": _GPT2,
-    "qwen2": _GPT2,
-    "llama": _Form(
-        ("<unk>", "<s>", "</s>"),
-        {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "</s>"},
-        "<s> $A",
-        "<s> $A $B",
-    ),
-}
-FAMILIES = ("marian", *_FORMS)
-
-
 def refusal(family: str, kind: Kind, vocab_size: int) -> str:
     """Say why no tokenizer of this kind and size can be trained for `family`; empty where one can."""
-    if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        return f"no tokenizer can be trained for '{family}'; name the folder of one. Known: {known}."
-    if family == "marian":
-        fits, least = kind in ("unigram", "bpe"), 4
-        if not fits:
-            return "Marian's tokenizer is made of SentencePiece models: train unigram or bpe."
-    else:
-        if family == "qwen2" and kind != "bpe":  # transformers reads every Qwen2 tokenizer as one of bytes
-            return "Qwen2's tokenizer is byte-level: train bpe."
-        least = len(_FORMS[family].specials) + (_BYTES if kind == "bpe" else 1)
+    known = FAMILIES.get(family)
+    form = known.new_tokenizer if known else None
+    if form is None:
+        names = ", ".join(name for name, one in FAMILIES.items() if one.new_tokenizer)
+        return f"no tokenizer can be trained for '{family}'; name the folder of one. Known: {names}."
+    if kind not in form.kinds:
+        return form.why_kinds
+    least = 4 if form.sentencepiece else len(form.specials) + (_BYTES if kind == "bpe" else 1)
     if vocab_size < least:
-        why = ": the 256 bytes and the special tokens" if kind == "bpe" and family != "marian" else ""
+        byte_level = kind == "bpe" and not form.sentencepiece
+        why = ": the 256 bytes and the special tokens" if byte_level else ""
         return f"vocab_size {vocab_size} is too small for {kind}; it needs at least {least}{why}."
     return ""
 
@@ -117,12 +60,13 @@ def train_tokenizer(
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     if not lines:
         raise InputError("model.tokenizer: the training rows hold no text to learn a tokenizer from.")
-    if family == "marian":
+    form = FAMILIES[family].new_tokenizer
+    assert form is not None  # else it was refused
+    if form.sentencepiece:
         _train_marian(lines, out, kind, vocab_size, max_length)
         return
     from transformers import PreTrainedTokenizerFast
 
-    form = _FORMS[family]
     tokenizer = _train(lines, form, kind, vocab_size)
     names = ["input_ids", "attention_mask"] + (["token_type_ids"] if form.types else [])
     PreTrainedTokenizerFast(
@@ -134,7 +78,7 @@ def train_tokenizer(
     ).save_pretrained(out)
 
 
-def _train(lines: list[str], form: _Form, kind: Kind, vocab_size: int) -> Any:
+def _train(lines: list[str], form: TokenizerForm, kind: Kind, vocab_size: int) -> Any:
     """Return a trained `tokenizers.Tokenizer` that puts the family's special tokens around texts."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -166,7 +110,7 @@ def _train(lines: list[str], form: _Form, kind: Kind, vocab_size: int) -> Any:
     return tokenizer
 
 
-def _around(form: _Form, kind: Kind, processors: Any) -> Any:
+def _around(form: TokenizerForm, kind: Kind, processors: Any) -> Any:
     # the trainers give the special tokens the first ids, in their order
     marks = [(token, index) for index, token in enumerate(form.specials)]
     template = processors.TemplateProcessing(single=form.single, pair=form.pair, special_tokens=marks)

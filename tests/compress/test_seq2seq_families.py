@@ -90,9 +90,9 @@ def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_
     assert {g.count(pruned) for g in attentions} == {2}
     assert {b.count(pruned) for b in blocks} == {24}
     for group in attentions:
-        silence(whole, pruned, group.query, group.out)
+        silence(whole, pruned, group.parts.query, group.parts.out)
     for block in blocks:
-        silence(whole, pruned, block.first, block.second)
+        silence(whole, pruned, block.parts.up, block.parts.down)
     torch.testing.assert_close(logits(pruned, ctx.out), logits(whole, folder), atol=1e-4, rtol=1e-4)
     assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
 
@@ -121,7 +121,7 @@ def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
     assert {g.count(pruned) for g in attentions} == {1}
     whole = theirs(t5)
     for group in attentions:
-        silence(whole, pruned, group.query, group.out)
+        silence(whole, pruned, group.parts.query, group.parts.out)
     torch.testing.assert_close(logits(pruned, twice.out), logits(whole, t5), atol=1e-4, rtol=1e-4)
 
 

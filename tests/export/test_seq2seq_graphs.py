@@ -15,6 +15,7 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
+from smelt.export.attention_modules import _bias, attention_modules, pack_projections
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges, plan_graphs
 from smelt.runtime.backends.onnx_runner import OnnxRunner
@@ -142,13 +143,13 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
 
 
 def test_bias_by_distance_is_transformers_bias_at_every_distance(tmp_path):
-    from smelt.export.relative_attention import _bias, tabulate_bias
-
     model, _ = load_model(make("t5", tmp_path / "model"))
-    for side in (model.encoder, model.decoder):
-        module = side.block[0].layer[0].SelfAttention
-        tabulate_bias(module)
+    for stack in ("encoder_layers", "decoder_layers"):
+        one = attention_modules(model, stack)[0]
+        pack_projections(one)
+        module = one.module
         for past, length in ((0, 30), (29, 1)):
             with torch.no_grad():
                 expected = module.compute_bias(length, past + length, past_seen_tokens=past)
-            np.testing.assert_array_equal(_bias(module, length, past + length), expected)
+            found = _bias(module.bias_by_distance, length, past + length)
+            np.testing.assert_array_equal(found, expected)

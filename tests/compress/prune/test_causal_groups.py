@@ -47,7 +47,7 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
     assert list(ctx.facts["kept_heads"].values()) == [keys // 2] * 2
     with torch.no_grad():
         for group, after in zip([*attentions, *blocks], [*cut[0], *cut[1]], strict=True):
-            name = getattr(group, "out", None) or group.second
+            name = getattr(group.parts, "out", None) or group.parts.down
             before, now = columns_of(whole, name).weight, columns_of(small, name).weight
             # what stays are columns of the whole matrix: mask all others
             stay = [(before == column[:, None]).all(dim=0).nonzero().item() for column in now.t()]

@@ -111,7 +111,7 @@ def test_taylor_head_score_is_the_slope_of_the_loss_in_the_heads_scale():
     batches = [batch_for(model), {k: v[:2] for k, v in batch_for(model).items()}]
     scores = taylor_scores(model, attentions, blocks, batches, loss_of)
     group, head, step = attentions[1], 2, 1e-4
-    weight = columns_of(model, group.out).weight
+    weight = columns_of(model, group.parts.out).weight
     width = group.head_dim(model)
     original = weight.detach().clone()
     total = 0.0
@@ -133,7 +133,7 @@ def test_taylor_neuron_score_is_dynaberts_formula(build):
     batch = batch_for(model)
     scores = taylor_scores(model, attentions, blocks, [batch, batch], loss_of)
     block = blocks[0]
-    first, second = rows_of(model, block.first), columns_of(model, block.second)
+    first, second = rows_of(model, block.parts.up), columns_of(model, block.parts.down)
     w1, b1, w2 = torch.autograd.grad(loss_of(model, batch), [first.weight, first.bias, second.weight])
     model.requires_grad_(False)
     n = 3
@@ -149,8 +149,8 @@ def test_magnitude_does_not_change_when_a_scale_moves_through_a_relu_neuron():
     _, blocks = find_groups(model)
     before = magnitude_scores(model, [], blocks).neurons[blocks[0].name]
     with torch.no_grad():
-        rows_of(model, blocks[0].first).weight[4] *= 8
-        columns_of(model, blocks[0].second).weight[:, 4] /= 8
+        rows_of(model, blocks[0].parts.up).weight[4] *= 8
+        columns_of(model, blocks[0].parts.down).weight[:, 4] /= 8
     torch.testing.assert_close(magnitude_scores(model, [], blocks).neurons[blocks[0].name], before)
 
 
@@ -172,8 +172,10 @@ def test_taylor_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
     batch = batch_for(model)
     scores = taylor_scores(model, [], blocks, [batch], loss_of)
     for block in blocks:
-        assert block.gate is not None
-        parts = [model.get_submodule(name).weight for name in (block.first, block.gate, block.second)]
+        assert block.parts.gate is not None
+        parts = [
+            model.get_submodule(name).weight for name in (block.parts.up, block.parts.gate, block.parts.down)
+        ]
         slopes = torch.autograd.grad(loss_of(model, batch), parts)
         terms = [
             (part * slope).sum(dim=dim).abs().double()
@@ -189,7 +191,7 @@ def test_magnitude_of_a_gated_neuron_counts_its_row_of_the_gate(gated):
     before = magnitude_scores(model, [], blocks).neurons
     for block in blocks:
         with torch.no_grad():
-            model.get_submodule(block.gate).weight[3] *= 2
+            model.get_submodule(block.parts.gate).weight[3] *= 2
     after = magnitude_scores(model, [], blocks).neurons
     for block in blocks:
         factor = torch.ones_like(before[block.name])

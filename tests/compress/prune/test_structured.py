@@ -36,9 +36,9 @@ def mask_units(model, heads, neurons):
         for group, gone in heads.values():
             width = group.head_dim(model)
             for head in gone:
-                columns_of(model, group.out).weight[:, head * width : (head + 1) * width] = 0
+                columns_of(model, group.parts.out).weight[:, head * width : (head + 1) * width] = 0
         for block, gone in neurons.values():
-            columns_of(model, block.second).weight[:, gone] = 0
+            columns_of(model, block.parts.down).weight[:, gone] = 0
 
 
 @pytest.mark.parametrize("build", [marian, bert, factorized])
@@ -95,7 +95,7 @@ def test_pruning_units_without_outgoing_weights_changes_nothing():
         _cut_heads(model, edits, group, scores.heads[group.name], settings)
     torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
     for block in blocks[:2]:  # the encoder's 64 neurons, of which 32 are silent
-        _cut_neurons(model, edits, block, columns_of(model, block.second).weight.norm(dim=0), settings)
+        _cut_neurons(model, edits, block, columns_of(model, block.parts.down).weight.norm(dim=0), settings)
     torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
 
 

@@ -1,0 +1,37 @@
+"""DistilBERT. Source: transformers' modeling_distilbert.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smelt.families.bert import POSITION_IDS, TOKENIZER
+from smelt.families.family import Attention, Config, Family, FeedForward, Stack
+
+
+def stacks(config: Config) -> tuple[Stack, ...]:
+    """Return the encoder's blocks."""
+    at = "attention"
+    attention = Attention(
+        at,
+        query=f"{at}.q_lin",
+        key=f"{at}.k_lin",
+        value=f"{at}.v_lin",
+        out=f"{at}.out_lin",
+        heads="n_heads",
+        width="attention_head_size",
+    )
+    block = FeedForward("ffn", "ffn.lin1", "ffn.lin2", "hidden_dim")
+    return (Stack("layers", "n_layers", "distilbert.transformer.layer", (attention,), block),)
+
+
+FAMILY = Family(
+    name="distilbert",
+    kind="encoder",
+    tasks=("text-classification",),
+    stacks=stacks,
+    embedding=("word_embeddings.weight",),
+    width="dim",
+    new_tokenizer=replace(TOKENIZER, types=False),
+    unread=(POSITION_IDS,),
+    other_heads=(r"vocab_(transform|layer_norm|projector)\..+", r"qa_outputs\..+"),
+)

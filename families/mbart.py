@@ -1,0 +1,21 @@
+"""mBART: BART for many languages. Source: transformers' modeling_mbart.py and tokenization_mbart50.py."""
+
+from __future__ import annotations
+
+from smelt.families.bart import FAIRSEQ_VERSION
+from smelt.families.encoder_decoder import stacks
+from smelt.families.family import TEXT_TO_TEXT, Family, TokenizerFiles
+
+FAMILY = Family(
+    name="mbart",
+    kind="seq2seq",
+    tasks=TEXT_TO_TEXT,
+    stacks=stacks,
+    embedding=("shared.weight", "encoder.embed_tokens.weight"),
+    width="d_model",
+    tokenizer=TokenizerFiles(("sentencepiece.bpe.model",)),
+    unread=(FAIRSEQ_VERSION,),
+    starts_with="eos",
+    forces_end=True,
+    languages="codes",
+)

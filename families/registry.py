@@ -1,0 +1,37 @@
+"""The families that smelt knows, by the config's model_type. A new one is its file and a line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.core.data import TASKS, Task
+from smelt.families import (
+    bart,
+    bert,
+    distilbert,
+    gpt2,
+    llama,
+    marian,
+    mbart,
+    qwen2,
+    roberta,
+    t5,
+)
+from smelt.families.family import Config, Family
+
+_ALL = (marian, t5, bart, mbart, bert, distilbert, roberta, gpt2, llama, qwen2)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _ALL}
+# The names of the families that are for each task.
+BY_TASK: dict[Task, tuple[str, ...]] = {
+    task: tuple(name for name, family in FAMILIES.items() if task in family.tasks) for task in TASKS
+}
+
+
+def find_family(config: Config) -> Family | None:
+    """Return the family of a Hugging Face config, None where smelt does not know it."""
+    return FAMILIES.get(str(config.get("model_type")))
+
+
+def family_of(model: Any) -> Family | None:
+    """Return the family of a model of transformers, None where smelt does not know it."""
+    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))

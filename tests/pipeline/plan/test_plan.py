@@ -24,7 +24,7 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Settings, StepName
 from smelt.execute.execute import machine
 from smelt.plan.plan import Plan, describe_plan, load_plan
-from smelt.recipe.recipe import stage_table
+from smelt.recipe import stage_table
 
 BOTH = frozenset({"translation", "text-classification"})
 

@@ -113,7 +113,9 @@ def _attend(
     *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Stand in for the forward of an attention module; masks and caches come from `scope`."""
-    return _attended(one, scope, hidden_states, key_value_states is not None, None), None
+    if key_value_states is not None:
+        return _crossed(one, scope, hidden_states), None
+    return _attended(one, scope, one.module.pack(hidden_states), None), None
 
 
 def _attend_by_distance(
@@ -123,31 +125,34 @@ def _attend_by_distance(
 ) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
     """Stand in for the forward of an attention module that hands on its bias."""
     if key_value_states is not None:
-        return _attended(one, scope, hidden_states, True, None), None, None
+        return _crossed(one, scope, hidden_states), None, None
+    packed = one.module.pack(hidden_states)
     if position_bias is None:
         length = hidden_states.shape[1]
         past = 0 if scope.past is None else scope.past[one.module.layer_idx][0].shape[2]
         position_bias = _bias(one.module.bias_by_distance, length, past + length)
-    return _attended(one, scope, hidden_states, False, position_bias), position_bias, None
+    return _attended(one, scope, packed, position_bias), position_bias, None
 
 
-def _attended(
-    one: AttentionModule, scope: Scope, hidden_states: Tensor, cross: bool, bias: Tensor | None
-) -> Tensor:
-    module, heads = one.module, one.heads
-    if cross:
-        assert scope.cross is not None
-        key, value = scope.cross[module.layer_idx]
-        query = one.part(one.parts.query)(hidden_states)
-        found = attention(query, key, value, scope.mask, heads.queries, heads.scale)
-    elif scope.past is not None:
-        query, key, value = module.pack(hidden_states)
-        past = scope.past[module.layer_idx]
-        found, *present = step_attention(query, key, value, past, heads.queries, heads.scale, bias)
-        scope.present[module.layer_idx] = (present[0], present[1])
-    else:
-        query, key, value = module.pack(hidden_states)
-        found = attention(query, key, value, scope.mask, heads.queries, heads.scale, bias)
+def _crossed(one: AttentionModule, scope: Scope, hidden_states: Tensor) -> Tensor:
+    assert scope.cross is not None
+    key, value = scope.cross[one.module.layer_idx]
+    query, heads = one.part(one.parts.query)(hidden_states), one.heads
+    return _out(one, attention(query, key, value, scope.mask, heads.queries, heads.scale))
+
+
+def _attended(one: AttentionModule, scope: Scope, packed: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+    query, key, value = packed
+    heads = one.heads
+    if scope.past is None:
+        return _out(one, attention(query, key, value, scope.mask, heads.queries, heads.scale, bias))
+    place = one.module.layer_idx
+    found, *present = step_attention(query, key, value, scope.past[place], heads.queries, heads.scale, bias)
+    scope.present[place] = (present[0], present[1])
+    return _out(one, found)
+
+
+def _out(one: AttentionModule, found: Tensor) -> Tensor:
     out = one.part(one.parts.out)
     result: Tensor = found if out is None else out(found)
     return result

@@ -9,22 +9,20 @@ from smelt.compress.distill.fit import STACKS, check_student
 from smelt.compress.distill.logits import StudentSettings
 from smelt.compress.distill.student import _stack, keep_layers
 from smelt.core.errors import InputError
-from smelt.look.model_folder import FAMILIES
+from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
 
 
-@pytest.mark.parametrize("kind", sorted(STACKS))
-def test_the_names_in_the_configs_are_those_that_the_student_writes(kind):
-    model = SimpleNamespace(config=SimpleNamespace(model_type=kind))
-    for stack, key in STACKS[kind].items():
-        assert _stack(model, stack)[1] == key
-    for stack in {"encoder_layers", "decoder_layers", "layers"} - set(STACKS[kind]):
-        with pytest.raises(InputError):
-            _stack(model, stack)
-
-
-def test_every_family_is_known():
-    assert {kind for kinds in FAMILIES.values() for kind in kinds} == set(STACKS)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_the_stacks_of_each_family_are_those_that_settings_know(kind):
+    config = SimpleNamespace(model_type=kind, to_dict=lambda: {"model_type": kind})
+    model = SimpleNamespace(config=config)
+    names = {stack.name for stack in FAMILIES[kind].stacks({"model_type": kind})}
+    assert names
+    assert names <= set(STACKS)
+    for name in set(STACKS) - names:
+        with pytest.raises(InputError, match=f"not '{name}'"):
+            _stack(model, name)
 
 
 @pytest.mark.parametrize("choice", [1, 2, 3, [0], [1, 0], [0, 1], [2], [0, 0]])

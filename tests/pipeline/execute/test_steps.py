@@ -8,7 +8,7 @@ import pytest
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
 from smelt.core.data import Example, Split
-from smelt.execute.execute import machine, steps
+from smelt.execute import machine, steps
 from smelt.execute.machine import multiplies_bf16, trains_on
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop

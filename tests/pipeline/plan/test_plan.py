@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from smelt.cli import main
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Settings, StepName
-from smelt.execute.execute import machine
+from smelt.execute import machine
 from smelt.plan.plan import Plan, describe_plan, load_plan
 from smelt.recipe import stage_table
 

@@ -10,7 +10,7 @@ import torch
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Context
-from smelt.execute.execute import machine
+from smelt.execute import machine
 from smelt.runtime.backends import device as places
 from smelt.runtime.backends.device import onnx_device, torch_device
 from smelt.runtime.backends.torch_runner import TorchRunner

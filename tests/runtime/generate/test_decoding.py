@@ -64,8 +64,8 @@ def test_without_a_generation_config_the_models_config_is_asked_as_transformers_
         ({"max_length": 50, "max_new_tokens": 60}, {}, 4, 64),
         ({"max_length": 50}, {}, 60, 188),  # a prompt that is longer already: the default
         ({}, {"max_position_embeddings": 64}, 1, 65),  # 64 tokens are fed, the last new one is not
-        ({}, {"n_positions": 64}, 60, 65),
-        ({}, {"n_positions": 64}, 64, 65),
+        ({}, {"model_type": "gpt2", "n_positions": 64}, 60, 65),
+        ({}, {"model_type": "gpt2", "n_positions": 64}, 64, 65),
     ],
 )
 def test_the_longest_text(own, config, prompt, expected):

@@ -226,7 +226,7 @@ def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
-    from smelt.execute.execute import run_result
+    from smelt.execute import run_result
 
     def full(path, text):
         if path.name.startswith("report"):

@@ -21,10 +21,13 @@ import torch
 
 from smelt.core.artifact import read_artifact
 from smelt.core.data import Columns, read_split
-from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import make_batches
-from smelt.runtime.runner import Batch, Runner, open_runner
+from smelt.runtime.runner import Runner
 from smelt.runtime.text.limits import length_limit
 
 Rows = list[list[int]]

@@ -71,7 +71,7 @@ def _export(model: Path, data: dict[str, Any], out: Path) -> list[float]:
 
 
 def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
-    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.generate.settings import Generation
     from smelt.runtime.predict import generate_texts
 
     start = time.perf_counter()
@@ -183,9 +183,9 @@ def _overhead() -> list[float]:
     """Seconds per step of a fresh run of the quickstart besides the stages' own work and the scoring."""
     from unittest.mock import patch
 
-    from smelt.execute.execute import Options, run_plan
+    from smelt.execute.run import Options, run_plan
     from smelt.execute.scoring import Scorer
-    from smelt.plan.plan import load_plan
+    from smelt.plan.load import load_plan
 
     spent = 0.0
 

@@ -99,7 +99,7 @@ def compare(artifact: Path, texts: Sequence[str], settings: Any, new_tokens: int
     from smelt.evaluate.latency.prompts import cut_prompts, prompt_texts
     from smelt.evaluate.latency.summary import spread
     from smelt.evaluate.latency.worker import groups_of
-    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.generate.settings import Generation
     from smelt.runtime.text.tools import TextTools
 
     task: Any = read_artifact(artifact).manifest.task

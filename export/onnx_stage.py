@@ -18,7 +18,7 @@ from smelt.core.stage import Context, Need, Settings
 
 if TYPE_CHECKING:
     from smelt.export.graph import Graph
-    from smelt.runtime.runner import Batch, Tokens
+    from smelt.runtime.batch import Batch, Tokens
 
 
 class OnnxSettings(Settings):
@@ -70,8 +70,8 @@ class Onnx:
         from smelt.export.onnx_graphs import graphs_of
         from smelt.export.parity.check import Subject, check_graphs
         from smelt.export.parity.reference import reference_of
+        from smelt.runtime.backends.open_runner import open_runner
         from smelt.runtime.models.checkpoint import copy_tokenizer
-        from smelt.runtime.runner import open_runner
 
         with open_runner(src, ctx.threads, "cpu") as opened:
             parent: Any = opened

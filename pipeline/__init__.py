@@ -60,8 +60,8 @@ def run(
     import json
     import warnings
 
-    from smelt.execute.execute import Options, run_plan
-    from smelt.plan.plan import load_plan
+    from smelt.execute.run import Options, run_plan
+    from smelt.plan.load import load_plan
 
     changes = [f"{k}={json.dumps(v)}" for k, v in set.items()] if isinstance(set, Mapping) else _list(set)
     plan = load_plan(recipe, changes, until)

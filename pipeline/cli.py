@@ -101,9 +101,9 @@ def run(
     quiet: bool,
 ) -> None:
     """Carry out RECIPE: a file, or the name of one that ships (quickstart)."""
-    from smelt.execute.execute import Options, run_plan
+    from smelt.execute.run import Options, run_plan
     from smelt.execute.run_result import summary_lines
-    from smelt.plan.plan import load_plan
+    from smelt.plan.load import load_plan
 
     plan = load_plan(recipe, overrides, until)
     for warning in plan.warnings:
@@ -123,7 +123,8 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     Exits with 2 where something is wrong, or a step cannot run on this machine.
     """
     from smelt.core.errors import InputError
-    from smelt.plan.plan import describe_plan, load_plan
+    from smelt.plan.load import load_plan
+    from smelt.plan.printed import describe_plan
 
     made = load_plan(recipe, overrides, until)
     show(describe_plan(made))

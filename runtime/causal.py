@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from smelt.core.errors import RunError
 from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family
-from smelt.runtime.runner import Logits, Runner, Tokens
+from smelt.runtime.batch import Logits, Tokens
+from smelt.runtime.runner import Runner
 from smelt.runtime.text.windows import TextWindows
 
 # The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word

@@ -12,11 +12,14 @@ from smelt.core.data import Example
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family
+from smelt.runtime.batch import Batch
 from smelt.runtime.causal import is_causal
-from smelt.runtime.generate.generation import Generation, generate_with
+from smelt.runtime.generate.loop import generate_with
 from smelt.runtime.generate.prompts import Cut, continue_texts
-from smelt.runtime.runner import Batch, Runner
-from smelt.runtime.text.tokenizer import Encoded, TextTokenizer, text_tokenizer
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.runner import Runner
+from smelt.runtime.text.hub_tokenizer import text_tokenizer
+from smelt.runtime.text.tokenizer import Encoded, TextTokenizer
 from smelt.runtime.text.tools import TextTools
 
 

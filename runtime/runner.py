@@ -1,36 +1,15 @@
 """What runs a model, whatever lies underneath.
 
-Shapes: B = batch, L = source length, V = vocabulary, C = classes.
+Shapes: B = batch, R = rows, V = vocabulary, C = classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from smelt.core.artifact import Artifact
-from smelt.core.errors import InputError
+from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.text.tools import TextTools
-
-Tokens = NDArray[np.int64]
-Logits = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Tokenized texts, padded on the right.
-
-    input_ids: int64 [B, L]; attention_mask: int64 [B, L], 1 where a token is; token_type_ids:
-    int64 [B, L] for text pairs, else None.
-    """
-
-    input_ids: Tokens
-    attention_mask: Tokens
-    token_type_ids: Tokens | None = None
 
 
 class Runner(Protocol):
@@ -76,45 +55,3 @@ class Runner(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-
-def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
-    """Load `artifact` in the runtime that its format and target ask for, on `device` (see device.py).
-
-    Raises:
-        InputError: no runner for this format, or cuda is asked for and there is none.
-        MissingDependencyError: the runtime is not installed.
-    """
-    causal = _is_causal(artifact)
-    if artifact.format == "torch" and causal:
-        from smelt.runtime.backends.torch_causal import TorchCausalRunner
-
-        return TorchCausalRunner(artifact, threads, device)
-    if artifact.format == "onnx" and causal:
-        from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
-
-        return OnnxCausalRunner(artifact, threads, device)
-    if artifact.format == "torch":
-        from smelt.runtime.backends.torch_runner import TorchRunner
-
-        return TorchRunner(artifact, threads, device)
-    if artifact.format == "onnx":
-        from smelt.runtime.backends.onnx_runner import OnnxRunner
-
-        return OnnxRunner(artifact, threads, device)
-    if artifact.format == "tensorrt" and causal:
-        from smelt.runtime.backends.tensorrt_causal import TensorrtCausalRunner
-
-        return TensorrtCausalRunner(artifact, threads)
-    if artifact.format == "tensorrt":
-        from smelt.runtime.backends.tensorrt_runner import TensorrtRunner
-
-        return TensorrtRunner(artifact, threads)
-    raise InputError(f"{artifact.path}: no runner for the format '{artifact.format}'.")
-
-
-def _is_causal(artifact: Artifact) -> bool:
-    from smelt.core.files import read_json
-    from smelt.runtime.causal import is_causal
-
-    return is_causal(read_json(artifact.path / "config.json"))

@@ -22,7 +22,7 @@ from smelt.evaluate.latency.job import Job, Timed
 from smelt.evaluate.latency.rounds import MOST, Pair, Round, judge
 from smelt.evaluate.latency.settings import LatencySettings
 from smelt.evaluate.latency.summary import Lengths, Row
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.generate.settings import Generation
 
 # Raised whenever the same artifact on the same machine would be timed in another way.
 # 2: from text to text, one thread, rounds that were disturbed do not count.

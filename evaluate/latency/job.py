@@ -17,7 +17,7 @@ from smelt.evaluate.latency.prompts import prompt_texts
 from smelt.evaluate.latency.rounds import Pair, Place, Round
 from smelt.evaluate.latency.settings import LatencySettings
 from smelt.evaluate.latency.summary import Lengths, Row, spread, summarize
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.generate.settings import Generation
 
 # Threads of the process that has just worked may spin on for some milliseconds.
 _SETTLE_SECONDS = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from smelt.runtime.runner import Batch, Logits, Tokens
+from smelt.runtime.batch import Batch, Logits, Tokens
 
 _clock = time.perf_counter_ns
 

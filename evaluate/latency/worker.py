@@ -32,7 +32,7 @@ from smelt.evaluate.latency.machine_load import between, look
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency.watch import Watch
-    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.generate.settings import Generation
 
 Answer = dict[str, Any]
 
@@ -71,7 +71,7 @@ class Worker:
 
         artifact = read_artifact(Path(request["artifact"]))  # first: a wrong folder is told at once
         from smelt.evaluate.latency.watch import Watch
-        from smelt.runtime.runner import open_runner
+        from smelt.runtime.backends.open_runner import open_runner
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._watch, self._task = Watch(runner), request["task"]
@@ -91,7 +91,7 @@ class Worker:
 
         call_ms is the median call; whole says whether the pass came to its end.
         """
-        from smelt.runtime.generate.generation import Generation
+        from smelt.runtime.generate.settings import Generation
 
         assert self._watch is not None
         self._generation = Generation.model_validate(request["generation"])
@@ -131,7 +131,7 @@ class Worker:
 
     def _written(self, texts: int) -> int:
         """Return how many tokens the model makes of the last batch; the texts no longer show it."""
-        from smelt.runtime.generate.generation import generate
+        from smelt.runtime.generate.loop import generate
 
         assert self._generation is not None
         if self._task == "text-classification":

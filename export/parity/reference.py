@@ -26,10 +26,10 @@ from smelt.export.attention import split_heads
 from smelt.export.attention_modules import attention_modules
 from smelt.export.parity.compare import Array
 from smelt.export.parity.rows import STEPS
+from smelt.runtime.batch import Batch, Tokens
 from smelt.runtime.causal import is_causal, positions
 from smelt.runtime.layers.quantized import AnyLinear
 from smelt.runtime.predict import takes_types
-from smelt.runtime.runner import Batch, Tokens
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from smelt.core.data import Split
+from smelt.runtime.batch import Batch
 from smelt.runtime.predict import encode_texts, pack
-from smelt.runtime.runner import Batch
 from smelt.runtime.text.tokenizer import Encoded
 
 ROWS, LENGTH, STEPS = 8, 48, 8

@@ -176,7 +176,7 @@ def _bf16() -> str:
 def _onnxruntime() -> Iterator[Finding]:
     import onnxruntime
 
-    from smelt.execute.machine import has_cuda
+    from smelt.look.machine import has_cuda
 
     onnxruntime.set_default_logger_severity(4)  # failing providers write to the terminal otherwise
     model = _tiny_graph()
@@ -226,7 +226,7 @@ def _engines() -> Iterator[Finding]:
 
 
 def _tensorrt() -> str:
-    from smelt.execute.machine import cuda_lacks
+    from smelt.look.machine import cuda_lacks
     from smelt.runtime.backends.tensorrt_module import find_tensorrt, import_tensorrt
 
     if find_tensorrt() is None:

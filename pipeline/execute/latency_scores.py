@@ -10,8 +10,8 @@ from smelt.core.data import Split
 from smelt.core.files import hash_of
 from smelt.core.stage import Progress
 from smelt.core.store import Store
-from smelt.execute.machine import device_of
 from smelt.execute.scoring import library_versions
+from smelt.look.machine import device_of
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import Latency

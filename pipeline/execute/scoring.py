@@ -13,8 +13,8 @@ from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
 from smelt.core.stage import Progress, silent
 from smelt.core.store import Store
-from smelt.execute.machine import device_of
-from smelt.runtime.generate.generation import Generation
+from smelt.look.machine import device_of
+from smelt.runtime.generate.settings import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
 VERSION = 4
@@ -43,7 +43,7 @@ class Scorer:
         Raises:
             InputError: texts are too long and the recipe is strict, or a label is unknown.
         """
-        from smelt.runtime.runner import open_runner
+        from smelt.runtime.backends.open_runner import open_runner
 
         kept = self.kept(artifact, split)
         if kept is not None:

@@ -19,8 +19,8 @@ from smelt.core.stage import Context
 from smelt.core.store import Store
 from smelt.core.windows import Windows
 from smelt.execute.failures import explain
-from smelt.execute.machine import gpu_names, multiplies_bf16, trains_on
 from smelt.execute.scoring import Scorer, library_versions
+from smelt.look.machine import gpu_names, multiplies_bf16, trains_on
 from smelt.look.model_folder import read_config
 from smelt.recipe.problem import has_classifier
 
@@ -81,7 +81,7 @@ class Workshop:
         """
         from smelt.runtime.models.checkpoint import count_parameters
         from smelt.runtime.models.import_model import import_model, source_files
-        from smelt.runtime.text.rules import write_text_rules
+        from smelt.runtime.text.write_rules import write_text_rules
 
         key = hash_of(
             {

@@ -75,7 +75,7 @@ def look_at_machine() -> Machine:
     from importlib.util import find_spec
 
     from smelt.evaluate.environment import physical_cores
-    from smelt.execute.machine import has_cuda
+    from smelt.look.machine import has_cuda
 
     tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
     return Machine(physical_cores(), has_cuda(), tensorrt)
@@ -144,7 +144,7 @@ def _require_plan(text: str, path: Path) -> None:
     Raises:
         InputError: it is not: rows that are broken, labels that the model does not know, ...
     """
-    from smelt.plan.plan import make_plan
+    from smelt.plan.load import make_plan
 
     try:
         make_plan(parse_yaml(text, path.name), path)

@@ -8,7 +8,7 @@ from typing import Any
 from smelt.core.artifact import Format
 from smelt.core.errors import nearest
 from smelt.core.stage import Need, Settings, Stage, needs_of
-from smelt.execute.machine import unavailable_reason, unscored_reason
+from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches

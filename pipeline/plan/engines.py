@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smelt.core.data import TEXT_TO_TEXT
+from smelt.plan.plan import Step
 
 if TYPE_CHECKING:
-    from smelt.plan.plan import Step
     from smelt.recipe.errors import Mistakes
     from smelt.recipe.recipe import Recipe
     from smelt.recipe.yaml_file import Where

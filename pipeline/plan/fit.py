@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.look.model_folder import read_config
+from smelt.plan.plan import Step
 from smelt.recipe.errors import Mistakes
 from smelt.recipe.stages import ROOT
 
 if TYPE_CHECKING:
-    from smelt.plan.plan import Step
     from smelt.recipe.yaml_file import Where
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
-from smelt.execute.machine import cuda_lacks
 from smelt.families.registry import BY_TASK
+from smelt.look.machine import cuda_lacks
 from smelt.look.model_folder import check_model_folder, local_folder, read_config
-from smelt.plan.plan import read_source
+from smelt.plan.splits import read_source
 from smelt.plan.text_rules import text_rules
 from smelt.recipe.errors import Mistakes, touches
 from smelt.recipe.recipe import Recipe

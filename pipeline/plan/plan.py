@@ -1,22 +1,21 @@
-"""The plan: the tree of steps that a recipe asks for, checked as far as it can be without doing it."""
+"""The plan: the tree of steps that a recipe asks for, with what it is judged by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Format
-from smelt.core.data import Split, read_split
+from smelt.core.data import Split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
-from smelt.core.shares import divide
 from smelt.core.stage import Need, Settings, Stage
 from smelt.look.model_folder import fetch_model
-from smelt.recipe.recipe import Recipe, examine, find_recipe
+from smelt.plan.splits import read_source
+from smelt.recipe.recipe import Recipe
 from smelt.recipe.stages import ROOT
-from smelt.recipe.yaml_file import Document, read_yaml
 
 
 @dataclass(frozen=True)
@@ -176,89 +175,3 @@ class Plan:
         if problems:
             raise InputError("\n".join(problems))
         return {name: splits[name].head(limit) for name in self.recipe.data.splits()}
-
-
-def read_source(recipe: Recipe, name: str) -> dict[str, Split]:
-    """Read the rows of the split `name` of `recipe`; of `train` also the splits that are taken out of it.
-
-    Raises:
-        InputError: the rows cannot be read, or are too few to be divided.
-    """
-    data = recipe.data
-    split = read_split(data.files()[name], recipe.task, data.columns, recipe.base, name)
-    shares = data.split.given() if name == "train" else {}
-    parts = divide(split, shares, recipe.seed) if shares else {name: split}
-    given = data.windows.model_dump(exclude_none=True)
-    return {
-        part: replace(rows, windows=rows.windows.model_copy(update=given)) if rows.windows else rows
-        for part, rows in parts.items()
-    }
-
-
-def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:
-    """Read the recipe (a file, or the name of one that ships) and check all that can be checked now.
-
-    Raises:
-        InputError: every mistake in the recipe, the model's folder and the data, one per line, each
-            with file and line.
-    """
-    path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
-    return make_plan(read_yaml(path), path, overrides, until)
-
-
-def make_plan(
-    document: Document, path: Path, overrides: Sequence[str] = (), until: str | None = None
-) -> Plan:
-    """Check the recipe that `document` is, as if it stood at `path`.
-
-    Raises:
-        InputError: as `load_plan`.
-    """
-    from smelt.plan.checks import Checker
-    from smelt.plan.engines import fit_engines
-    from smelt.plan.fit import check_fit
-    from smelt.plan.gates import baseline, cut, gates
-    from smelt.plan.inputs import check_data, check_device, check_model
-    from smelt.plan.labels import check_classifier
-    from smelt.plan.untrained import check_new_head, check_untrained
-    from smelt.plan.warnings import data_warnings, decoding_warnings
-
-    read, mistakes, bad = examine(document, path, overrides)
-    checker = Checker(read, mistakes, bad)
-    every = fit_engines(checker.steps(), read, checker.places, mistakes)
-    kept = cut(checker, until)
-    judged = gates(checker, kept)
-    baseline(checker, kept)
-    folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
-    check_untrained(read, every, mistakes, bad)
-    check_new_head(read, every, folder, mistakes)
-    check_fit(every, checker.places, folder, mistakes)
-    splits = check_data(read, mistakes, bad)
-    check_device(read, mistakes, bad)
-    read, problem = check_classifier(read, folder, splits, mistakes, bad)
-    mistakes.raise_all()
-    steps = tuple(step for step in every if step.name in kept)
-    doubts = data_warnings(read, any(step.trains for step in steps), splits)
-    doubts += decoding_warnings(read, folder) if folder else []
-    text = document.text + "".join(f"\n# --set {override}" for override in overrides)
-    return Plan(
-        recipe=read,
-        steps=steps,
-        gates=judged,
-        local_model=folder,
-        text=text,
-        splits=splits,
-        warnings=(*checker.warnings, *doubts),
-        notes=tuple(checker.notes),
-        until=until,
-        rest=tuple(step for step in every if step.name not in kept),
-        order=tuple(step.name for step in every),
-        problem=problem,
-    )
-
-
-def describe_plan(plan: Plan) -> str:
-    """Return the plan as text of at most 80 columns, for `smelt plan`."""
-    from smelt.plan.printed import plan_text
-
-    return plan_text(plan)

@@ -17,7 +17,7 @@ from smelt.recipe.stages import ROOT
 WIDTH = 80
 
 
-def plan_text(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """Return the plan as text of at most 80 columns: model, data, tree of steps, score, gates, warnings."""
     recipe = plan.recipe
     lines = [*_wrapped(f"{recipe.path}: {recipe.task}, {_count(len(plan.steps), 'step')}", 2), ""]

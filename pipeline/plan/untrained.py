@@ -1,17 +1,11 @@
-"""A recipe that starts from a config without weights: what is checked at once, and the first artifact."""
+"""A recipe that starts from a config without weights: what is checked before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Split
-from smelt.core.errors import InputError
-from smelt.core.files import hash_of, sha256_of
-from smelt.core.hub import cache_alone, hub_lacks
-from smelt.core.labels import class_names
 from smelt.families.registry import BY_TASK
 from smelt.look.model_folder import (
     check_tokenizer,
@@ -20,20 +14,14 @@ from smelt.look.model_folder import (
     read_config_file,
     unknown_family,
 )
+from smelt.plan.plan import Step
 from smelt.recipe.errors import Mistakes, touches
 from smelt.recipe.inputs import NewTokenizer, Untrained
 from smelt.recipe.problem import has_classifier
 from smelt.recipe.recipe import TRAINING_STAGES, Recipe
 from smelt.recipe.stages import ROOT
 
-if TYPE_CHECKING:
-    from smelt.core.labels import ProblemType
-    from smelt.execute.steps import Workshop
-    from smelt.plan.plan import Step
-    from smelt.runtime.text.rules import TextRules
-
 NOT_SCORED = "its weights are random; the first trained step is the baseline"
-_TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.spm"]
 
 
 def config_file(model: Untrained, base: Path) -> Path:
@@ -131,153 +119,3 @@ def _refuse_as_teacher(steps: Sequence[Step], why: str, mistakes: Mistakes) -> N
                 )
                 what = f"{step.name}: {setting}: '{ROOT}' {why}; {how}."
                 mistakes.add((), what, line=step.line)
-
-
-def start(
-    shop: Workshop,
-    recipe: Recipe,
-    labels: tuple[ProblemType, list[str]] | None,
-    rules: TextRules,
-    fresh: bool,
-) -> tuple[Artifact, bool]:
-    """Make the model that the recipe describes, or take it from the store; return also whether it was there.
-
-    labels: of a classifier its problem type and the names of its outputs.
-
-    Raises:
-        InputError: config or tokenizer cannot be had or do not fit each other.
-    """
-    model = recipe.model
-    assert isinstance(model, Untrained)
-    config, problems = read_outline(config_file(model, recipe.base))
-    if problems:
-        raise InputError("\n".join(problems))
-    tokenizer = model.tokenizer
-    ready = None if isinstance(tokenizer, NewTokenizer) else _fetch_tokenizer(tokenizer, recipe.base)
-    key = hash_of(
-        {
-            "stage": "untrained",
-            "version": 1,
-            "config": config,
-            "tokenizer": _contents(ready) if ready else _recipe_of(tokenizer, shop.data["train"]),
-            "task": shop.task,
-            "labels": labels,
-            "text": rules.model_dump(),
-            "seed": shop.seed,
-            "libraries": dict(shop.versions),
-            **shop.remembered,
-        }
-    )
-
-    def make(space: Path) -> Artifact:
-        out, words = space / "out", ready or space / "tokenizer"
-        out.mkdir()
-        notes = _make(shop, config, tokenizer, words, out, labels)
-        return _commit(shop, key, config, tokenizer, rules, out, notes, fresh)
-
-    return shop.obtain(ROOT, key, fresh, make)
-
-
-def _make(
-    shop: Workshop,
-    config: Mapping[str, Any],
-    tokenizer: str | NewTokenizer,
-    words: Path,
-    out: Path,
-    labels: tuple[ProblemType, list[str]] | None,
-) -> list[str]:
-    """Write the model into `out`, its tokenizer trained into the folder `words` before, if it is to be."""
-    from smelt.runtime.models.new_model import make_model
-    from smelt.runtime.text.limits import position_limit
-    from smelt.runtime.text.new_tokenizer import train_tokenizer
-
-    if isinstance(tokenizer, NewTokenizer):
-        words.mkdir()
-        train_tokenizer(
-            _texts(shop.data["train"]),
-            words,
-            family=str(config["model_type"]),
-            kind=tokenizer.train,
-            vocab_size=tokenizer.vocab_size,
-            max_length=position_limit(config),
-        )
-    problem, names = labels or (None, [])
-    if has_classifier(config):
-        names = class_names(config)
-    return make_model(
-        config,
-        words,
-        out,
-        task=shop.task,
-        seed=shop.seed,
-        exact=isinstance(tokenizer, NewTokenizer),
-        labels=names,
-        problem=problem,
-    )
-
-
-def _commit(
-    shop: Workshop,
-    key: str,
-    config: Mapping[str, Any],
-    tokenizer: str | NewTokenizer,
-    rules: TextRules,
-    out: Path,
-    notes: list[str],
-    fresh: bool,
-) -> Artifact:
-    from smelt.runtime.models.checkpoint import count_parameters
-    from smelt.runtime.text.rules import write_text_rules
-
-    write_text_rules(out, rules)
-    how = tokenizer if isinstance(tokenizer, str) else tokenizer.model_dump()
-    facts = {"parameters": count_parameters(out), "untrained": True, **shop.remembered}
-    manifest = Manifest(
-        key=key,
-        format="torch",
-        task=shop.task,
-        stage="model",
-        settings={"config": dict(config), "tokenizer": how},
-        seed=shop.seed,
-        parent=None,
-        versions=dict(shop.versions),
-        warnings=notes,
-        facts=facts | rules.model_dump(exclude_defaults=True),
-    )
-    return shop.store.commit(out, manifest, replace=fresh)
-
-
-def _fetch_tokenizer(tokenizer: str, base: Path) -> Path:
-    """Return the tokenizer's folder; of an id on the hub texts are downloaded, nothing else."""
-    folder = local_folder(tokenizer, base)
-    if folder is not None:
-        return folder
-    import huggingface_hub
-
-    lack = hub_lacks()
-    try:
-        with cache_alone(lack):
-            return Path(huggingface_hub.snapshot_download(tokenizer, allow_patterns=_TOKENIZER_FILES))
-    except Exception as error:  # the hub client raises many kinds; all mean: not to be had
-        why = f"it is not in the cache here, and {lack}" if lack else f"the hub does not give it: {error}"
-        raise InputError(f"model.tokenizer: '{tokenizer}': {why}.") from error
-
-
-def _contents(folder: Path) -> dict[str, str]:
-    suffixes = {pattern.removeprefix("*") for pattern in _TOKENIZER_FILES}
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in suffixes)
-    return {path.name: sha256_of(path) for path in files}
-
-
-def _recipe_of(tokenizer: str | NewTokenizer, train: Split) -> dict[str, Any]:
-    assert isinstance(tokenizer, NewTokenizer)
-    return {**tokenizer.model_dump(), "data": train.fingerprint}
-
-
-def _texts(split: Split) -> Iterator[str]:
-    """Yield every text of the rows, both sides of a pair."""
-    for example in split.examples:
-        yield example.text
-        yield from example.references
-        if example.text_pair is not None:
-            yield example.text_pair

@@ -20,7 +20,7 @@ from smelt.recipe.problem import LABEL_METRICS
 from smelt.recipe.stages import StageEntry, read_stages, step_names
 from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.backends.device import Device
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.generate.settings import Generation
 
 LATER_TASKS = ("image-classification", "sentence-similarity")
 METRICS: dict[str, tuple[str, ...]] = {

@@ -62,7 +62,7 @@ def bench(
         data: a file with rows, or with one text a line (.txt); None: `STANDARD_TEXTS`.
         column: where the texts are called otherwise than in a recipe.
         settings: of `smelt.evaluate.latency.LatencySettings`.
-        generation: of `smelt.runtime.generate.generation.Generation`.
+        generation: of `smelt.runtime.generate.settings.Generation`.
         device: auto, cpu or cuda.
         progress: told of every round.
 
@@ -75,7 +75,7 @@ def bench(
     """
     from smelt.evaluate.environment import environment
     from smelt.evaluate.latency import LatencySettings, measure
-    from smelt.execute.machine import device_of
+    from smelt.look.machine import device_of
     from smelt.use.loaded import generation_of
 
     artifacts = open_artifacts(folders)

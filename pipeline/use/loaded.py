@@ -35,7 +35,7 @@ class Model:
     """
 
     def __init__(self, folder: str | Path, threads: int | None = None, device: str = "auto") -> None:
-        from smelt.runtime.runner import open_runner
+        from smelt.runtime.backends.open_runner import open_runner
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
@@ -203,7 +203,7 @@ def generation_of(values: Mapping[str, Any]) -> Any:
     from pydantic import ValidationError
 
     from smelt.core.errors import nearest
-    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.generate.settings import Generation
 
     try:
         return Generation(**values)

@@ -81,7 +81,7 @@ class Predictor:
         """Yield the answer to each of `examples`, in their order."""
         if not examples:
             return
-        from smelt.runtime.runner import open_runner
+        from smelt.runtime.backends.open_runner import open_runner
 
         with open_runner(self._artifact, self._threads, self._device) as runner:
             # draws are numbered by batch from the first one on, so they are not parted

@@ -21,8 +21,8 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.runtime.backends.device import onnx_device
 from smelt.runtime.backends.onnx_runner import open_session, take_rows
+from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.causal import KEEP, positions
-from smelt.runtime.runner import Batch, Logits, Tokens
 from smelt.runtime.text.tools import TextTools
 
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}

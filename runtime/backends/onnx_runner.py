@@ -22,7 +22,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json
 from smelt.runtime.backends.device import NO_ORT_CUDA, onnx_device
-from smelt.runtime.runner import Batch, Logits, Tokens
+from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.text.tools import TextTools
 
 _MAKE_AGAIN = "Run the onnx stage again to make it anew."

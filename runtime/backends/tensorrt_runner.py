@@ -20,7 +20,7 @@ from smelt.core.files import read_json
 from smelt.runtime.backends.tensorrt_engine import DEVICE, Engine
 from smelt.runtime.backends.tensorrt_module import import_tensorrt
 from smelt.runtime.backends.torch_threads import TorchThreads
-from smelt.runtime.runner import Batch, Logits, Tokens
+from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.text.tools import TextTools
 
 _BATCH, _LENGTH = 0, 1  # places in input_ids [B, L]

@@ -15,9 +15,9 @@ from smelt.core.artifact import Artifact
 from smelt.core.files import read_json
 from smelt.runtime.backends.device import torch_device
 from smelt.runtime.backends.torch_threads import TorchThreads
+from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import takes_types
-from smelt.runtime.runner import Batch, Logits, Tokens
 from smelt.runtime.text.tools import TextTools
 
 

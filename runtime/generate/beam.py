@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.generate.rules import Rules
-from smelt.runtime.runner import Batch, Logits, Runner, Tokens
+from smelt.runtime.runner import Runner
 
 _OUT = np.float32(-1e9)
 _GROUP = 64

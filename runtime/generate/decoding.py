@@ -7,16 +7,13 @@ transformers reads them. How to search (`beams`, `do_sample`) is never taken fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.text.limits import position_table
-
-if TYPE_CHECKING:
-    from smelt.runtime.generate.generation import Generation
-    from smelt.runtime.runner import Runner
 
 # New tokens where neither the recipe nor the model says how many.
 MAX_NEW_TOKENS = 128
@@ -40,6 +37,14 @@ _UNSUPPORTED_IN_SAMPLING: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
+
+
+class Configured(Protocol):
+    """A model's `folder` and what its two config files say, as dicts. A `Runner` is one."""
+
+    folder: Any
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
 
 
 class Decoding(BaseModel):
@@ -135,15 +140,15 @@ class Decoding(BaseModel):
         return "|".join(parts)
 
 
-def settle(generation: Generation, runner: Runner) -> Decoding:
-    """Fill the gaps of `generation` from the model that `runner` runs.
+def settle(generation: Generation, model: Configured) -> Decoding:
+    """Fill the gaps of `generation` from what `model`, a runner for example, says of itself.
 
     Raises:
         InputError: the generation config asks for what smelt does not do or is malformed, a token lies
             outside of the vocabulary, or there is no token to begin with.
     """
     said = {name: value for name, value in generation.model_dump().items() if value is not None}
-    own = runner.generation_config or runner.config
+    own = model.generation_config or model.config
     _refuse_unsupported(own, generation.do_sample)
     idle = {"beams", "do_sample", "seed"}  # and what means nothing to this search
     idle |= set() if generation.do_sample else {"temperature", "top_k", "top_p"}
@@ -152,17 +157,17 @@ def settle(generation: Generation, runner: Runner) -> Decoding:
     for one, other in (("min_new_tokens", "min_length"), ("max_new_tokens", "max_length")):
         if said.get(one) is not None or said.get(other) is not None:
             taken = {name: value for name, value in taken.items() if name not in (one, other)}
-    values = taken | said | _special_tokens(runner)
+    values = taken | said | _special_tokens(model)
     values["forced_eos_token_id"] = _ids(values.get("forced_eos_token_id"))
-    values["positions"] = position_table(runner.config)
+    values["positions"] = position_table(model.config)
     try:
         decoding = Decoding.model_validate(values)
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors()
         )
-        raise InputError(f"{runner.folder}/generation_config.json: {wrong}.") from error
-    _check_vocabulary(decoding, runner)
+        raise InputError(f"{model.folder}/generation_config.json: {wrong}.") from error
+    _check_vocabulary(decoding, model)
     return decoding
 
 
@@ -175,15 +180,15 @@ def _refuse_unsupported(own: dict[str, Any], do_sample: bool) -> None:
             )
 
 
-def _special_tokens(runner: Runner) -> dict[str, Any]:
+def _special_tokens(model: Configured) -> dict[str, Any]:
     """Return the tokens that begin, end and fill up a text."""
 
     def get(name: str) -> Any:
-        value = runner.generation_config.get(name)
-        return runner.config.get(name) if value is None else value
+        value = model.generation_config.get(name)
+        return model.config.get(name) if value is None else value
 
     start = None
-    if runner.config.get("is_encoder_decoder"):
+    if model.config.get("is_encoder_decoder"):
         start = get("decoder_start_token_id")
         start = get("bos_token_id") if start is None else start
         if start is None:
@@ -197,8 +202,8 @@ def _ids(value: Any) -> Any:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _check_vocabulary(decoding: Decoding, runner: Runner) -> None:
-    size = runner.config.get("decoder_vocab_size") or runner.config.get("vocab_size")
+def _check_vocabulary(decoding: Decoding, model: Configured) -> None:
+    size = model.config.get("decoder_vocab_size") or model.config.get("vocab_size")
     if size is None:
         return
     lists = {
@@ -213,6 +218,6 @@ def _check_vocabulary(decoding: Decoding, runner: Runner) -> None:
         outside = [token for token in tokens if not 0 <= token < size]
         if outside:
             raise InputError(
-                f"{runner.folder}: {name} names the token {outside[0]}; the model's vocabulary has the"
+                f"{model.folder}: {name} names the token {outside[0]}; the model's vocabulary has the"
                 f" tokens 0 to {size - 1}."
             )

@@ -6,19 +6,19 @@ Shapes: B = batch, L = tokens of the longest prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
-from smelt.runtime.runner import Batch, Runner
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.decoding import Decoding
+from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.runner import Runner
+from smelt.runtime.text.hub_tokenizer import text_tokenizer
 from smelt.runtime.text.limits import NO_LIMIT
-from smelt.runtime.text.tokenizer import text_tokenizer
-
-if TYPE_CHECKING:
-    from smelt.runtime.generate.decoding import Decoding
-    from smelt.runtime.generate.generation import Generation
 
 Cut = Callable[[int, int], None]
 """Is told how many texts of a call were cut, and at how many tokens."""
@@ -99,8 +99,6 @@ def continue_texts(
     cut: Cut | None = None,
 ) -> list[str]:
     """Return each text with its continuation, in their order."""
-    from smelt.runtime.generate.generation import generate_with
-
     tools = runner.text
     tokenizer, limit = tools.tokenizer, tools.limit
     decoding = tools.decoding(generation, runner)

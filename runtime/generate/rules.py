@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.generate.decoding import Decoding
-from smelt.runtime.runner import Logits, Tokens
 
 Rule: TypeAlias = Callable[[Logits, Tokens], None]
 Bools: TypeAlias = NDArray[np.bool_]

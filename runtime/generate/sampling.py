@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import RunError
-from smelt.runtime.runner import Logits, Tokens
+from smelt.runtime.batch import Logits, Tokens
 
 
 def narrow(scores: Logits, temperature: float, top_k: int, top_p: float) -> None:

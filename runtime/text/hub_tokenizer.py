@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from smelt.runtime.text.rules import prefix_of
-from smelt.runtime.text.tokenizer import Encoded
+from smelt.runtime.text.tokenizer import Encoded, TextTokenizer
 
 
 class HubTokenizer:
@@ -49,3 +49,11 @@ class HubTokenizer:
         with self._lock:
             texts: list[str] = self.inner.batch_decode([list(row) for row in rows], skip_special_tokens=True)
         return texts
+
+
+def text_tokenizer(tokenizer: Any) -> TextTokenizer:
+    """Return `tokenizer`, where it is one of transformers as a `TextTokenizer`."""
+    if hasattr(tokenizer, "encode_rows"):
+        found: TextTokenizer = tokenizer
+        return found
+    return HubTokenizer(tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,3 @@ class TextTokenizer(Protocol):
 
     def decode_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids, without its special tokens."""
-
-
-def text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """Return `tokenizer`, where it is one of transformers as a `TextTokenizer`."""
-    if hasattr(tokenizer, "encode_rows"):
-        found: TextTokenizer = tokenizer
-        return found
-    from smelt.runtime.text.hub_tokenizer import HubTokenizer
-
-    return HubTokenizer(tokenizer)

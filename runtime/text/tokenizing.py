@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError
 from smelt.core.files import write_json
 from smelt.runtime.text.limits import NO_LIMIT
-from smelt.runtime.text.rules import read_text_rules
-from smelt.runtime.text.tokenizer import TextTokenizer, text_tokenizer
 
 FILE = "tokenizing.json"
 Reader = Literal["tokenizers", "sentencepiece", "transformers"]
@@ -64,32 +62,3 @@ def read_tokenizing(folder: Path) -> Tokenizing:
 def write_tokenizing(folder: Path, facts: Tokenizing) -> None:
     """Write `facts` into `folder`."""
     write_json(folder / FILE, facts.model_dump(exclude_defaults=True))
-
-
-def open_tokenizer(folder: Path) -> TextTokenizer:
-    """Open the tokenizer of the model in `folder`, with the lightest reader that is known to be exact.
-
-    Raises:
-        InputError: its files are missing or do not fit together.
-    """
-    return light_tokenizer(folder, read_tokenizing(folder)) or text_tokenizer(_of_transformers(folder))
-
-
-def light_tokenizer(folder: Path, facts: Tokenizing) -> TextTokenizer | None:
-    """Open the tokenizer in `folder` without transformers; None where that has to read it."""
-    if facts.reader == "transformers":
-        return None
-    prefix = read_text_rules(folder).prefix
-    if facts.reader == "sentencepiece":
-        from smelt.runtime.text.marian_tokenizer import MarianTokenizer
-
-        return MarianTokenizer(folder, facts, prefix)
-    from smelt.runtime.text.rust_tokenizer import RustTokenizer
-
-    return RustTokenizer(folder, facts, prefix)
-
-
-def _of_transformers(folder: Path) -> Any:
-    from smelt.runtime.models.checkpoint import load_tokenizer
-
-    return load_tokenizer(folder)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from smelt.runtime.generate.decoding import Decoding, settle
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.text.limits import NO_LIMIT, length_limit
-from smelt.runtime.text.tokenizing import open_tokenizer
-
-if TYPE_CHECKING:
-    from smelt.runtime.generate.decoding import Decoding
-    from smelt.runtime.generate.generation import Generation
-    from smelt.runtime.text.tokenizer import TextTokenizer
+from smelt.runtime.text.open_tokenizer import open_tokenizer
+from smelt.runtime.text.tokenizer import TextTokenizer
 
 _KEPT = 64  # settings; a caller who makes up new ones for every call must not fill the memory
 
@@ -64,8 +62,6 @@ class TextTools:
         """
         found = self._decodings.get(generation)
         if found is None:
-            from smelt.runtime.generate.decoding import settle
-
             found = settle(generation, runner)
             if len(self._decodings) < _KEPT:  # a new dict, since another thread may be reading the old one
                 self._decodings = {**self._decodings, generation: found}

@@ -17,7 +17,7 @@ import numpy as np
 from smelt.core.data import Split
 from smelt.core.errors import InputError
 from smelt.core.windows import Windows
-from smelt.runtime.runner import Tokens
+from smelt.runtime.batch import Tokens
 
 LENGTH = 1024  # tokens, where neither the recipe nor the model asks for less
 

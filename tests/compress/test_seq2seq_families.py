@@ -19,7 +19,8 @@ from smelt.core.stage import Context
 from smelt.runtime.layers.quantized import AnyEmbedding
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtime.models.structure import read_edits
-from smelt.runtime.text.rules import TextRules, write_text_rules
+from smelt.runtime.text.rules import TextRules
+from smelt.runtime.text.write_rules import write_text_rules
 
 MADE = {
     "t5": seq2seq.t5,

@@ -16,9 +16,11 @@ from smelt.core.stage import Context
 from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.batch import Batch
 from smelt.runtime.causal import token_losses
-from smelt.runtime.generate.generation import Generation, generate
-from smelt.runtime.runner import Batch, open_runner
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 MASK = np.ones_like(IDS)

@@ -25,7 +25,7 @@ from smelt.export.graph_files import (
     write_graph,
 )
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.runner import open_runner
+from smelt.runtime.backends.open_runner import open_runner
 
 LIMIT = 2000
 CASES = [("marian", "fp32", "ort-cpu", "fp32"), ("marian", "int8", "ort-cpu", "fp32"),

@@ -16,9 +16,9 @@ from smelt.core.stage import Context
 from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.backends.onnx_runner import OnnxRunner
+from smelt.runtime.batch import Batch
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.structure import apply_edits, replace_module
-from smelt.runtime.runner import Batch
 
 
 def tokenizer_files(folder):

@@ -20,10 +20,12 @@ from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt_stage import TensorrtSettings, dimension_ranges, plan_graphs
 from smelt.runtime.backends.onnx_runner import OnnxRunner
 from smelt.runtime.backends.torch_runner import TorchRunner
-from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 from smelt.runtime.predict import make_batches
-from smelt.runtime.text.rules import TextRules, write_text_rules
+from smelt.runtime.text.rules import TextRules
+from smelt.runtime.text.write_rules import write_text_rules
 
 ROWS = Split("rows", tuple(Example(s, (s,)) for s in tiny.SENTENCES))
 NEW_TOKENS = 20  # beyond T5's farthest distance, 12

@@ -19,8 +19,9 @@ from smelt.export.awkward_texts import AWKWARD
 from smelt.export.tokenizer_export import Sample, export_tokenizer, facts_of, find_difference, sample_of
 from smelt.runtime.models.checkpoint import copy_tokenizer, load_tokenizer
 from smelt.runtime.text.limits import NO_LIMIT
+from smelt.runtime.text.open_tokenizer import open_tokenizer
 from smelt.runtime.text.rust_tokenizer import RustTokenizer
-from smelt.runtime.text.tokenizing import open_tokenizer, read_tokenizing
+from smelt.runtime.text.tokenizing import read_tokenizing
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PLAIN = [*tiny.SENTENCES, *(line for line in causal.TEXT.splitlines() if line)]

@@ -95,8 +95,8 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
 
     from smelt.core.artifact import read_artifact
     from smelt.core.data import Example
+    from smelt.runtime.backends.open_runner import open_runner
     from smelt.runtime.predict import class_logits
-    from smelt.runtime.runner import open_runner
 
     folder, _ = chain
     texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES)]  # the last one is as long as the model takes

@@ -15,8 +15,8 @@ from colliding import WITHOUT_LOCKS, take_locks_away
 from smelt.cli import main
 from smelt.core.artifact import read_artifact
 from smelt.core.holder import read_holder
-from smelt.execute.execute import Options, run_plan
-from smelt.plan.plan import load_plan
+from smelt.execute.run import Options, run_plan
+from smelt.plan.load import load_plan
 
 RECIPE = """
 model: m

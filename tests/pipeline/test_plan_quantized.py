@@ -8,7 +8,8 @@ import pytest
 import tiny
 
 from smelt.core.errors import InputError
-from smelt.plan.plan import Plan, load_plan
+from smelt.plan.load import load_plan
+from smelt.plan.plan import Plan
 
 
 @pytest.fixture(scope="module")

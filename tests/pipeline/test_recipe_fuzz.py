@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smelt.core.errors import InputError
-from smelt.plan.plan import describe_plan, load_plan
+from smelt.plan.load import load_plan
+from smelt.plan.printed import describe_plan
 from smelt.recipe.stage_table import TABLE
 
 RECIPE = """model: m

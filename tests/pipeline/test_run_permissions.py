@@ -14,7 +14,7 @@ import tiny
 from click.testing import CliRunner
 
 from smelt.cli import main
-from smelt.execute.machine import has_cuda
+from smelt.look.machine import has_cuda
 
 RECIPE = """
 model: m

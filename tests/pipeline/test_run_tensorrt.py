@@ -14,7 +14,7 @@ import tiny
 
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.report_schema import validate_report
-from smelt.execute.machine import has_cuda
+from smelt.look.machine import has_cuda
 
 RECIPE = """
 model: m

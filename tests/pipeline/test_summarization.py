@@ -75,10 +75,11 @@ def test_the_plan_says_which_prefix_is_taken(home):
 def test_predict_puts_the_prefix_before_the_words(home):
     """The same words with the prefix written out, on a copy that has none, give the same."""
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.backends.open_runner import open_runner
+    from smelt.runtime.generate.settings import Generation
     from smelt.runtime.predict import generate_texts
-    from smelt.runtime.runner import open_runner
-    from smelt.runtime.text.rules import TextRules, write_text_rules
+    from smelt.runtime.text.rules import TextRules
+    from smelt.runtime.text.write_rules import write_text_rules
 
     folder = home / "run" / "artifacts" / "onnx"
     said = smelt("predict", folder, tiny.SENTENCES[0]).output.strip()

@@ -16,12 +16,13 @@ from smelt.core.store import Store
 from smelt.core.windows import Windows
 from smelt.execute.scoring import Scorer
 from smelt.runtime import causal as code
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.batch import Batch
 from smelt.runtime.causal import is_causal, losses_of, positions, token_losses
-from smelt.runtime.generate.generation import Generation
 from smelt.runtime.generate.prompts import encode_prompts, pack_left
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.predict import generate_texts
-from smelt.runtime.runner import Batch, open_runner
 
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 

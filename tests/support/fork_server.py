@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 _IMPORTED_BY_A_RUN = [
-    *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute.execute", "smelt.plan.checks"),
+    *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute.run", "smelt.plan.checks"),
     *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.svd"),
     *("smelt.compress.prune.structured", "smelt.compress.prune.importance", "smelt.compress.training_loop"),
     *("smelt.compress.quantize.int8_dynamic", "smelt.evaluate.environment", "smelt.evaluate.quality"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.runtime.runner import Batch
+from smelt.runtime.batch import Batch
 
 VOCABULARY, PAD, EOS = 24, 0, 1
 _SHARED = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}

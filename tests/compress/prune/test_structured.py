@@ -196,7 +196,8 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
 
 
 def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
-    from smelt.plan.plan import describe_plan, load_plan
+    from smelt.plan.load import load_plan
+    from smelt.plan.printed import describe_plan
 
     tiny.marian(tmp_path / "model")
     tiny.pairs(tmp_path / "rows.jsonl")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from smelt.evaluate.latency.watch import Watch
-from smelt.runtime.runner import Batch
+from smelt.runtime.batch import Batch
 
 BATCH = Batch(np.ones((1, 3), np.int64), np.ones((1, 3), np.int64))
 

@@ -70,10 +70,11 @@ def test_a_round_goes_through_the_very_functions_of_load(tmp_path, monkeypatch):
 
 def test_tokens_that_come_out_are_counted_and_not_guessed(tmp_path):
     from smelt.core.artifact import read_artifact
-    from smelt.runtime.generate.generation import Generation, generate
+    from smelt.runtime.backends.open_runner import open_runner
+    from smelt.runtime.generate.loop import generate
+    from smelt.runtime.generate.settings import Generation
     from smelt.runtime.models.checkpoint import load_tokenizer
     from smelt.runtime.predict import make_batches
-    from smelt.runtime.runner import open_runner
 
     folder = _artifact(tmp_path, "translation")
     texts = tiny.SENTENCES[:4]

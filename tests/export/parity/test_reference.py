@@ -9,10 +9,10 @@ import torch
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.parity.reference import Reference, exact_of, reference_of, round_weights_
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.causal import positions
 from smelt.runtime.layers.quantized import AnyLinear
 from smelt.runtime.models.checkpoint import load_model
-from smelt.runtime.runner import open_runner
 
 SETTINGS = {"int8": {}, "int4": {"scheme": "int4", "symmetric": False}, "binary": {"scheme": "binary"}}
 

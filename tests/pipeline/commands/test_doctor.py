@@ -56,7 +56,7 @@ def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest
 
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
-    monkeypatch.setattr("smelt.execute.machine.has_cuda", lambda: False)
+    monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: False)
     (finding,) = [f for f in doctor._onnxruntime() if f.name == "onnxruntime cuda"]
     assert (finding.ok, finding.detail) == (False, "no NVIDIA GPU with a working driver")
 

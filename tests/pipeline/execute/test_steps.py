@@ -8,13 +8,14 @@ import pytest
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
 from smelt.core.data import Example, Split
-from smelt.execute import machine, steps
-from smelt.execute.machine import multiplies_bf16, trains_on
+from smelt.execute import steps
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.export.onnx_stage import Onnx
+from smelt.look import machine
+from smelt.look.machine import multiplies_bf16, trains_on
 from smelt.plan.plan import Step
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.generate.settings import Generation
 
 ROWS = Split("made", (Example("a"), Example("b")))
 ANCESTORS = {"model": SimpleNamespace(key="parent")}

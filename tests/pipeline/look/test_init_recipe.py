@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from smelt.cli import main
 from smelt.core.errors import InputError
-from smelt.execute import machine
 from smelt.families.registry import BY_TASK
+from smelt.look import machine
 from smelt.look.data import look_at_data
 from smelt.look.init_recipe import Machine, _scalar, init_recipe, recipe_text
 from smelt.look.model import look
-from smelt.plan.plan import load_plan
+from smelt.plan.load import load_plan
 from smelt.recipe.yaml_file import parse_yaml
 
 CASES = [(family, task) for task, known in BY_TASK.items() for family in known if family != "mbart"]

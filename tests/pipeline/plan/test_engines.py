@@ -4,7 +4,7 @@ import pytest
 import tiny
 
 from smelt.core.errors import InputError
-from smelt.plan.plan import load_plan
+from smelt.plan.load import load_plan
 
 RECIPE = """
 model: m

@@ -22,8 +22,10 @@ from safetensors.numpy import save_file
 from smelt.cli import main
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Settings, StepName
-from smelt.execute import machine
-from smelt.plan.plan import Plan, describe_plan, load_plan
+from smelt.look import machine
+from smelt.plan.load import load_plan
+from smelt.plan.plan import Plan
+from smelt.plan.printed import describe_plan
 from smelt.recipe import stage_table
 
 BOTH = frozenset({"translation", "text-classification"})

@@ -194,7 +194,7 @@ def test_only_an_engine_takes_one_call_at_a_time(runs, tmp_path, monkeypatch):
             assert model._calls._most is expected
     closed = []
     runner = SimpleNamespace(text=SimpleNamespace(tokenizer=None), close=lambda: closed.append(1))
-    monkeypatch.setattr("smelt.runtime.runner.open_runner", lambda *_: runner)
+    monkeypatch.setattr("smelt.runtime.backends.open_runner.open_runner", lambda *_: runner)
     monkeypatch.setattr("smelt.use.loaded.read_artifact", _engine)
     with smelt.load(tmp_path) as model:
         assert model._calls._most == 1
@@ -214,7 +214,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp
             raise smelt.InputError("no tokenizer")
 
     runner = SimpleNamespace(text=Text(), close=lambda: closed.append(1))
-    monkeypatch.setattr("smelt.runtime.runner.open_runner", lambda *_: runner)
+    monkeypatch.setattr("smelt.runtime.backends.open_runner.open_runner", lambda *_: runner)
     monkeypatch.setattr("smelt.use.loaded.read_artifact", _engine)
     with pytest.raises(smelt.InputError, match="no tokenizer"):
         smelt.load(tmp_path)

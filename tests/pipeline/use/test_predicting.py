@@ -72,9 +72,9 @@ def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch
 
 
 def test_nothing_is_opened_for_no_texts(translator, monkeypatch):
-    from smelt.runtime import runner
+    from smelt.runtime.backends import open_runner
 
-    monkeypatch.setattr(runner, "open_runner", None)
+    monkeypatch.setattr(open_runner, "open_runner", None)
     assert list(Predictor(translator, {}).run([])) == []
 
 

@@ -10,11 +10,11 @@ import torch
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.stage import Context
-from smelt.execute import machine
+from smelt.look import machine
 from smelt.runtime.backends import device as places
 from smelt.runtime.backends.device import onnx_device, torch_device
 from smelt.runtime.backends.torch_runner import TorchRunner
-from smelt.runtime.runner import Batch
+from smelt.runtime.batch import Batch
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
 
 
 def test_a_recipe_that_asks_for_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch):
-    from smelt.plan.plan import load_plan
+    from smelt.plan.load import load_plan
 
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     tiny.bert(tmp_path / "m")
@@ -236,7 +236,7 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
-    from smelt.runtime.generate.generation import Generation
+    from smelt.runtime.generate.settings import Generation
     from smelt.runtime.predict import generate_texts
 
     src = tiny.artifact(tiny.marian(tmp_path / "m"))

@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, save
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.onnx_runner import OnnxRunner, lacks_vnni
-from smelt.runtime.runner import Batch
+from smelt.runtime.batch import Batch
 
 
 def artifact(folder):

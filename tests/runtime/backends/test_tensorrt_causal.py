@@ -15,9 +15,11 @@ from smelt.export.tensorrt_preflight import load_graph
 from smelt.export.tensorrt_profile import Range, causal_ranges, shapes_of
 from smelt.runtime.backends import tensorrt_causal, tensorrt_engine
 from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.backends.tensorrt_causal import TensorrtCausalRunner
-from smelt.runtime.generate.generation import Generation, generate
-from smelt.runtime.runner import Batch, open_runner
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 
 TASK = "language-modeling"
 # two rows and four tokens at once, sixteen in all

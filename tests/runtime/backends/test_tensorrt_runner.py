@@ -21,7 +21,8 @@ from smelt.runtime.backends import tensorrt_engine, tensorrt_runner
 from smelt.runtime.backends.onnx_runner import OnnxRunner
 from smelt.runtime.backends.tensorrt_module import find_tensorrt
 from smelt.runtime.backends.tensorrt_runner import TensorrtRunner
-from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.predict import class_logits, encode_texts, pack
 
 RANGES = {"batch": Range(1, 1, 2), "input": Range(1, 6, 16), "past": Range(0, 4, 11)}

@@ -9,8 +9,8 @@ import torch
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends import torch_threads
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.backends.torch_threads import TorchThreads
-from smelt.runtime.runner import open_runner
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,12 @@ from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.backends.onnx_runner import OnnxRunner
 from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.batch import Batch
 from smelt.runtime.generate.beam import _best
-from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import make_batches
-from smelt.runtime.runner import Batch
 
 KINDS = (*generating.SEQ2SEQ, *generating.CAUSAL)
 # What the recipe asks for, and what the model's generation config says beside it.

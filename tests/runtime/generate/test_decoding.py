@@ -7,7 +7,7 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.runtime.generate.decoding import Decoding, settle
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.generate.settings import Generation
 
 CONFIG = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}
 CONFIG |= {"vocab_size": 20}

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from smelt.core.errors import InputError
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.decoding import Decoding
-from smelt.runtime.generate.generation import Generation
 from smelt.runtime.generate.prompts import (
     continuation,
     cut_prompt,
@@ -22,9 +22,9 @@ from smelt.runtime.generate.prompts import (
     pad_of,
     prompt_batches,
 )
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import generate_texts
-from smelt.runtime.runner import open_runner
 
 SENTENCE = "The old house stands near the river."
 LONG = " ".join(causal.TEXT.split())

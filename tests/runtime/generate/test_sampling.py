@@ -12,8 +12,9 @@ from transformers.generation.logits_process import (
 )
 
 from smelt.core.errors import RunError
-from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.generate.loop import generate
 from smelt.runtime.generate.sampling import draw, narrow
+from smelt.runtime.generate.settings import Generation
 
 
 def warped(scores, temperature, top_k, top_p):

@@ -7,8 +7,7 @@ import seq2seq
 import tiny
 
 from smelt.runtime.models.checkpoint import load_tokenizer
-from smelt.runtime.text.hub_tokenizer import HubTokenizer
-from smelt.runtime.text.tokenizer import text_tokenizer
+from smelt.runtime.text.hub_tokenizer import HubTokenizer, text_tokenizer
 
 TEXTS = [" ".join(tiny.SENTENCES[:n]) for n in range(1, 9)]
 

@@ -8,10 +8,10 @@ import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import encode_texts, generate_texts, pack
-from smelt.runtime.runner import open_runner
 from smelt.runtime.text.limits import NO_LIMIT, length_limit, position_limit, position_table
 
 

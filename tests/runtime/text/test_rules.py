@@ -1,7 +1,5 @@
 """Prefix and languages: what lies beside a model is what its tokenizer does."""
 
-import json
-
 import pytest
 import seq2seq
 import tiny
@@ -9,7 +7,8 @@ import tiny
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import copy_tokenizer, load_tokenizer
 from smelt.runtime.predict import encode_texts
-from smelt.runtime.text.rules import TextRules, read_text_rules, write_text_rules
+from smelt.runtime.text.rules import TextRules, read_text_rules
+from smelt.runtime.text.write_rules import write_text_rules
 
 
 @pytest.fixture(scope="module")
@@ -33,38 +32,6 @@ def test_every_text_is_read_behind_the_prefix_and_cut_with_it(t5, tmp_path):
     assert [ids[:5] for ids in cut.ids] == [ids[:5] for ids in expected]
     assert cut.truncated == 3
     assert ruled(text_target=texts)["input_ids"] == plain(text_target=texts)["input_ids"]
-
-
-def test_rules_are_copied_with_the_tokenizer_and_can_be_taken_away(t5, tmp_path):
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    copy_tokenizer(t5, tmp_path / "first")
-    rules = TextRules(prefix="a: ")
-    write_text_rules(tmp_path / "first", rules)
-    copy_tokenizer(tmp_path / "first", tmp_path / "second")
-    assert read_text_rules(tmp_path / "second") == rules
-    write_text_rules(tmp_path / "second", TextRules())
-    assert read_text_rules(tmp_path / "second") == TextRules()
-    assert not (tmp_path / "second" / "text.json").exists()
-
-
-def test_languages_set_the_tokenizer_and_the_first_word_as_transformers_does(mbart):
-    write_text_rules(mbart, TextRules(source_language="de_DE", target_language="ro_RO"))
-    tokenizer = load_tokenizer(mbart)
-    theirs = tokenizer._build_translation_inputs(
-        tiny.SENTENCES[:1], return_tensors=None, src_lang="de_DE", tgt_lang="ro_RO"
-    )
-    assert encode_texts(tiny.SENTENCES[:1], tokenizer, 40).ids == theirs["input_ids"]
-    said = json.loads((mbart / "generation_config.json").read_text())
-    assert said["forced_bos_token_id"] == theirs["forced_bos_token_id"] == tokenizer.lang_code_to_id["ro_RO"]
-    target = tokenizer(text_target=tiny.SENTENCES[0])["input_ids"]
-    assert (target[0], target[-1]) == (tokenizer.lang_code_to_id["ro_RO"], tokenizer.eos_token_id)
-
-
-def test_an_unknown_language_is_named_with_the_nearest(mbart):
-    with pytest.raises(InputError, match=r"'de_D' is no language .* Did you mean 'de_DE'\?"):
-        write_text_rules(mbart, TextRules(source_language="en_XX", target_language="de_D"))
-    (mbart / "text.json").unlink()
 
 
 def test_a_language_for_a_tokenizer_without_any_is_refused(t5, tmp_path):

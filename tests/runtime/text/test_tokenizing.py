@@ -1,42 +1,13 @@
-"""Which tokenizer an artifact's texts are read with."""
+"""What stands in tokenizing.json."""
 
-import published
 import pytest
-import tiny
 
 from smelt.core.errors import InputError
-from smelt.export.tokenizer_export import facts_of
-from smelt.runtime.models.checkpoint import load_tokenizer
-from smelt.runtime.text.tokenizing import FILE, Tokenizing, open_tokenizer, read_tokenizing, write_tokenizing
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return published.marian(tmp_path, tiny.SENTENCES * 4, 60)
-
-
-def test_transformers_reads_what_nobody_has_compared(folder):
-    assert open_tokenizer(folder).reader == "transformers"
-    assert read_tokenizing(folder).reason == f"there is no {FILE} in this folder"
-
-
-def test_the_light_reader_serves_once_it_is_written_down(folder):
-    facts = facts_of(load_tokenizer(folder))
-    write_tokenizing(folder, facts)
-    assert read_tokenizing(folder) == facts
-    (folder / "text.json").write_text('{"prefix": ">>deu<< "}')
-    found = open_tokenizer(folder)
-    assert (found.reader, found.prefix) == ("sentencepiece", ">>deu<< ")
-
-
-def test_transformers_reads_where_the_light_reader_was_found_to_differ(folder):
-    write_tokenizing(folder, Tokenizing(reader="transformers", reason="ids of 'a'"))
-    assert open_tokenizer(folder).reader == "transformers"
-    assert read_tokenizing(folder).reason == "ids of 'a'"
+from smelt.runtime.text.tokenizing import FILE, read_tokenizing
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reader": "magic"}', '{"reader": "tokenizers", "more": 1}'])
-def test_a_damaged_file_is_refused(folder, text):
-    (folder / FILE).write_text(text)
+def test_a_damaged_file_is_refused(tmp_path, text):
+    (tmp_path / FILE).write_text(text)
     with pytest.raises(InputError, match=r"tokenizing\.json: not what this version of smelt reads"):
-        open_tokenizer(folder)
+        read_tokenizing(tmp_path)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from smelt.runtime.generate.generation import Generation
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.text import tools as text_tools
 from smelt.runtime.text.limits import NO_LIMIT
 from smelt.runtime.text.tools import TextTools

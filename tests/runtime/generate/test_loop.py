@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from pydantic import ValidationError
 
 from smelt.runtime.backends.torch_runner import TorchRunner
-from smelt.runtime.generate.generation import Generation, generate
+from smelt.runtime.generate.loop import generate
+from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import generate_texts, make_batches
 
@@ -81,27 +81,6 @@ def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
         assert {len(row) for row in generate(runner, batch, Generation(max_new_tokens=9))} == {9}
         # beyond the table of 48 positions nothing can be generated
         assert {len(r) for r in generate(runner, batch, Generation(max_new_tokens=99, min_length=99))} == {48}
-
-
-@pytest.mark.parametrize(
-    ("wishes", "message"),
-    [
-        ({"beams": 2, "do_sample": True}, "do_sample draws one text; it does not go with beams: 2"),
-        ({"length_penalty": 1.0}, "length_penalty means nothing without beams above 1"),
-        ({"early_stopping": "never"}, "early_stopping means nothing without beams above 1"),
-        ({"top_p": 0.9}, "top_p means nothing without do_sample: true"),
-        ({"min_length": 2, "min_new_tokens": 2}, "give min_new_tokens or min_length, not both"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(wishes, message):
-    with pytest.raises(ValidationError, match=message):
-        Generation(**wishes)
-
-
-def test_summary_names_the_search():
-    assert Generation(max_new_tokens=9).summary() == "greedy, at most 9 new tokens"
-    assert Generation(beams=4).summary() == "beam 4, to the model's longest output"
-    assert Generation(do_sample=True).summary().startswith("sampled")
 
 
 def test_batches_of_sampled_texts_do_not_repeat_each_others_draws(folder):

@@ -19,16 +19,17 @@ from smelt.execute.display import Display, duration
 from smelt.execute.failures import explain, trace
 from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.lengths import require_lengths
-from smelt.execute.machine import unscored_reason
 from smelt.execute.report_data import ReportBuilder
 from smelt.execute.run_folder import RunFolder
 from smelt.execute.run_result import Result, write_report
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work
+from smelt.execute.untrained import start
+from smelt.look.machine import unscored_reason
 from smelt.plan.labels import settle_labels
 from smelt.plan.text_rules import text_rules
-from smelt.plan.untrained import NOT_SCORED, config_file, start
+from smelt.plan.untrained import NOT_SCORED, config_file
 from smelt.plan.warnings import data_warnings, decoding_warnings
 
 if TYPE_CHECKING:

@@ -1,0 +1,71 @@
+"""From a recipe to a plan: everything that can be checked without doing it, all mistakes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from smelt.plan.checks import Checker
+from smelt.plan.engines import fit_engines
+from smelt.plan.fit import check_fit
+from smelt.plan.gates import baseline, cut, gates
+from smelt.plan.inputs import check_data, check_device, check_model
+from smelt.plan.labels import check_classifier
+from smelt.plan.plan import Plan
+from smelt.plan.untrained import check_new_head, check_untrained
+from smelt.plan.warnings import data_warnings, decoding_warnings
+from smelt.recipe.recipe import examine, find_recipe
+from smelt.recipe.yaml_file import Document, read_yaml
+
+
+def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:
+    """Read the recipe (a file, or the name of one that ships) and check all that can be checked now.
+
+    Raises:
+        InputError: every mistake in the recipe, the model's folder and the data, one per line, each
+            with file and line.
+    """
+    path = recipe if isinstance(recipe, Path) else find_recipe(recipe)
+    return make_plan(read_yaml(path), path, overrides, until)
+
+
+def make_plan(
+    document: Document, path: Path, overrides: Sequence[str] = (), until: str | None = None
+) -> Plan:
+    """Check the recipe that `document` is, as if it stood at `path`.
+
+    Raises:
+        InputError: as `load_plan`.
+    """
+    read, mistakes, bad = examine(document, path, overrides)
+    checker = Checker(read, mistakes, bad)
+    every = fit_engines(checker.steps(), read, checker.places, mistakes)
+    kept = cut(checker, until)
+    judged = gates(checker, kept)
+    baseline(checker, kept)
+    folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
+    check_untrained(read, every, mistakes, bad)
+    check_new_head(read, every, folder, mistakes)
+    check_fit(every, checker.places, folder, mistakes)
+    splits = check_data(read, mistakes, bad)
+    check_device(read, mistakes, bad)
+    read, problem = check_classifier(read, folder, splits, mistakes, bad)
+    mistakes.raise_all()
+    steps = tuple(step for step in every if step.name in kept)
+    doubts = data_warnings(read, any(step.trains for step in steps), splits)
+    doubts += decoding_warnings(read, folder) if folder else []
+    text = document.text + "".join(f"\n# --set {override}" for override in overrides)
+    return Plan(
+        recipe=read,
+        steps=steps,
+        gates=judged,
+        local_model=folder,
+        text=text,
+        splits=splits,
+        warnings=(*checker.warnings, *doubts),
+        notes=tuple(checker.notes),
+        until=until,
+        rest=tuple(step for step in every if step.name not in kept),
+        order=tuple(step.name for step in every),
+        problem=problem,
+    )

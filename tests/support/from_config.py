@@ -1,0 +1,41 @@
+"""Recipes that start from a config without weights, and how they are run."""
+
+import json
+
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT |= {"intermediate_size": 64, "max_position_embeddings": 32}
+BART = {"model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64}
+BART |= {"decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART |= {"max_position_embeddings": 64, "dropout": 0.0}
+HEAD = "data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}\nthreads: 1\n"
+HEAD += "score: {latency: false}\n"
+CLASSIFIER = f"""
+model: {{config: bert.json, tokenizer: {{train: wordpiece, vocab_size: 120}}}}
+task: text-classification
+{HEAD}stages:
+  - finetune: {{max_steps: 60, batch_size: 8, evals: 1, learning_rate: 3.0e-3, precision: fp32}}
+  - quantize
+"""
+
+
+def run(home, text, out="run", *more):
+    """Run the recipe `text` in `home`; return the steps of its report by name, the report itself as ''."""
+    (home / "recipe.yaml").write_text(text)
+    arguments = ["run", str(home / "recipe.yaml"), "--out", str(home / out), "--quiet", *more]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 0, result.output
+    report = json.loads((home / out / "report.json").read_text())
+    return {step["name"]: step for step in report["steps"]} | {"": report}
+
+
+def prepare(folder):
+    """Write the config of a small BERT and ten rows of data into `folder`."""
+    (folder / "bert.json").write_text(json.dumps(BERT))
+    tiny.labelled(folder / "data.jsonl", 10)
+    return folder

@@ -1,7 +1,7 @@
 """The rows that models are trained, calibrated and scored on.
 
-Reads what `smelt.core.rows` reads; for language modeling also plain text (.txt, also .gz), a row per line.
-Which column means what is a setting; several references per example are kept.
+Reads what `smelt.core.rows.reading` reads; for language modeling also plain text (.txt, also .gz), a row
+per line. Which column means what is a setting; several references per example are kept.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
-from smelt.core.rows import Rows, hub_rows, read_file
+from smelt.core.rows.reading import Rows, hub_rows, read_file
+from smelt.core.rows.text_files import file_kind, read_text_file
 from smelt.core.text import half_character
-from smelt.core.text_files import file_kind, read_text_file
 from smelt.core.windows import Windows
 
 SplitName = Literal["train", "validation", "calibration", "test"]

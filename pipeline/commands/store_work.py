@@ -13,7 +13,7 @@ from typing import Any
 from smelt.core.artifact import MANIFEST, read_manifest, strangers
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, size_of
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.execute.store_runs import Run, cleaning, runs_of
 
 _WIDTH = 80

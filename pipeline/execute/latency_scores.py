@@ -9,7 +9,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.files import hash_of
 from smelt.core.stage import Progress
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.execute.scoring import library_versions
 from smelt.look.machine import device_of
 

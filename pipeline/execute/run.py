@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.errors import InputError, SmeltError
-from smelt.core.locks import lock
-from smelt.core.store import Store
+from smelt.core.store.locks import lock
+from smelt.core.store.store import Store
 from smelt.execute.display import Display, duration
 from smelt.execute.failures import explain, trace
 from smelt.execute.latency_scores import LatencyScores

@@ -46,8 +46,8 @@ class Result:
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json and draw report.md and report.html from it."""
-    from smelt.evaluate.report_html import write_html
-    from smelt.evaluate.report_markdown import write_markdown
+    from smelt.evaluate.report.html import write_html
+    from smelt.evaluate.report.markdown import write_markdown
 
     write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_atomically(folder / "report.md", write_markdown(dict(report)))
@@ -56,7 +56,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
 
 def summary_lines(result: Result) -> Sequence[str]:
     """Return what `smelt run` prints at its end: the table and where everything is."""
-    from smelt.evaluate.report_table import table
+    from smelt.evaluate.report.table import table
 
     return [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
 

@@ -12,7 +12,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
 from smelt.core.stage import Progress, silent
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.look.machine import device_of
 from smelt.runtime.generate.settings import Generation
 

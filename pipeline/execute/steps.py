@@ -16,7 +16,7 @@ from smelt.core.data import Split
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.labels import ProblemType
 from smelt.core.stage import Context
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.core.windows import Windows
 from smelt.execute.failures import explain
 from smelt.execute.scoring import Scorer, library_versions

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smelt.core.files import hash_of, write_json
-from smelt.core.locks import lock
-from smelt.core.presence import is_present, present
-from smelt.core.store import OWNER
+from smelt.core.store.locks import lock
+from smelt.core.store.presence import is_present, present
+from smelt.core.store.store import OWNER
 
 
 @dataclass(frozen=True)

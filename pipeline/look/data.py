@@ -9,8 +9,8 @@ from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT, Columns, Task
 from smelt.core.errors import InputError, nearest
-from smelt.core.rows import read_file
-from smelt.core.text_files import file_kind
+from smelt.core.rows.reading import read_file
+from smelt.core.rows.text_files import file_kind
 
 # Of the rows of one file, for each split that is taken out of it.
 SHARE = 0.1

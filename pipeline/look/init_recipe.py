@@ -15,7 +15,7 @@ from smelt.core.data import TEXT_TO_TEXT, Columns, Label, SplitName, Task
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
-from smelt.core.rows import read_file
+from smelt.core.rows.reading import read_file
 from smelt.families.registry import FAMILIES
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.model import ModelLook, look

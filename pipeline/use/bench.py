@@ -126,8 +126,8 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     """
     from smelt.core.data import Columns
     from smelt.core.errors import nearest
-    from smelt.core.rows import read_file
-    from smelt.core.text_files import file_kind, read_text_file
+    from smelt.core.rows.reading import read_file
+    from smelt.core.rows.text_files import file_kind, read_text_file
     from smelt.look.data import guess_column
 
     if not path.is_file():

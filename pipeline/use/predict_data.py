@@ -8,9 +8,9 @@ from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT, Columns, Example
 from smelt.core.errors import InputError, nearest
-from smelt.core.rows import read_file
+from smelt.core.rows.reading import read_file
+from smelt.core.rows.text_files import file_kind, read_text_file
 from smelt.core.text import half_character
-from smelt.core.text_files import file_kind, read_text_file
 from smelt.use.loaded import CLASSIFIES
 
 

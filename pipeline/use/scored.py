@@ -13,7 +13,7 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns
 from smelt.recipe.problem import METRICS_OF, metric_mistakes
@@ -120,7 +120,7 @@ def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...
 
 def quality_lines(scores: dict[str, Any]) -> list[str]:
     """Return one line per metric: value, 95 % interval, n, signature."""
-    from smelt.evaluate.report_view import digits
+    from smelt.evaluate.report.view import digits
 
     width = max([9, *map(len, scores)])
     return [
@@ -133,8 +133,8 @@ def quality_lines(scores: dict[str, Any]) -> list[str]:
 
 def redraw_report(folder: Path) -> str:
     """Draw report.md and report.html of the run in `folder` from its report.json; return the table."""
-    from smelt.evaluate.report_schema import validate_report
-    from smelt.evaluate.report_table import table
+    from smelt.evaluate.report.schema import validate_report
+    from smelt.evaluate.report.table import table
     from smelt.execute.run_result import write_report
 
     path = folder / "report.json"

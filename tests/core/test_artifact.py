@@ -4,7 +4,7 @@ import pytest
 
 from smelt.core.artifact import Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.data import Columns, read_split
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.core.windows import Windows
 from smelt.execute.scoring import Scorer
 from smelt.runtime import causal as code

@@ -23,7 +23,7 @@ _IMPORTED_BY_A_RUN = [
     *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.svd"),
     *("smelt.compress.prune.structured", "smelt.compress.prune.importance", "smelt.compress.training_loop"),
     *("smelt.compress.quantize.int8_dynamic", "smelt.evaluate.environment", "smelt.evaluate.quality"),
-    *("smelt.evaluate.report_html", "smelt.evaluate.report_markdown", "smelt.evaluate.report_table"),
+    *("smelt.evaluate.report.html", "smelt.evaluate.report.markdown", "smelt.evaluate.report.table"),
     *("smelt.runtime.predict", "smelt.runtime.layers.quantized", "smelt.runtime.backends.torch_runner"),
 ]
 
@@ -77,7 +77,7 @@ def _serve() -> None:
         import_module(name)
     for name in ("BertForSequenceClassification", "BertTokenizer"):
         getattr(import_module("transformers"), name)  # imported when it is asked for
-    import_module("smelt.evaluate.report_html")._template()  # compiled once, as in any process
+    import_module("smelt.evaluate.report.html")._template()  # compiled once, as in any process
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is there now stays: a child's collections need not look at it, or copy its pages

@@ -14,9 +14,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.evaluate.latency import LatencySettings, measure
-from smelt.evaluate.report_schema import Latency
+from smelt.evaluate.report.schema import Latency
 
 TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
 

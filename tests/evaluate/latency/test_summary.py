@@ -4,7 +4,7 @@ import pytest
 from smelt.evaluate.latency.machine_load import Load
 from smelt.evaluate.latency.rounds import Pair, Place, Round
 from smelt.evaluate.latency.summary import NEAR, Lengths, parts_of, spread, summarize
-from smelt.evaluate.report_schema import Latency
+from smelt.evaluate.report.schema import Latency
 
 ONE = Place(threads=1, processors=2)
 CALM = Load(100.0, 99.0, 0.0, 0.1, 0.0, 0.2)

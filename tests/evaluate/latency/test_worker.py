@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from smelt.core.data import Example
-from smelt.core.store import Store
+from smelt.core.store.store import Store
 from smelt.evaluate.latency import worker as module
 from smelt.evaluate.latency.worker import Worker, groups_of
 

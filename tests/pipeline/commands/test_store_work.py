@@ -17,8 +17,8 @@ from colliding import take_locks_away
 from smelt.cli import main
 from smelt.commands.store_work import damages, entries, open_store, remove_unused, unused
 from smelt.core.errors import InputError
-from smelt.core.holder import read_holder, write_holder
-from smelt.core.presence import SILENT_S
+from smelt.core.store.holder import read_holder, write_holder
+from smelt.core.store.presence import SILENT_S
 from smelt.execute.store_runs import at_work, cleaning, runs_of
 
 RECIPE = """

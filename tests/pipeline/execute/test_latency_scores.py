@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from smelt.cli import main
 from smelt.evaluate.latency import comparison
-from smelt.evaluate.report_schema import validate_report
+from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """
 model: m

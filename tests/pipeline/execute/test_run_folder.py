@@ -13,8 +13,8 @@ from smelt.commands.store_work import remove_unused, unused
 from smelt.core.artifact import Artifact
 from smelt.core.data import Example, Split
 from smelt.core.stage import silent
-from smelt.evaluate.report_html import write_html
-from smelt.evaluate.report_schema import validate_report
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.schema import validate_report
 from smelt.recipe.recipe import parse_recipe
 
 RECIPE = """
@@ -154,7 +154,7 @@ def test_kept_step_is_neither_scored_nor_timed_anew(whole):
 
 def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkeypatch):
     """`measure` is stood in for: what is asked of it is what matters here."""
-    from smelt.core.store import Store
+    from smelt.core.store.store import Store
     from smelt.execute.latency_scores import LatencyScores
 
     asked = []

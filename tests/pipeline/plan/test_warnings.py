@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from smelt.cli import main
 from smelt.core.data import Example, Split
-from smelt.evaluate.report_html import write_html
-from smelt.evaluate.report_markdown import write_markdown
-from smelt.evaluate.report_table import table
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.markdown import write_markdown
+from smelt.evaluate.report.table import table
 from smelt.plan.warnings import data_warnings, decoding_warnings
 from smelt.recipe.recipe import parse_recipe
 

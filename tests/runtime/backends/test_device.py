@@ -212,7 +212,7 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
 
     from smelt.cli import main
     from smelt.core.artifact import Manifest
-    from smelt.core.store import Store
+    from smelt.core.store.store import Store
 
     tiny.labelled(tmp_path / "d.jsonl")
     monkeypatch.chdir(tmp_path)

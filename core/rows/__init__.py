@@ -1,0 +1,1 @@
+"""Reading rows: CSV, JSON, Parquet and plain text files, and data sets of the hub."""

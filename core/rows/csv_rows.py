@@ -1,0 +1,104 @@
+"""CSV as people have it: separated by commas, semicolons or tabs, with fields of any length."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.core.rows.text_files import file_kind, open_text
+
+# The longest field. Python's own limit, 131,072, is less than some documents; without any, a quote that
+# is never closed would make the rest of the file one field.
+MOST_CHARACTERS = 16 * 2**20
+_SAMPLE_CHARACTERS = 65_536
+_SAMPLE_RECORDS = 50
+_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
+
+
+def csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a CSV file by the names in its first line, each with where it ends.
+
+    Raises:
+        InputError: the file cannot be read, or a row has not as many fields as the first line.
+    """
+    delimiter = delimiter_of(path)
+    with open_text(path, newline="") as stream, _long_fields():
+        reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in row or None in row.values():
+                    raise InputError(
+                        f"{where}: this row does not have as many fields as the header, which has"
+                        f" {len(reader.fieldnames or ())}, separated by {_NAMES[delimiter]}."
+                    )
+                yield where, row
+        except csv.Error as error:
+            long = "field limit" in str(error)
+            why = f"a field of more than {MOST_CHARACTERS:,} characters; is its quote closed?" if long else ""
+            raise InputError(f"{path}:{reader.line_num}: broken CSV: {why or f'{error}.'}") from error
+
+
+def delimiter_of(path: Path) -> str:
+    """Return what separates the fields: a comma, a semicolon or a tab.
+
+    The header decides: whatever it has several names between. Where it could be several, that with which
+    the first rows have as many fields as the header, then that with more names, then the comma (of .tsv
+    the tab). So a semicolon in a text means nothing.
+    """
+    usual = "\t" if file_kind(path) == ".tsv" else ","
+    with open_text(path, newline="") as stream:
+        sample = stream.read(_SAMPLE_CHARACTERS)
+    whole = len(sample) < _SAMPLE_CHARACTERS
+    ranks = {}
+    for delimiter in _NAMES:
+        names, even = _try(sample, delimiter, whole)
+        if names > 1:
+            ranks[delimiter] = (even, names, delimiter == usual)
+    return max(ranks, key=ranks.__getitem__, default=usual)
+
+
+def _try(sample: str, delimiter: str, whole: bool) -> tuple[int, bool]:
+    """Return how many names the header has with `delimiter`, and whether all sampled rows have as many."""
+    reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter, strict=True)
+    sizes: list[int] = []
+    try:
+        sizes += (len(record) for record in itertools.islice(reader, _SAMPLE_RECORDS) if record)
+    except csv.Error:
+        if whole or not sizes:
+            return (sizes or [0])[0], False
+    if not whole and len(sizes) > 1 and len(sizes) < _SAMPLE_RECORDS:
+        sizes.pop()  # the sample's end cuts it
+    return (sizes or [0])[0], len(set(sizes)) == 1
+
+
+class _Limit:
+    """The limit of the csv module is the process's: raised while somebody reads, then as it was."""
+
+    lock = threading.Lock()
+    readers = 0
+    before = 0
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Allow fields of `MOST_CHARACTERS` until this context ends, whatever other threads read."""
+    with _Limit.lock:
+        if _Limit.readers == 0:
+            _Limit.before = csv.field_size_limit()
+            csv.field_size_limit(max(_Limit.before, MOST_CHARACTERS))
+        _Limit.readers += 1
+    try:
+        yield
+    finally:
+        with _Limit.lock:
+            _Limit.readers -= 1
+            if _Limit.readers == 0:
+                csv.field_size_limit(_Limit.before)

@@ -1,0 +1,231 @@
+"""The geometry of the picture of quality against speed; the template only draws it.
+
+Coordinates are those of an SVG of a canvas's width x height units, y growing downwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from smelt.evaluate.report import view
+from smelt.evaluate.report.schema import Latency, Report, Step
+
+_LETTER = 6.6  # width of a letter of a label at 12 units, a little generous
+_LINE = 14.0
+_LOG_FROM = 4.0  # the axis of speed is logarithmic where the fastest is this many times the slowest
+
+Box = tuple[float, float, float, float]
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The size of a picture, and the room that its axes take on each side."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    name_letters: int
+
+    @property
+    def floor(self) -> int:
+        """Where the horizontal axis lies."""
+        return self.height - self.bottom
+
+    @property
+    def end(self) -> int:
+        """Where the horizontal axis ends."""
+        return self.width - self.right
+
+
+WIDE = Canvas(640, 420, 62, 24, 18, 52, 28)
+# of a telephone, at its own size: the wide one's letters would be too small to read
+NARROW = Canvas(330, 340, 48, 12, 14, 52, 20)
+
+
+@dataclass
+class Point:
+    """One step in the picture, with its error bars and where its label stands.
+
+    competes: it can be deployed and its speed-up is claimed.
+    """
+
+    name: str
+    shape: str
+    x: float
+    y: float
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    front: bool
+    baseline: bool
+    competes: bool
+    title: str
+    label_x: float = 0.0
+    label_y: float = 0.0
+    anchor: str = "start"
+
+
+@dataclass
+class Chart:
+    """All that is drawn: points, axes with (position, text) ticks, and the line of the front."""
+
+    canvas: Canvas
+    metric: str
+    batch_size: int
+    logarithmic: bool
+    points: list[Point]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    front: str
+    shapes: list[str] = field(default_factory=list)
+
+
+def scatter(report: Report, canvas: Canvas = WIDE) -> Chart | None:
+    """Return the picture, or None where no step has both quality and a speed-up."""
+    metric, sizes = next(iter(view.metrics(report)), None), view.batch_sizes(report)
+    if metric is None or not sizes:
+        return None
+    timed = [(step, step.at(sizes[0])) for step in report.steps if metric in step.quality]
+    drawn = [(step, row) for step, row in timed if row and row.speedup]
+    if not drawn:
+        return None
+    spans = [_speed_span(row) for _, row in drawn]
+    speeds = [span[0] for span in spans]
+    logarithmic = max(speeds) >= _LOG_FROM * min(speeds)
+    x_scale, x_ticks = _horizontal([v for span in spans for v in span], logarithmic, canvas)
+    scores = [step.quality[metric] for step, _ in drawn]
+    y_scale, y_ticks = _vertical([v for score in scores for v in (score.value, *score.ci95)], canvas)
+    points = [_point(step, row, metric, x_scale, y_scale, report, canvas) for step, row in drawn]
+    _place_labels(points, canvas)
+    shapes = list(dict.fromkeys(point.shape for point in points))
+    front = _staircase([point for point in points if point.front])
+    name = view.label(metric) + ("" if scores[0].higher_is_better else " (less is better)")
+    return Chart(canvas, name, sizes[0], logarithmic, points, x_ticks, y_ticks, front, shapes)
+
+
+def _speed_span(row: Latency) -> tuple[float, float, float]:
+    """Return the speed-up and its interval."""
+    value = row.speedup or 0.0
+    low, high = row.speedup_ci95 or (value, value)
+    return value, low if low > 0 else value, high
+
+
+def _point(
+    step: Step, row: Latency, metric: str, x: Scale, y: Scale, report: Report, canvas: Canvas
+) -> Point:
+    score, span, most = step.quality[metric], _speed_span(row), canvas.name_letters
+    title = (
+        f"{step.name}: {view.label(metric)} {view.number(score.value, view.digits(metric))}"
+        f" {view.interval(score.ci95, view.digits(metric))},"
+        f" {view.speed(row)} {view.interval(row.speedup_ci95)}, p50 {view.significant_digits(row.p50_ms)} ms"
+    )
+    baseline = step.name == report.baseline
+    name = step.name + (f" {view.DOUBT}" if row.stable is False and not baseline else "")
+    return Point(
+        name=name if len(name) <= most else name[: most - 1] + "…",
+        shape=step.format or "other",
+        x=x(span[0]),
+        y=y(score.value),
+        x_low=x(span[1]),
+        x_high=x(span[2]),
+        y_low=y(score.ci95[0]),
+        y_high=y(score.ci95[1]),
+        front=step.name in report.frontier,
+        baseline=baseline,
+        competes=baseline or (step.deployable is not False and row.stable is not False),
+        title=title,
+    )
+
+
+def _horizontal(
+    values: Sequence[float], logarithmic: bool, canvas: Canvas
+) -> tuple[Scale, list[tuple[float, str]]]:
+    if not logarithmic:
+        low, high, ticks = _round_range(min(values), max(values), floor=0.0)
+        linear = _linear(low, high, canvas.left, canvas.end)
+        return linear, [(linear(t), f"{t:g}×") for t in ticks]
+    low, high = math.log(min(values) / 1.25), math.log(max(values) * 1.25)
+    scale = _linear(low, high, canvas.left, canvas.end)
+    powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        marks = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [mark for mark in marks if low <= math.log(mark) <= high]
+        if len(ticks) >= 4:
+            break
+    return lambda value: scale(math.log(value)), [(scale(math.log(t)), f"{t:g}×") for t in ticks]
+
+
+def _vertical(values: Sequence[float], canvas: Canvas) -> tuple[Scale, list[tuple[float, str]]]:
+    low, high, ticks = _round_range(min(values), max(values))
+    scale = _linear(low, high, canvas.floor, canvas.top)
+    # as many digits as set the ticks apart
+    shown = next((n for n in range(7) if all(abs(t - round(t, n)) < 1e-9 for t in ticks)), 6)
+    return scale, [(scale(t), view.number(t, shown)) for t in ticks]
+
+
+def _linear(low: float, high: float, start: float, end: float) -> Scale:
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 2)
+
+
+def _round_range(low: float, high: float, floor: float = -math.inf) -> tuple[float, float, list[float]]:
+    """Return a range a little wider than the values, and ticks of 1, 2 or 5 times a power of ten in it."""
+    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = max(floor, low - room), high + room
+    raw = (high - low) / 7
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
+    first = math.ceil(low / step)
+    return low, high, [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
+
+
+def _staircase(points: Sequence[Point]) -> str:
+    """Return an SVG path: from each point of the front down to the next faster one, then across to it."""
+    path = ""
+    for point in sorted(points, key=lambda p: (p.x, p.y)):
+        path += f"V{point.y}H{point.x}" if path else f"M{point.x},{point.y}"
+    return path
+
+
+def _place_labels(points: Sequence[Point], canvas: Canvas) -> None:
+    """Give each label the place around its point where it covers least of labels, points and bars."""
+    taken: list[tuple[Box, float]] = []
+    for p in points:
+        taken.append(((p.x - 7, p.y - 7, p.x + 7, p.y + 7), 3.0))
+        taken.append(((p.x - 2, p.y_high, p.x + 2, p.y_low), 1.0))
+        taken.append(((p.x_low, p.y - 2, p.x_high, p.y + 2), 1.0))
+    for point in sorted(points, key=lambda p: p.y):
+        best = min(_places(point), key=lambda place: _cost(place, taken, canvas))
+        point.label_x, point.label_y, point.anchor, box = best
+        taken.append((box, 4.0))
+
+
+def _places(point: Point) -> list[tuple[float, float, str, Box]]:
+    """Return (x, y of the baseline, text-anchor, box) of the places to try, the preferred first."""
+    length = len(point.name) * _LETTER
+    found = []
+    for far in (0.0, 9.0, 20.0, 34.0):
+        for right, down in ((1, -1), (1, 1), (-1, -1), (-1, 1), (1, 0), (-1, 0), (0, -1), (0, 1)):
+            x = point.x + right * 10
+            y = point.y + down * (13 + far) + 4
+            start = x if right > 0 else x - length if right < 0 else x - length / 2
+            anchor = {1: "start", -1: "end", 0: "middle"}[right]
+            found.append((x, y, anchor, (start, y - _LINE + 3, start + length, y + 3)))
+    return found
+
+
+def _cost(place: tuple[float, float, str, Box], taken: Sequence[tuple[Box, float]], canvas: Canvas) -> float:
+    left, top, right, bottom = place[3]
+    outside = max(0, canvas.left + 2 - left) + max(0, right - canvas.width)
+    outside += max(0, canvas.top - top) + max(0, bottom - canvas.floor)
+    covered = sum(
+        weight * max(0, min(right, b[2]) - max(left, b[0])) * max(0, min(bottom, b[3]) - max(top, b[1]))
+        for b, weight in taken
+    )
+    return covered + 100 * outside

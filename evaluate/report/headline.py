@@ -1,0 +1,107 @@
+"""What a report says first: whether it is a trial, and which step is the one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smelt.evaluate.report import view
+from smelt.evaluate.report.schema import Latency, Report, Step
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The one step that a report recommends.
+
+    trial: that the run used only some of the rows, or None. pick: the fastest step that can be deployed
+    and fails no gate, None where there is none or no speed may be claimed; times: its row at the smallest
+    batch. withheld: why no step is named although some were timed, or None.
+    """
+
+    trial: str | None
+    pick: Step | None = None
+    times: Latency | None = None
+    withheld: str | None = None
+
+
+def headline(report: Report) -> Headline:
+    """Return what to say first of `report`.
+
+    One notion of speed: the paired speed-up over the baseline at the smallest batch size. Where the times
+    of a step that competes were disturbed and it may be the fastest, nobody knows which one is, so none is
+    named. It may be where any of its rounds, disturbed or not, reached the interval of the fastest other.
+    """
+    trial, sizes = _trial(report), view.batch_sizes(report)
+    timed = [
+        (step, row)
+        for step in report.steps
+        if step.status in ("done", "cached") and step.name != report.baseline and step.deployable is not False
+        if (row := step.at(sizes[0]) if sizes else None) and row.speedup is not None
+    ]
+    fit = [(step, row) for step, row in timed if all(gate.passed is not False for gate in step.gates)]
+    if not fit:
+        return Headline(trial, withheld="No step keeps all its gates." if timed else None)
+    calm = [(step, row) for step, row in fit if row.stable is not False]
+    step, row = max(calm or fit, key=lambda pair: pair[1].speedup or 0.0)
+    rivals = [(s, r) for s, r in fit if r.stable is False and (not calm or _may_be_faster(r, row))]
+    if rivals:
+        return Headline(trial, withheld=_disturbed(rivals))
+    return Headline(trial, step, row)
+
+
+def _may_be_faster(disturbed: Latency, fastest: Latency) -> bool:
+    reached = [one.speedup for one in disturbed.rounds or [] if one.speedup is not None]
+    if not reached or not fastest.speedup_ci95:
+        return True
+    return max(reached) >= fastest.speedup_ci95[0]
+
+
+def lines(report: Report) -> list[str]:
+    """Return the headline as sentences, for a terminal and for Markdown."""
+    found = headline(report)
+    said = [found.trial] if found.trial else []
+    if found.withheld:
+        said.append(found.withheld)
+    if found.pick and found.times:
+        said.append(_recommend(report, found.pick, found.times))
+    return said
+
+
+def _trial(report: Report) -> str | None:
+    """Say that rows were left out; a limit that no split reaches leaves none out."""
+    limit, rows = report.recipe.get("limit"), report.recipe.get("rows")
+    if not isinstance(limit, int):
+        return None
+    used = rows if isinstance(rows, Mapping) else {}
+    if used and all(isinstance(n, int) and n < limit for n in used.values()):
+        return None
+    return f"A trial on {view.counted(used.get('test', limit), 'row')}, not a result."
+
+
+def _disturbed(steps: list[tuple[Step, Latency]]) -> str:
+    names = ", ".join(step.name for step, _ in steps)
+    reason = steps[0][1].reason or "the rounds disagree"
+    if len(steps) > 1:  # each has its own, and the notes give them all
+        reason = f"{steps[0][0].name}: {reason}"
+    return (
+        f"No speed is claimed: the times of {names} were disturbed ({reason})."
+        " Run again when the machine is quiet; only these are taken anew."
+    )
+
+
+def _recommend(report: Report, step: Step, times: Latency) -> str:
+    gated = " that fails no gate" if any(s.gates for s in report.steps) else ""
+    parts = [
+        f"Fastest step{gated}: {step.name}, {view.number(times.speedup)}×"
+        f" {view.interval(times.speedup_ci95)} at batch {times.batch_size}"
+    ]
+    metric = next(iter(view.metrics(report)), None)
+    if metric and (score := step.quality.get(metric)):
+        shown = view.digits(metric)
+        lost = step.against_baseline.get(metric)
+        change = f" ({view.signed(lost.difference, shown)}, {view.probability(lost.p_value)})" if lost else ""
+        parts.append(f"{view.label(metric)} {view.number(score.value, shown)}{change}")
+    ratio = view.ratio_of_size(step, report.base)
+    share = f" ({100 * ratio:.0f} % of {report.baseline})" if ratio is not None else ""
+    parts.append(f"{view.megabytes(step.size_bytes)} MB{share}")
+    return "; ".join(parts) + "."

@@ -1,0 +1,69 @@
+"""What the three drawings of a report say in words: verdicts of gates, errors, reasons, warnings."""
+
+from __future__ import annotations
+
+from smelt.evaluate.report import view
+from smelt.evaluate.report.schema import Gate, Report, Step
+
+
+def notes(report: Report) -> list[tuple[str, str, str]]:
+    """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings.
+
+    What concerns the whole run comes first, under the step's name `run`.
+    """
+    found = [("run", "warning", text) for text in report.warnings]
+    for step in report.steps:
+        said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
+        found += [(step.name, kind, text) for kind, text in said if text]
+        found += [
+            (step.name, verdict(gate.passed), f"gate {gate_text(gate)}: {gate.reason}")
+            for gate in step.gates
+            if gate.reason and (gate.passed is None or gate.reason not in (step.error, step.reason))
+        ]
+        found += [
+            (step.name, "warning", few_text(gate, step)) for gate in step.gates if gate.n_needed is not None
+        ]
+        rows = [f"at batch {r.batch_size}: {r.reason}" for r in step.latency if r.stable is False]
+        found += [(step.name, "disturbed", f"times {'; '.join(rows)}")] if rows else []
+        found += [(step.name, "warning", text) for text in step.warnings]
+        if step.earlier:
+            found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
+    return found
+
+
+def verdict(passed: bool | None) -> str:
+    """Return what became of a gate, in words."""
+    return "not judged" if passed is None else "passed" if passed else "failed"
+
+
+def gate_text(gate: Gate) -> str:
+    """Return a gate as `BLEU max_drop 1.00`."""
+    sure = "" if gate.confidence is None else f" with confidence {gate.confidence:g}"
+    return f"{view.label(gate.metric)} {gate.kind} {view.quantity(gate.metric, gate.limit)}{sure}"
+
+
+def few_text(gate: Gate, step: Step) -> str:
+    """Return that n is too small to see what `gate` asks, and how large it would have to be."""
+    score, difference = step.quality.get(gate.metric), step.against_baseline.get(gate.metric)
+    word = "token" if gate.metric in view.OF_TOKENS else "example"
+    n = f"n = {view.counted(score.n, word)}" if score else "n"
+    low, high = difference.ci95 if difference else (0.0, 0.0)
+    shown = view.digits(gate.metric)
+    return (
+        f"gate {gate_text(gate)}: {n} is too small to see it; the difference is known to"
+        f" ±{view.number((high - low) / 2, shown)}. About {_round(gate.n_needed or 0):,} would do."
+    )
+
+
+def _round(count: int) -> int:
+    """Return `count` to two digits, upwards: more would promise too much."""
+    step: int = 10 ** max(0, len(str(count)) - 2)
+    return -(-count // step) * step
+
+
+def gate_value(gate: Gate) -> str:
+    """Return what was judged: the value, and the bound where the gate asks for one."""
+    value = view.quantity(gate.metric, gate.value)
+    if gate.bound is None:
+        return value
+    return f"{value} (bound {view.quantity(gate.metric, gate.bound)})"

@@ -1,0 +1,119 @@
+"""The headline and the table of steps for a terminal, in plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from smelt.evaluate.report import notes, view
+from smelt.evaluate.report.headline import lines as headline_lines
+from smelt.evaluate.report.schema import Report, Step, validate_report
+
+_ASCII = str.maketrans("├└│─–−…×·", "|`|---~x,")
+_NARROWEST_NAME = 10
+
+
+def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
+    """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
+
+    Args:
+        report: a report.json.
+        width: columns of the terminal; at least 60 are used.
+        ascii_only: write no other characters than ASCII, for terminals that cannot show them.
+
+    Raises:
+        InputError: not a report of schema 1.
+    """
+    checked = validate_report(report)
+    width = max(60, width)
+    metric = next(iter(view.metrics(checked)), None)
+    sizes = view.batch_sizes(checked)
+    head = [view.label(metric) if metric else "quality", "diff", "p50 ms", "speed-up", "MB"]
+    lines = [(row, _cells(row.step, metric, sizes)) for row in view.rows(checked)]
+    widths = [max([len(head[i]), *(len(cells[i]) for _, cells in lines if cells)]) for i in range(len(head))]
+    room = max(_NARROWEST_NAME, width - sum(widths) - 2 * len(widths))
+    names = [row.branch + row.step.name for row, _ in lines]
+    room = min(room, max([len("step"), *map(len, names)]))
+    title = _line("step", room, head, widths)
+    text = [*_headline(checked, width), title, "─" * len(title)]
+    for name, (row, cells) in zip(names, lines, strict=True):
+        text.append(_line(name, room, cells, widths) if cells else _unmeasured(name, row.step, room, width))
+    text += ["", *_legend(checked, metric, sizes, width)]
+    joined = "\n".join(line.rstrip() for line in text)
+    return joined.translate(_ASCII).encode("ascii", "replace").decode() if ascii_only else joined
+
+
+def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
+    """Return the five cells of a measured step; nothing for one that was not."""
+    if step.status not in ("done", "cached"):
+        return []
+    score = step.quality.get(metric) if metric else None
+    difference = step.against_baseline.get(metric) if metric else None
+    latency = step.at(sizes[0]) if sizes else None
+    mark = "" if difference is None else "*" if view.matters(difference) else " "
+    return [
+        view.number(score.value if score else None, view.digits(metric)),
+        view.signed(difference.difference if difference else None, view.digits(metric)) + mark,
+        view.significant_digits(latency.p50_ms if latency else None),
+        view.speed(latency),
+        view.megabytes(step.size_bytes),
+    ]
+
+
+def _headline(report: Report, width: int) -> list[str]:
+    found = [
+        line for text in headline_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
+    ]
+    return [*found, ""] if found else []
+
+
+def _line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
+    return _cut(name, room).ljust(room) + "".join(
+        "  " + cell.rjust(size) for cell, size in zip(cells, widths, strict=True)
+    )
+
+
+def _unmeasured(name: str, step: Step, room: int, width: int) -> str:
+    words = " ".join([step.status + ":", *(step.error or step.reason or "").split()])
+    return f"{_cut(name, room).ljust(room)}  {_cut(words.rstrip(':'), width - room - 2)}"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def _legend(report: Report, metric: str | None, sizes: list[int], width: int) -> list[str]:
+    parts = []
+    if report.baseline:
+        parts.append(f"diff and speed-up against '{report.baseline}'")
+    if any(metric in step.against_baseline for step in report.steps):
+        parts.append("* p < 0.05")
+    if sizes:
+        parts.append(f"batch {sizes[0]}")
+    if n := view.sample_text(report):
+        parts.append(n)
+    if any(row.stable is False for step in report.steps for row in step.latency):
+        parts.append(f"{view.DOUBT} disturbed while it was timed: no speed is claimed")
+    lines = textwrap.wrap(", ".join(parts), width) if parts else []
+    failed = [
+        f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}"
+        + (f", read {notes.gate_value(gate)}" if gate.value is not None else "")
+        for step in report.steps
+        for gate in step.gates
+        if not gate.passed
+    ]
+    few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
+    failed += [f"'{step.name}': {notes.few_text(gate, step)}" for gate, step in few]
+    failed += [f"'{step.name}' is not scored: {step.unscored}" for step in report.steps if step.unscored]
+    # a step that is done can still have failed to be timed
+    untimed = [step for step in report.steps if step.error and step.status != "error"]
+    failed += [f"'{step.name}': {step.error}" for step in untimed]
+    if earlier := [step.name for step in report.steps if step.earlier]:
+        failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
+    failed += [f"warning: {text}" for text in report.warnings]
+    if warned := [step.name for step in report.steps if step.warnings]:
+        failed.append(f"the report has warnings about {', '.join(warned)}")
+    for text in failed:
+        lines += textwrap.wrap(text, width)
+    return [*lines, f"status: {report.status}"]

@@ -1,0 +1,262 @@
+"""What the three drawings of a report (terminal, Markdown, HTML) share: order, names, numbers as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.evaluate.report.schema import (
+    ClassifierParts,
+    Difference,
+    GenerationParts,
+    Latency,
+    Report,
+    Step,
+)
+
+MISSING = "–"
+MINUS = "−"
+DOUBT = "?"  # behind a speed-up whose times were disturbed
+SIGNIFICANT = 0.05
+_LABELS = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "accuracy": "Accuracy",
+    "f1": "F1",
+    "f1_micro": "F1 micro",
+    "f1_macro": "F1 macro",
+    "subset_accuracy": "Subset accuracy",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "mse": "MSE",
+    "perplexity": "Perplexity",
+    "bits_per_byte": "Bits per byte",
+    "size_bytes": "size",
+    "speedup": "speed-up",
+}
+
+# whose n counts the tokens that were predicted
+OF_TOKENS = frozenset({"perplexity", "bits_per_byte"})
+
+# digits after the point, where two would hide what matters
+_DIGITS = {"bits_per_byte": 4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step and the branches drawn before its name, for example `│  └─ `."""
+
+    step: Step
+    branch: str
+
+
+def rows(report: Report) -> list[Row]:
+    """Return the steps depth first. An only child keeps its parent's indent, branches are drawn."""
+    children: dict[str | None, list[Step]] = {}
+    for step in report.steps:
+        children.setdefault(step.parent, []).append(step)
+    ordered = []
+    stack = _branches(children.get(None, []), "", root=True)
+    while stack:
+        step, own, below = stack.pop()
+        ordered.append(Row(step, own))
+        stack += _branches(children.get(step.name, []), below)
+    return ordered
+
+
+def _branches(steps: Sequence[Step], indent: str, root: bool = False) -> list[tuple[Step, str, str]]:
+    """Return (step, text before it, text before what hangs on it), the last one first."""
+    if root or len(steps) == 1:
+        return [(step, indent, indent) for step in reversed(steps)]
+    drawn = [(step, indent + "├─ ", indent + "│  ") for step in steps[:-1]]
+    drawn += [(step, indent + "└─ ", indent + "   ") for step in steps[-1:]]
+    return drawn[::-1]
+
+
+def metrics(report: Report) -> list[str]:
+    """Return the quality metrics of the report in their first order."""
+    return list(dict.fromkeys(metric for step in report.steps for metric in step.quality))
+
+
+def batch_sizes(report: Report) -> list[int]:
+    """Return the batch sizes that were timed, smallest first."""
+    return sorted({entry.batch_size for step in report.steps for entry in step.latency})
+
+
+def label(metric: str) -> str:
+    """Return the metric's name as papers write it."""
+    return _LABELS.get(metric, metric)
+
+
+def digits(metric: str | None) -> int:
+    """Return how many digits after the point a value of `metric` is shown with."""
+    return _DIGITS.get(metric or "", 2)
+
+
+def title(report: Report) -> str:
+    """Return the recipe's name; where the report does not say it, the model's."""
+    return str(report.recipe.get("name") or model_name(report))
+
+
+def model_name(report: Report) -> str:
+    """Return the model of the recipe: a name, or the last part of a path."""
+    model = report.recipe.get("model")
+    if isinstance(model, Mapping):
+        model = model.get("config")
+    return str(model).rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1] if model else "model"
+
+
+def hardware(report: Report) -> str:
+    """Return what the environment says of processor and accelerator."""
+    cpu, cores = report.environment.get("cpu"), report.environment.get("cores")
+    found = [str(cpu)] if cpu else []
+    found += [f"{cores} core{'' if cores == 1 else 's'}"] if cores else []
+    gpus = report.environment.get("gpus") or []
+    found += [str(gpu.get("name") if isinstance(gpu, Mapping) else gpu) for gpu in gpus]
+    return ", ".join(found) or MISSING
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_plain, value))
+    return str(value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return nested settings as (dotted name, text) pairs."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found += flatten(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", MISSING if value is None else _plain(value)))
+    return found
+
+
+def sample(report: Report) -> tuple[int, str] | None:
+    """Return on how many of what the first metric was computed: examples, or tokens."""
+    found = (
+        (score.n, "token" if metric in OF_TOKENS else "example")
+        for step in report.steps
+        for metric, score in step.quality.items()
+    )
+    return next(found, None)
+
+
+def sample_text(report: Report) -> str:
+    """Return `n = 1,000 examples`; nothing where nothing was scored."""
+    found = sample(report)
+    return f"n = {counted(*found)}" if found else ""
+
+
+def counted(number: int, word: str) -> str:
+    """Return `1 row`, `1,000 rows`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def signatures(report: Report) -> list[tuple[str, str]]:
+    """Return (metric, signature), each pair once."""
+    pairs = ((m, q.signature) for step in report.steps for m, q in step.quality.items())
+    return list(dict.fromkeys(pairs))
+
+
+def speed(row: Latency | None) -> str:
+    """Return the speed-up as `5.94×`, `5.94×?` where it was disturbed."""
+    if row is None or row.speedup is None:
+        return MISSING
+    return f"{number(row.speedup)}×{DOUBT if row.stable is False else ''}"
+
+
+def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tuple[str, float | None]]:
+    """Return (name, ms) of what a call goes into, in the order in which it happens."""
+    if isinstance(found, ClassifierParts):
+        return [("tokenizing", found.tokenizing_ms), ("model", found.model_ms), ("labels", found.rest_ms)]
+    first = "prefill" if report.recipe.get("task") == "language-modeling" else "encoder"
+    return [
+        ("tokenizing", found.tokenizing_ms),
+        (first, found.encoding_ms),
+        ("to the first token", found.first_token_ms),
+        ("per further token", found.further_token_ms),
+        ("detokenizing", found.detokenizing_ms),
+    ]
+
+
+def kind_of(step: Step) -> str:
+    """Return where the step's artifact runs: format and target."""
+    return " · ".join(part for part in (step.format, step.target) if part) or MISSING
+
+
+def matters(difference: Difference) -> bool:
+    """Tell whether the difference is significant at 5 %."""
+    return difference.p_value < SIGNIFICANT
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return `value` with fixed digits, thousands set apart."""
+    if value is None:
+        return MISSING
+    text = f"{value:,.{digits}f}"
+    return text.replace("-", MINUS) if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """Return `value` with its sign; a zero has none."""
+    text = number(value, digits)
+    return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
+
+
+def interval(pair: tuple[float, float] | None, digits: int = 2) -> str:
+    """Return `[low, high]`, or nothing."""
+    return "" if pair is None else f"[{number(pair[0], digits)}, {number(pair[1], digits)}]"
+
+
+def significant_digits(value: float | None, digits: int = 3) -> str:
+    """Return `value` to three significant digits, but all digits before the point: 1.23, 12.3, 1,234."""
+    if value is None:
+        return MISSING
+    before = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    return number(value, max(0, digits - before))
+
+
+def megabytes(size_bytes: int | None) -> str:
+    """Return bytes as megabytes of 10^6."""
+    return MISSING if size_bytes is None else significant_digits(size_bytes / 1e6)
+
+
+def probability(p_value: float) -> str:
+    """Return `p = 0.012`, or `p < 0.001` where three digits would show nothing."""
+    return f"p = {p_value:.3f}" if p_value >= 0.001 else "p < 0.001"
+
+
+def quantity(metric: str, value: float | None) -> str:
+    """Return the value or limit of a gate on `metric`."""
+    if metric == "size_bytes" and value is not None:
+        return f"{significant_digits(value / 1e6)} MB"
+    return number(value, digits(metric))
+
+
+def millions(count: int | None) -> str:
+    """Return a count in millions."""
+    return MISSING if count is None else significant_digits(count / 1e6)
+
+
+def ratio_of_size(step: Step, base: Step | None) -> float | None:
+    """Return the step's size over the baseline's."""
+    if base is None or not base.size_bytes or step.size_bytes is None:
+        return None
+    return step.size_bytes / base.size_bytes
+
+
+def ratio_text(step: Step, base: Step | None) -> str:
+    """Return `153 %`, with the type of the step's floating-point weights where the baseline's is another."""
+    ratio = ratio_of_size(step, base)
+    if ratio is None or base is None:
+        return ""
+    other = None not in (step.float_dtype, base.float_dtype) and step.float_dtype != base.float_dtype
+    return f"{100 * ratio:.0f} %" + (f", {step.float_dtype}" if other else "")

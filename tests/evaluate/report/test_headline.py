@@ -1,0 +1,138 @@
+"""What stands first in every drawing of a report."""
+
+import re
+
+import pytest
+from sample_report import disturb, sample
+
+from smelt.evaluate.report.headline import headline, lines
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.markdown import write_markdown
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.table import table
+
+
+@pytest.fixture
+def report():
+    found = sample()
+    found["steps"][6]["gates"] = []  # of onnx-int8: it fails one
+    return found
+
+
+def _headline(report):
+    return headline(validate_report(report))
+
+
+def _everywhere(report, words):
+    flat = [" ".join(text.split()) for text in (table(report), write_markdown(report), write_html(report))]
+    return [words in text.replace("\\", "") for text in flat]
+
+
+def _rounds(*speedups):
+    idle = {"counted": False, "processor_share": 1.0, "baseline_processor_share": 1.0, "lost_share": 0.4}
+    idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "stolen_processors": 0.0, "pressure": None}
+    return [idle | {"speedup": one} for one in speedups]
+
+
+def test_the_fastest_step_that_can_be_deployed_is_named(report):
+    found = _headline(report)
+    assert (found.pick.name, found.times.batch_size, found.withheld, found.trial) == (
+        *("onnx-int8", 1, None),
+        None,
+    )
+    (line,) = lines(validate_report(report))
+    assert line == (
+        "Fastest step: onnx-int8, 5.94× [5.70, 6.23] at batch 1; BLEU 37.05 (−1.37, p = 0.002);"
+        " 25.1 MB (19 % of model)."
+    )
+    assert " ".join(table(report).split()).startswith(line)
+    assert line in write_markdown(report).replace("\\", "")
+    assert "<b>onnx-int8</b>" in write_html(report)
+
+
+def test_a_faster_step_that_nobody_would_deploy_is_not_named(report):
+    report["steps"][5]["latency"][0]["speedup"] = 99.0  # quantize, which torch only emulates
+    report["steps"][5]["latency"][0]["speedup_ci95"] = [98.0, 100.0]
+    assert _headline(report).pick.name == "onnx-int8"
+
+
+def test_a_step_that_fails_a_gate_is_not_named(report):
+    report["steps"][6]["gates"] = sample()["steps"][6]["gates"]
+    assert _headline(report).pick.name == "onnx-fp32"
+    assert lines(validate_report(report))[0].startswith("Fastest step that fails no gate: onnx-fp32")
+    for step in report["steps"]:
+        step["gates"] = report["steps"][6]["gates"]
+    assert (_headline(report).pick, _headline(report).withheld) == (None, "No step keeps all its gates.")
+
+
+def test_no_speed_is_claimed_when_the_times_of_a_step_that_competes_were_disturbed(report):
+    disturb(report["steps"][7]["latency"][0])  # onnx-fp32, not the fastest
+    report["steps"][7]["latency"][0]["rounds"] = _rounds(*(1.9, 6.0, 2.0) * 3)
+    found = _headline(report)
+    assert found.pick is None
+    assert found.withheld.startswith("No speed is claimed: the times of onnx-fp32 were disturbed (other work")
+    assert _everywhere(report, "No speed is claimed: the times of onnx-fp32 were disturbed") == [True] * 3
+    assert not re.search(r"Fastest step", write_html(report))
+
+
+@pytest.mark.parametrize(
+    ("speedups", "named"), [((1.9, 3.1, 5.6), True), ((1.9, 3.1, 5.7), False), ((None, None), False)]
+)
+def test_a_disturbed_step_withholds_only_where_it_may_be_the_fastest(report, speedups, named):
+    row = report["steps"][7]["latency"][0]  # onnx-fp32, beside onnx-int8's 5.94 [5.70, 6.23]
+    disturb(row)
+    row["rounds"] = _rounds(*speedups)
+    found = _headline(report)
+    assert (found.pick is not None, found.withheld is None) == (named, named)
+    if named:
+        assert found.pick.name == "onnx-int8"
+
+
+def test_the_reason_names_its_step_when_several_were_disturbed(report):
+    for step in (report["steps"][4], report["steps"][6]):
+        disturb(step["latency"][0])
+        step["latency"][0]["rounds"] = []
+    report["steps"][6]["latency"][0]["reason"] = "the rounds disagree: from 1.00× to 2.00×"
+    found = _headline(report).withheld
+    names = f"{report['steps'][4]['name']}, onnx-int8"
+    assert f"the times of {names} were disturbed ({report['steps'][4]['name']}: other work" in found
+    assert "from 1.00×" not in found
+
+
+def test_a_disturbed_step_that_does_not_compete_withholds_nothing(report):
+    disturb(report["steps"][5]["latency"][0])  # quantize
+    disturb(report["steps"][0]["latency"][0])  # the baseline: each pair of rounds was judged by itself
+    disturb(report["steps"][7]["latency"][0])  # onnx-fp32, which fails a gate
+    report["steps"][7]["gates"] = sample()["steps"][6]["gates"]
+    assert _headline(report).pick.name == "onnx-int8"
+
+
+def test_the_speed_up_at_the_smallest_batch_decides(report):
+    for step in report["steps"]:
+        step["latency"].reverse()
+    report["steps"][7]["latency"][0]["speedup"] = 50.0  # batch 8
+    report["steps"][7]["latency"][0]["speedup_ci95"] = [49.0, 51.0]
+    assert _headline(report).pick.name == "onnx-int8"
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "said"),
+    [
+        (64, {"train": 64, "test": 48}, "A trial on 48 rows, not a result."),
+        (1, {"test": 1}, "A trial on 1 row, not a result."),
+        (5000, {"train": 300, "test": 48}, None),  # more than there are: nothing was left out
+        (None, {"test": 48}, None),
+    ],
+)
+def test_a_trial_is_called_one_in_every_headline(report, limit, rows, said):
+    report["recipe"].update(limit=limit, rows=rows)
+    assert _headline(report).trial == said
+    assert _everywhere(report, said or "A trial on") == [bool(said)] * 3
+
+
+def test_nothing_timed_gives_no_headline(report):
+    for step in report["steps"]:
+        step["latency"] = []
+    report["frontier"] = []
+    assert lines(validate_report(report)) == []
+    assert table(report).startswith("step ")

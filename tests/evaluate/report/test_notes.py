@@ -1,0 +1,54 @@
+import pytest
+from sample_report import disturb, sample
+
+from smelt.evaluate.report import notes
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.markdown import write_markdown
+from smelt.evaluate.report.schema import Gate, validate_report
+from smelt.evaluate.report.table import table
+
+
+@pytest.fixture
+def report():
+    return sample()
+
+
+def test_an_n_too_small_for_a_gate_is_said_with_the_n_that_would_do(report):
+    report["steps"][6]["gates"] = [
+        {
+            "metric": "bleu",
+            "kind": "max_drop",
+            "limit": 0.1,
+            "value": 1.37,
+            "passed": False,
+            "n_needed": 12250,
+        }
+    ]
+    said = (
+        "gate BLEU max_drop 0.10: n = 1,000 examples is too small to see it; the difference is known to"
+        " ±0.35. About 13,000 would do."
+    )
+    assert ("onnx-int8", "warning", said) in notes.notes(validate_report(report))
+    assert said in " ".join(table(report).split())
+    assert said in write_markdown(report).replace("\\", "")
+    assert said in write_html(report)
+
+
+def test_a_gate_with_confidence_says_what_was_judged():
+    gate = Gate(
+        metric="bleu", kind="max_drop", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True
+    )
+    assert notes.gate_text(gate) == "BLEU max_drop 1.00 with confidence 0.95"
+    assert notes.gate_value(gate) == "0.40 (bound 0.75)"
+    assert (
+        notes.gate_value(Gate(metric="size_bytes", kind="max", limit=2e6, value=1e6, passed=True))
+        == "1.00 MB"
+    )
+
+
+def test_batches_that_were_disturbed_share_a_note(report):
+    for row in report["steps"][6]["latency"]:
+        disturb(row)
+    found = [text for name, kind, text in notes.notes(validate_report(report)) if kind == "disturbed"]
+    why = "other work took the processor in 9 of 9 rounds, up to 46 % of the time"
+    assert found == [f"times at batch 1: {why}; at batch 8: {why}"]

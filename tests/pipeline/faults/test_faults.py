@@ -1,0 +1,360 @@
+"""When something breaks under a run: it says what, keeps what is done, and goes on where it can."""
+
+import ctypes
+import ctypes.util
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+from smelt.compress.finetune import Finetune
+from smelt.compress.prune.structured import Prune
+from smelt.core.artifact import read_artifact
+from smelt.evaluate.report.schema import validate_report
+from smelt.execute.failures import explain, trace
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - quantize: {}
+  - prune: {what: [ffn], keep: 0.25, importance: magnitude}
+    from: model
+    name: other
+score: {quality: [accuracy], latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    tiny.bert(folder / "m")
+    tiny.labelled(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def _run(home, folder, *arguments):
+    command = ["run", str(home / "recipe.yaml"), "--out", str(folder / "r"), "--store", str(folder / "s")]
+    result = CliRunner().invoke(main, [*command, *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.output
+    return result
+
+
+def _steps(folder):
+    report = json.loads((folder / "r" / "report.json").read_text())
+    validate_report(report)
+    return report, {step["name"]: step for step in report["steps"]}
+
+
+def _require_whole(folder, count):
+    """The store holds `count` artifacts, each with the bytes that it says, and no work in progress."""
+    made = list((folder / "s" / "artifacts").iterdir())
+    assert len(made) == count
+    for path in made:
+        read_artifact(path).verify()
+    assert not list((folder / "s" / "tmp").iterdir())
+    assert not list((folder / "s" / "locks").iterdir())
+
+
+def _breaking(error):
+    def call(self, src, settings, ctx):
+        (ctx.out / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("encoder"), RuntimeError("shape mismatch\nlong story"), ValueError()]
+)
+def test_a_bug_in_a_stage_loses_nothing_that_is_finished(home, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(Finetune, "__call__", _breaking(error))
+    result = _run(home, tmp_path)
+    assert result.exit_code == 1
+    report, steps = _steps(tmp_path)
+    assert report["status"] == "error"
+    assert [steps[n]["status"] for n in ("model", "prune", "other")] == ["done"] * 3
+    assert steps["quantize"]["status"] == "not-reached"
+    said = steps["finetune"]["error"]
+    log = tmp_path / "r" / "log.txt"
+    assert said.startswith(
+        f"finetune: an error that smelt did not foresee, most likely a bug: {type(error).__name__}:"
+    )
+    assert f"The traceback is in {log}" in said
+    assert "finetune: error: " in result.output
+    logged = log.read_text()
+    assert "Traceback (most recent call last)" in logged
+    assert "in call" in logged
+    _require_whole(tmp_path, 3)
+    monkeypatch.undo()
+    assert _run(home, tmp_path).exit_code == 0
+    assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == [
+        "cached",
+        "cached",
+        "done",
+        "done",
+        "cached",
+    ]
+
+
+def test_a_bug_while_scoring_is_an_error_of_its_step(home, tmp_path, monkeypatch):
+    from smelt.execute.scoring import Scorer
+
+    score = Scorer.score
+
+    def fail(self, artifact, *arguments):
+        if artifact.manifest.stage == "quantize":
+            raise IndexError("list index out of range")
+        return score(self, artifact, *arguments)
+
+    monkeypatch.setattr(Scorer, "score", fail)
+    assert _run(home, tmp_path).exit_code == 1
+    _, steps = _steps(tmp_path)
+    assert steps["other"]["status"] == "done"
+    assert "IndexError: list index out of range" in steps["quantize"]["error"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you"
+                     " tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : bad allocation"),
+    ],
+)  # fmt: skip
+def test_short_memory_is_said_as_such(home, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(Finetune, "__call__", _breaking(error))
+    assert _run(home, tmp_path, "--until", "finetune").exit_code == 1
+    said = _steps(tmp_path)[1]["finetune"]["error"]
+    assert said.startswith("finetune: the memory did not suffice: ")
+    assert "Try a smaller batch_size" in said
+    _require_whole(tmp_path, 2)
+
+
+def test_memory_that_torch_really_cannot_get_is_told_apart(tmp_path):
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55, dtype=torch.uint8)
+    said = str(explain(caught.value, "prune", tmp_path, tmp_path / "log.txt"))
+    assert said.startswith("prune: the memory did not suffice: ")
+    assert str(2**55) in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(Finetune, "__call__", _breaking(error))
+    assert _run(home, tmp_path).exit_code == 1
+    _, steps = _steps(tmp_path)
+    said = steps["finetune"]["error"]
+    assert said.startswith("finetune: the disk is full: ")
+    assert "out/model.safetensors could not be written; the step had written 4 bytes; " in said
+    assert "bytes are free there now" in said
+    assert steps["other"]["status"] == "done"
+    _require_whole(tmp_path, 3)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 700 kB, where this process may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True) if sys.platform == "linux" else None
+    if libc is None or libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=700k"):
+        pytest.skip("this process may not mount a file system")
+    yield folder
+    assert libc.umount2(str(folder).encode(), 2) == 0
+
+
+def test_a_disk_that_is_really_full_loses_no_finished_step(home, tmp_path, small_disk):
+    """The untouched model (140 kB) and the first step fit; then a file takes the rest."""
+    store = ["--store", small_disk / "s"]
+    assert _run(home, tmp_path, "--until", "prune", *store).exit_code == 0
+    (small_disk / "ballast").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096 - 60_000))
+    result = _run(home, tmp_path, "--until", "finetune", *store)
+    assert result.exit_code == 1
+    said = _steps(tmp_path)[1]["finetune"]["error"]
+    assert said.startswith("finetune: the disk is full: ")
+    assert str(small_disk / "s" / "tmp") in said
+    assert len(list((small_disk / "s" / "artifacts").iterdir())) == 2
+    assert not list((small_disk / "s" / "tmp").iterdir())
+    (small_disk / "ballast").unlink()
+    assert _run(home, tmp_path, "--until", "finetune", *store).exit_code == 0
+    assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == ["cached", "cached", "done"]
+
+
+def test_a_limit_on_the_size_of_files_is_said_as_such(home, tmp_path):
+    """RLIMIT_FSIZE, in a process of its own: the kernel refuses the weights while they are written."""
+    result = subprocess.run(
+        [sys.executable, "-m", "smelt", "run", home / "recipe.yaml", "--until", "prune", "--quiet",
+         "--out", tmp_path / "r", "--store", tmp_path / "s"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
+    _, steps = _steps(tmp_path)
+    assert steps["model"]["error"].startswith(
+        "model: the system allows no file as large as this (ulimit -f): "
+    )
+    assert "model.safetensors could not be written" in steps["model"]["error"]
+    _require_whole(tmp_path, 0)
+
+
+def test_a_report_that_cannot_be_written_is_an_error_without_a_traceback(home, tmp_path, monkeypatch):
+    from smelt.execute import run_result
+
+    def full(path, text):
+        if path.name.startswith("report"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        original(path, text)
+
+    original = run_result.write_atomically
+    monkeypatch.setattr(run_result, "write_atomically", full)
+    result = _run(home, tmp_path, "--until", "prune")
+    assert result.exit_code == 1
+    assert f"report: the disk is full: {tmp_path}/r/report.json could not be written" in result.output
+    _require_whole(tmp_path, 2)
+
+
+def test_a_folder_that_may_not_be_written_is_explained_to_a_plain_user(home):
+    """As root, who may write everywhere, through a child that becomes nobody.
+
+    It imports first: nobody may not be allowed to read this Python.
+    """
+    code = (
+        "import contextlib, os, sys; from smelt.cli import main; from smelt.plan.plan import load_plan\n"
+        "import smelt.execute.run, encodings.unicode_escape\n"
+        "with contextlib.suppress(Exception): load_plan(sys.argv[2])\n"
+        "os.geteuid() or os.setuid(65534)\n"
+        "main(sys.argv[1:])"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        tiny.bert(folder / "m")
+        tiny.labelled(folder / "data.jsonl", 8)
+        (folder / "recipe.yaml").write_text(RECIPE)
+        for path in (folder / "m").iterdir():
+            path.chmod(0o644)
+        (folder / "open").mkdir()
+        (folder / "open").chmod(0o777)
+        (folder / "closed").mkdir(mode=0o555)
+
+        def smelt(*arguments):
+            command = [sys.executable, "-c", code, "run", str(folder / "recipe.yaml"), "--until", "model"]
+            done = subprocess.run(
+                [*command, *map(str, arguments)],
+                check=False, capture_output=True, text=True, cwd="/",
+                env=os.environ | {"HOME": "/nonexistent"},
+            )  # fmt: skip
+            assert "Traceback" not in done.stderr, done.stderr
+            return done.returncode, done.stderr
+
+        exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "closed" / "s")
+        assert exit_code == 2
+        assert f"{folder}/closed/s: cannot be used as a store: Permission denied" in said
+        exit_code, said = smelt("--out", folder / "closed" / "r", "--store", folder / "open" / "s")
+        assert exit_code == 2
+        assert f"{folder}/closed/r: cannot be used for the run: Permission denied" in said
+        (folder / "m" / "model.safetensors").chmod(0o000)
+        exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
+        assert exit_code == 2
+        assert "model.safetensors" in said
+        (folder / "m" / "model.safetensors").chmod(0o644)
+        (folder / "data.jsonl").chmod(0o000)
+        exit_code, said = smelt("--out", folder / "open" / "r", "--store", folder / "open" / "s")
+        assert exit_code == 2
+        assert "data.jsonl: cannot be read" in said
+
+
+def test_a_changed_byte_is_noticed_named_and_mended(home, tmp_path):
+    assert _run(home, tmp_path).exit_code == 0
+    weights = (tmp_path / "r" / "artifacts" / "prune" / "model.safetensors").resolve()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    result = _run(home, tmp_path)
+    assert result.exit_code == 1
+    _, steps = _steps(tmp_path)
+    assert steps["prune"]["error"] == (
+        f"{weights}: its bytes are not those that were written."
+        " Run the recipe again with --fresh prune to build it anew."
+    )
+    assert [steps[n]["status"] for n in ("finetune", "quantize")] == ["not-reached"] * 2
+    assert steps["other"]["status"] == "cached"
+    result = _run(home, tmp_path, "--fresh", "prune")
+    assert result.exit_code == 0
+    assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == [
+        "cached",
+        "done",
+        "cached",
+        "cached",
+        "cached",
+    ]
+    _require_whole(tmp_path, 5)
+
+
+def test_a_changed_byte_of_the_untouched_model_is_named_with_its_step(home, tmp_path):
+    assert _run(home, tmp_path, "--until", "model").exit_code == 0
+    (tmp_path / "r" / "artifacts" / "model" / "config.json").resolve().write_text("{}")
+    result = _run(home, tmp_path, "--until", "model")
+    assert result.exit_code == 2
+    assert "config.json: its bytes are not those that were written" in result.output
+    assert "--fresh model to build it anew" in result.output
+    assert _run(home, tmp_path, "--until", "model", "--fresh", "model").exit_code == 0
+
+
+def test_a_fresh_step_that_fails_leaves_the_old_one(home, tmp_path, monkeypatch):
+    assert _run(home, tmp_path, "--until", "prune").exit_code == 0
+    monkeypatch.setattr(Prune, "__call__", _breaking(KeyError("x")))
+    assert _run(home, tmp_path, "--until", "prune", "--fresh", "prune").exit_code == 1
+    monkeypatch.undo()
+    _require_whole(tmp_path, 2)
+    assert _run(home, tmp_path, "--until", "prune").exit_code == 0
+    assert [s["status"] for s in _steps(tmp_path)[0]["steps"]] == ["cached", "cached"]
+
+
+def test_a_report_under_way_says_that_the_run_is_not_at_its_end(home, tmp_path, monkeypatch):
+    seen = []
+
+    def look(self, src, settings, ctx):
+        seen.append(_steps(tmp_path)[0]["status"])
+        raise KeyError
+
+    monkeypatch.setattr(Finetune, "__call__", look)
+    _run(home, tmp_path)
+    assert seen == ["interrupted"]
+
+
+def test_trace_is_kept_only_of_what_nobody_foresaw():
+    from smelt.core.errors import InputError, RunError
+
+    assert trace(RunError("the loss is not a number")) == ""
+    error = InputError("no x")
+    error.__cause__ = KeyError("x")
+    assert "KeyError: 'x'" in trace(error)

@@ -1,0 +1,116 @@
+"""A run that is killed again and again ends with what an undisturbed one ends with."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import tiny
+from fork_server import ForkServer
+
+from smelt.core.artifact import read_artifact
+from smelt.core.files import unfinished_in
+from smelt.evaluate.report.schema import validate_report
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.75, importance: magnitude}
+  - finetune: {max_steps: 4, batch_size: 4, evals: 2, precision: fp32}
+  - factorize: {method: svd, energy: 0.9}
+  - distill: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - prune: {what: [heads], keep: 0.5, importance: magnitude}
+  - quantize: {}
+score: {quality: [accuracy], latency: false}
+"""
+
+
+def _command(home, folder):
+    return [
+        "run",
+        str(home / "recipe.yaml"),
+        "--quiet",
+        "--out",
+        str(folder / "r"),
+        "--store",
+        str(folder / "s"),
+    ]
+
+
+def _outcome(folder):
+    """What a run found: scores, sizes and the hash of every file of every step."""
+    report = json.loads((folder / "r" / "report.json").read_text())
+    validate_report(report)
+    assert report["status"] == "passed"
+    same = (
+        "name",
+        "key",
+        "quality",
+        "against_baseline",
+        "against_parent",
+        "parameters",
+        "size_bytes",
+        "warnings",
+    )
+    steps = [{name: step[name] for name in same} for step in report["steps"]]
+    hashes = {
+        step["name"]: read_artifact(folder / "r" / step["artifact"]).manifest.files
+        for step in report["steps"]
+    }
+    return steps, hashes
+
+
+def _require_no_half_artifact(folder):
+    for made in (folder / "s" / "artifacts").glob("*"):
+        read_artifact(made).verify()
+
+
+@pytest.mark.parametrize(("kills", "locks"), [(30, True), (8, False)], ids=["kernel", "lease"])
+def test_kills_at_random_moments_change_nothing(tmp_path, kills, locks):
+    """Each campaign is a store of its own: killed and begun again until it is through.
+
+    The second time on a file system that knows no locks, as some network ones are.
+    """
+    home = tmp_path / "home"
+    tiny.bert(home / "m")
+    tiny.labelled(home / "data.jsonl", 8)
+    (home / "recipe.yaml").write_text(RECIPE)
+    moments = random.Random(7)
+    with ForkServer(locks) as server:
+        started = time.monotonic()
+        server.start(*_command(home, tmp_path / "calm"))
+        assert server.wait() == 0
+        whole = time.monotonic() - started
+        calm = _outcome(tmp_path / "calm")
+        assert len(calm[0]) == 7
+        killed, campaign, interrupted = 0, 0, 0
+        while killed < kills:
+            folder = tmp_path / f"stormy-{campaign}"
+            campaign += 1
+            assert campaign <= kills, "no run lasted long enough to be killed"
+            ended = -signal.SIGKILL
+            while ended == -signal.SIGKILL and killed < kills:
+                process = server.start(*_command(home, folder))
+                time.sleep(moments.uniform(0, whole / 2))
+                os.kill(process, signal.SIGKILL)  # not reaped before `wait`, so it is still the same
+                ended = server.wait()
+                assert ended in (-signal.SIGKILL, 0)
+                killed += ended == -signal.SIGKILL
+                _require_no_half_artifact(folder)
+                report = folder / "r" / "report.json"
+                if ended and report.is_file():
+                    interrupted += json.loads(report.read_text())["status"] == "interrupted"
+            if ended:
+                server.start(*_command(home, folder))
+                assert server.wait() == 0
+            assert _outcome(folder) == calm
+            # a kill between the making of a marker and its record leaves an empty file for an hour
+            left = [path for path in (folder / "s" / "tmp").iterdir() if path.is_dir() or path.stat().st_size]
+            assert not left
+            assert not list(unfinished_in(folder / "r"))
+            assert not list((folder / "s" / "locks").iterdir())
+    assert interrupted or not locks, "no kill fell between two steps"

@@ -1,0 +1,99 @@
+"""A timing process that dies or hangs is an error of its step; the others are timed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import fake_workers
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+from smelt.core.artifact import read_artifact
+from smelt.evaluate.latency.process import WorkerProcess
+from smelt.evaluate.report.schema import validate_report
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+    name: dies
+  - prune: {what: [ffn], keep: 0.25, importance: magnitude}
+    from: model
+    name: hangs
+  - prune: {what: [heads], keep: 0.5, importance: magnitude}
+    from: model
+    name: lives
+score:
+  quality: [accuracy]
+  latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}
+"""
+
+
+def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_path, monkeypatch):
+    tiny.bert(tmp_path / "m")
+    tiny.labelled(tmp_path / "data.jsonl", 8)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    ask, loaded = WorkerProcess.ask, {}
+
+    def sabotaged(self, **request):
+        if request["op"] == "load":
+            loaded[self] = read_artifact(Path(request["artifact"])).manifest.settings
+        victim = loaded.get(self, {})
+        if request["op"] == "round" and victim.get("what") == ["ffn"]:
+            dies = victim["keep"] == 0.5
+            os.kill(self._process.pid, signal.SIGKILL if dies else signal.SIGSTOP)
+            self._time_limit = self._time_limit if dies else 0.5
+        return ask(self, **request)
+
+    monkeypatch.setattr(WorkerProcess, "ask", sabotaged)
+    fake_workers.calm(monkeypatch)
+    command = ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")]
+    result = CliRunner().invoke(main, command)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 1
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    validate_report(report)
+    steps = {step["name"]: step for step in report["steps"]}
+    assert report["status"] == "error"
+    died = steps["dies"]["error"]
+    assert died.startswith(
+        "latency: its process ended during 'round' with signal 9 (often: the system ran out"
+    )
+    assert steps["hangs"]["error"] == "latency: no answer to 'round' within 0.5 s (time_limit_seconds)"
+    assert [steps[n]["status"] for n in ("dies", "hangs", "lives")] == ["done"] * 3
+    assert steps["dies"]["latency"] == steps["hangs"]["latency"] == []
+    assert steps["lives"]["latency"][0]["speedup"] > 0
+    assert steps["model"]["latency"][0]["speedup"] == 1
+    assert steps["lives"]["quality"]["accuracy"]["n"] == 8
+    for place in (
+        result.output,
+        (tmp_path / "r/report.md").read_text(),
+        (tmp_path / "r/report.html").read_text(),
+    ):
+        assert "no answer to" in place
+
+    # what failed is not kept, so the next run takes these times anew, and only these
+    kept = [json.loads(path.read_text()) for path in (tmp_path / ".store" / "scores").iterdir()]
+    timed = [score["rows"] for score in kept if "rows" in score]
+    assert sorted(map(str, timed)) == sorted(str(steps[n]["latency"]) for n in ("model", "lives"))
+
+
+def test_times_that_cannot_be_taken_at_all_leave_the_scores(tmp_path, monkeypatch):
+    tiny.bert(tmp_path / "m")
+    tiny.labelled(tmp_path / "data.jsonl", 8)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+
+    def refuse(self, *arguments):
+        raise BlockingIOError(11, "Resource temporarily unavailable")  # what fork says at the limit
+
+    monkeypatch.setattr(WorkerProcess, "__init__", refuse)
+    result = CliRunner().invoke(main, ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")])
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 1
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert [step["status"] for step in report["steps"]] == ["done"] * 4
+    assert report["steps"][0]["error"].startswith("latency: Resource temporarily unavailable.")

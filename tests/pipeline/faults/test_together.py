@@ -1,0 +1,154 @@
+"""Two runs at the same time: on one store, on one step, in one folder."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tiny
+from click.testing import CliRunner
+from colliding import WITHOUT_LOCKS, take_locks_away
+
+from smelt.cli import main
+from smelt.core.artifact import read_artifact
+from smelt.core.store.holder import read_holder
+from smelt.execute.run import Options, run_plan
+from smelt.plan.load import load_plan
+
+RECIPE = """
+model: m
+task: text-classification
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5, importance: magnitude}
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+score: {quality: [accuracy], latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("together")
+    tiny.bert(folder / "m")
+    tiny.labelled(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+# A run whose stage waits for a file, so that the other run surely meets it at work.
+SLOW = """
+import sys, time
+from pathlib import Path
+from smelt.cli import main
+from smelt.compress.prune.structured import Prune
+call = Prune.__call__
+
+def slow(self, src, settings, ctx):
+    Path(sys.argv[1], "at-work").touch()
+    while not Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+    call(self, src, settings, ctx)
+
+Prune.__call__ = slow
+main(sys.argv[2:])
+"""
+
+
+def _arguments(home, out, store):
+    return ["run", str(home / "recipe.yaml"), "--until", "prune", "--out", str(out), "--store", str(store)]
+
+
+def _until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(params=["", WITHOUT_LOCKS], ids=["kernel", "lease"])
+def slow_run(request, home, tmp_path, monkeypatch):
+    """A run at its first step, on a file system with locks and on one without."""
+    if request.param:
+        take_locks_away(monkeypatch)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            request.param + SLOW,
+            str(tmp_path),
+            *_arguments(home, tmp_path / "one", tmp_path / "s"),
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    _until((tmp_path / "at-work").exists)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _statuses(folder):
+    return [step["status"] for step in json.loads((folder / "report.json").read_text())["steps"]]
+
+
+def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, tmp_path, slow_run):
+    """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
+    refused = CliRunner().invoke(main, _arguments(home, tmp_path / "one", tmp_path / "other"))
+    assert refused.exit_code == 2
+    said = f"{tmp_path}/one: process {slow_run.pid} is working on a run in this folder. Give another one with"
+    assert said in refused.output
+
+    arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep=0.25"]
+    apart = CliRunner().invoke(main, arguments)
+    assert apart.exit_code == 0, apart.output
+    assert "waits for" not in apart.output
+    assert slow_run.poll() is None
+
+    waits = f"prune: waits for process {slow_run.pid}, which is making the same step"
+    log = tmp_path / "two" / "log.txt"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(
+            run_plan, load_plan(home / "recipe.yaml", until="prune"), Options(log.parent, tmp_path / "s")
+        )
+        _until(lambda: log.is_file() and waits in log.read_text())
+        assert not (log.parent / "artifacts" / "prune").exists()
+        (tmp_path / "go").touch()
+        assert slow_run.wait(timeout=120) == 0
+        assert other.result(timeout=120).exit_code == 0
+    assert _statuses(tmp_path / "one") == ["done", "done"]
+    assert _statuses(tmp_path / "two") == ["cached", "cached"]
+    for made in (tmp_path / "s" / "artifacts").iterdir():
+        read_artifact(made).verify()
+    assert not list((tmp_path / "s" / "locks").iterdir())
+
+
+def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, tmp_path, slow_run):
+    slow_run.kill()
+    slow_run.wait()
+    result = CliRunner().invoke(main, _arguments(home, tmp_path / "two", tmp_path / "s"))
+    assert result.exit_code == 0, result.output
+    assert "waits for" not in result.output
+    assert _statuses(tmp_path / "two") == ["cached", "done"]
+    assert not list((tmp_path / "s" / "tmp").iterdir())
+    assert not list((tmp_path / "s" / "locks").iterdir())
+
+
+def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
+    from smelt.execute.latency_scores import LatencyScores
+
+    seen = []
+
+    def measure(self, artifacts, *arguments):
+        seen.append(str(read_holder(tmp_path / "s" / "locks" / "latency.lock")))
+        return {}
+
+    monkeypatch.setattr(LatencyScores, "measure", measure)
+    arguments = _arguments(home, tmp_path / "r", tmp_path / "s")
+    arguments[arguments.index("prune")] = "model"
+    result = CliRunner().invoke(main, [*arguments, "--set", "score.latency={}"])
+    assert result.exit_code == 0, result.output
+    assert seen == [f"process {os.getpid()}"]

@@ -1,0 +1,90 @@
+"""Every family through every stage on tiny random models: made, saved, loaded, scored, exported, compared.
+
+The onnx stage compares each graph with its parent on real inputs, so a step that is done has passed that.
+The fast part takes each family through a chain that ends in few bits. All cells one by one:
+
+    SMELT_MATRIX=all python -m pytest tests/pipeline/whole/test_matrix.py
+"""
+
+import json
+import os
+
+import causal
+import classifiers
+import pytest
+import seq2seq
+import tiny
+
+import smelt
+
+MODELS = {
+    "marian": ("translation", tiny.marian),
+    "t5": ("summarization", seq2seq.t5),
+    "t5-gated": ("summarization", lambda folder: seq2seq.t5(folder, gated=True)),
+    "bart": ("summarization", seq2seq.bart),
+    "bert": ("text-classification", tiny.bert),
+    "distilbert": ("text-classification", classifiers.distilbert),
+    "roberta": ("text-classification", classifiers.roberta),
+    "gpt2": ("language-modeling", lambda folder: causal.model(folder, "gpt2")),
+    "llama": ("language-modeling", lambda folder: causal.model(folder, "llama")),
+    "qwen2": ("language-modeling", lambda folder: causal.model(folder, "qwen2")),
+}
+DATA = {
+    "translation": tiny.pairs,
+    "summarization": tiny.pairs,
+    "text-classification": tiny.labelled,
+    "language-modeling": lambda path: causal.lines(path, 1),
+}
+TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
+STAGES = {
+    "finetune": [f"finetune: {{{TRAIN}}}"],
+    "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
+    "prune": ["prune: {keep: 0.5, rows: 4}"],
+    "factorize": ["factorize: {rank: 6}"],
+    "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
+    "int4": ["quantize: {scheme: int4, group_size: 32}"],
+    "binary": ["quantize: {scheme: binary, group_size: 32}"],
+}
+STAGES["chain"] = [*STAGES["distill"], *STAGES["prune"], *STAGES["factorize"], *STAGES["int4"]]
+STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
+# what no other test takes a family through
+FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
+FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
+CELLS = (
+    sorted((m, s) for m in MODELS for s in STAGES)
+    if os.environ.get("SMELT_MATRIX") == "all"
+    else sorted(FAST)
+)
+
+
+def _recipe(folder, task, stages):
+    layers = "decoder_layers" if task in ("translation", "summarization") else "layers"
+    name = "data.txt" if task == "language-modeling" else "data.jsonl"
+    DATA[task](folder / name)
+    data = {"train": name, "validation": name, "test": name}
+    if task == "language-modeling":
+        data["windows"] = {"length": 32}
+    lines = [line.replace("STUDENT", f"{{{layers}: 1}}") for line in stages]
+    lines.append("onnx: {target: ort-cpu}")
+    (folder / "recipe.yaml").write_text(
+        f"model: model\ntask: {task}\ndata: {json.dumps(data)}\nthreads: 1\n"
+        f"score: {{latency: false, generation: {{max_new_tokens: 6}}}}\n"
+        "stages:\n" + "".join(f"  - {line}\n" for line in lines)
+    )
+    return folder / "recipe.yaml"
+
+
+@pytest.mark.parametrize(("family", "stage"), CELLS)
+def test_a_family_goes_through_a_stage_and_its_graph_agrees(family, stage, tmp_path):
+    task, make = MODELS[family]
+    make(tmp_path / "model")
+    result = smelt.run(_recipe(tmp_path, task, STAGES[stage]), out=tmp_path / "run")
+    steps = result.report["steps"]
+    assert [s["status"] for s in steps] == ["done"] * len(steps), [s["error"] for s in steps]
+    assert result.exit_code == 0
+    assert all(s["quality"] for s in steps)
+    parity = steps[-1]["facts"]["parity"]
+    assert set(parity) == set(steps[-1]["facts"]["graphs"])
+    if task == "language-modeling":
+        parent, graph = (s["quality"]["perplexity"]["value"] for s in steps[-2:])
+        assert graph == pytest.approx(parent, rel=0.02)

@@ -1,0 +1,239 @@
+"""A whole run on a tiny model: resume, gates, exit codes, interruption, killing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+from smelt.cli import main
+from smelt.evaluate.report.schema import validate_report
+
+RECIPE = """
+model: m
+task: translation
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - prune: {what: [ffn], keep: 0.5}
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1}
+  - quantize: {scheme: int8-dynamic}
+score: {quality: [bleu, chrf], generation: {max_new_tokens: 6}, latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    tiny.marian(folder / "m")
+    tiny.pairs(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def _run(home, *arguments):
+    result = CliRunner().invoke(main, ["run", str(home / "recipe.yaml"), "--quiet", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def _report(folder):
+    report = json.loads((folder / "report.json").read_text())
+    validate_report(report)
+    return report
+
+
+def test_a_run_writes_reports_and_artifacts_and_the_second_takes_all_from_the_store(home, tmp_path):
+    first = _run(home, "--out", tmp_path / "one", "--store", tmp_path / "s")
+    assert first.exit_code == 0, first.output
+    report = _report(tmp_path / "one")
+    assert [s["status"] for s in report["steps"]] == ["done"] * 4
+    assert [s["name"] for s in report["steps"]] == ["model", "prune", "finetune", "quantize"]
+    assert all(s["quality"]["bleu"]["n"] == 8 for s in report["steps"])
+    assert report["steps"][1]["parameters"] < report["steps"][0]["parameters"]
+    assert report["steps"][3]["size_bytes"] < report["steps"][2]["size_bytes"] / 2
+    for name in ("report.md", "report.html", "log.txt", "recipe.yaml", "artifacts/quantize/manifest.json"):
+        assert (tmp_path / "one" / name).is_file(), name
+    started = time.monotonic()
+    second = _run(home, "--out", tmp_path / "two", "--store", tmp_path / "s")
+    assert second.exit_code == 0
+    assert time.monotonic() - started < 5
+    again = _report(tmp_path / "two")
+    assert [s["status"] for s in again["steps"]] == ["cached"] * 4
+    assert [s["quality"] for s in again["steps"]] == [s["quality"] for s in report["steps"]]
+
+
+def test_fresh_builds_anew_what_is_named(home, tmp_path):
+    _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune")
+    _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--until", "prune", "--fresh", "prune")
+    assert [s["status"] for s in _report(tmp_path / "r")["steps"]] == ["cached", "done"]
+
+
+def test_until_set_and_limit_change_what_is_done(home, tmp_path):
+    result = _run(
+        home,
+        "--out",
+        tmp_path / "r",
+        "--store",
+        tmp_path / "s",
+        "--until",
+        "prune",
+        "--limit",
+        3,
+        "--set",
+        "prune.keep=0.25",
+    )
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "r")
+    assert [s["name"] for s in report["steps"]] == ["model", "prune"]
+    assert report["steps"][1]["settings"]["keep"] == 0.25
+    assert report["steps"][0]["quality"]["bleu"]["n"] == 3
+
+
+def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_path):
+    """The step that a setting names counts by what it is: neither its name nor its branch matters."""
+    train = "max_steps: 1, batch_size: 4, evals: 1"
+    head = (
+        RECIPE.split("stages:", maxsplit=1)[0]
+        .replace("model: m", f"model: {home / 'm'}")
+        .replace("data.jsonl", f"{home}/data.jsonl")
+    )
+    tail = "score: {quality: [bleu], generation: {max_new_tokens: 6}, latency: false}"
+    keys = []
+    for first, second in (("tuned", "wide"), ("teacher", "wide"), ("wide", "teacher")):
+        stages = f"""
+  - finetune: {{{train}}}
+    name: {first}
+  - finetune: {{{train}, learning_rate: 0.01}}
+    from: model
+    name: {second}
+  - distill: {{{train}, teacher: {"tuned" if first == "tuned" else "teacher"}}}
+    from: model
+"""
+        (tmp_path / "r.yaml").write_text(f"{head}stages:{stages}{tail}")
+        arguments = [
+            "run",
+            str(tmp_path / "r.yaml"),
+            "--quiet",
+            "--out",
+            str(tmp_path / "r"),
+            "--store",
+            str(tmp_path / "s"),
+        ]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        keys.append(_report(tmp_path / "r")["steps"][-1]["key"])
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_missed_gate_gives_exit_code_3_and_says_so(home, tmp_path):
+    result = _run(
+        home,
+        "--out",
+        tmp_path / "r",
+        "--store",
+        tmp_path / "s",
+        "--until",
+        "prune",
+        "--set",
+        "gates={bleu: {min: 101, at: prune}}",
+    )
+    assert result.exit_code == 3
+    report = _report(tmp_path / "r")
+    assert report["status"] == "gate-failed"
+    (gate,) = report["steps"][1]["gates"]
+    assert (gate["limit"], gate["passed"]) == (101, False)
+
+
+def test_an_error_in_a_stage_is_reported_on_its_step_and_keeps_the_others(home, tmp_path, monkeypatch):
+    from smelt.compress.finetune import Finetune
+    from smelt.core.errors import RunError
+
+    def fail(self, src, settings, ctx):
+        (ctx.out / "half").write_text("x")
+        raise RunError("the loss is not a number")
+
+    monkeypatch.setattr(Finetune, "__call__", fail)
+    result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s")
+    assert result.exit_code == 1
+    steps = {s["name"]: s for s in _report(tmp_path / "r")["steps"]}
+    assert steps["prune"]["status"] == "done"
+    assert (steps["finetune"]["status"], steps["finetune"]["error"]) == ("error", "the loss is not a number")
+    assert steps["quantize"]["status"] == "not-reached"
+    assert len(list((tmp_path / "s" / "artifacts").iterdir())) == 2
+    assert not list((tmp_path / "s" / "tmp").iterdir())
+
+
+def test_training_takes_denormal_numbers_for_zero(home, tmp_path, monkeypatch):
+    from smelt.compress.finetune import Finetune
+
+    seen = []
+    work = Finetune.__call__
+
+    def watch(self, src, settings, ctx):
+        seen.append(sys.float_info.min / 2)
+        work(self, src, settings, ctx)
+
+    monkeypatch.setattr(Finetune, "__call__", watch)
+    assert _run(home, "--out", tmp_path / "run", "--store", tmp_path / "store").exit_code == 0
+    assert seen
+    assert set(seen) == {0.0}
+    assert sys.float_info.min / 2 > 0
+
+
+def test_ctrl_c_keeps_finished_steps_and_gives_exit_code_130(home, tmp_path, monkeypatch):
+    from smelt.compress.finetune import Finetune
+
+    def interrupt(self, src, settings, ctx):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Finetune, "__call__", interrupt)
+    result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s")
+    assert result.exit_code == 130
+    report = _report(tmp_path / "r")
+    assert report["status"] == "interrupted"
+    assert [s["status"] for s in report["steps"]] == ["done", "done", "not-reached", "not-reached"]
+
+
+def test_a_killed_run_goes_on_from_the_last_finished_step(home, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "smelt",
+        "run",
+        str(home / "recipe.yaml"),
+        "--out",
+        str(tmp_path / "r"),
+        "--store",
+        str(tmp_path / "s"),
+        "--set",
+        "finetune.max_steps=100000",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list((tmp_path / "s" / "tmp").glob(f"{process.pid}-*/out")):
+        time.sleep(0.05)
+        if len(list((tmp_path / "s" / "artifacts").glob("*/manifest.json"))) < 2:
+            continue
+    while time.monotonic() < deadline and len(list((tmp_path / "s" / "artifacts").iterdir())) < 2:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    for made in (tmp_path / "s" / "artifacts").iterdir():
+        from smelt.core.artifact import read_artifact
+
+        read_artifact(made).verify()
+    result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s")
+    assert result.exit_code == 0, result.output
+    statuses = [s["status"] for s in _report(tmp_path / "r")["steps"]]
+    assert statuses[:2] == ["cached", "cached"]
+    assert not list((tmp_path / "s" / "tmp").iterdir())
+
+
+def test_unknown_fresh_step_is_refused_before_any_work(home, tmp_path):
+    result = _run(home, "--out", tmp_path / "r", "--store", tmp_path / "s", "--fresh", "nothing")
+    assert result.exit_code == 2
+    assert not (tmp_path / "s").exists()

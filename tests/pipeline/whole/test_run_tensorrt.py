@@ -1,0 +1,138 @@
+"""A recipe with TensorRT steps on a machine that can build engines and not run them.
+
+`smelt` runs in a process of its own, in the environment of the rig (tests/support/tensorrt_rig.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorrt_rig
+import tiny
+
+from smelt.core.artifact import read_artifact
+from smelt.evaluate.report.schema import validate_report
+from smelt.look.machine import has_cuda
+
+RECIPE = """
+model: m
+task: text-classification
+data: {validation: data.jsonl, test: data.jsonl}
+stages:
+  - onnx: {target: tensorrt, dtype: fp16}
+    name: graphs
+  - tensorrt: {optimization_level: 0, max_batch_size: 4, timing_cache: false}
+    name: engine
+score: {quality: [accuracy], latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1}}
+gates:
+  accuracy: {min: 0, at: [graphs, engine]}
+  size_bytes: {max: 10000000, at: [engine]}
+"""
+WHY = "scoring needs a CUDA GPU that torch can use, and there is none here."
+pytestmark = pytest.mark.skipif(has_cuda(), reason="here engines can be run")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    tensorrt_rig.require()
+    folder = tmp_path_factory.mktemp("home")
+    tiny.bert(folder / "m")
+    tiny.labelled(folder / "data.jsonl", 8)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def smelt(*arguments, rig=True):
+    return subprocess.run(
+        [sys.executable, "-m", "smelt", *map(str, arguments)],
+        env=tensorrt_rig.require() if rig else os.environ,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def done(home):
+    """The finished first run: its outcome, its folder and its report."""
+    result = smelt("run", home / "recipe.yaml", "--out", home / "r", "--store", home / "s")
+    assert (home / "r" / "report.json").is_file(), result.stderr
+    report = json.loads((home / "r" / "report.json").read_text())
+    validate_report(report)
+    return result, home / "r", {step["name"]: step for step in report["steps"]}, report
+
+
+def test_engines_are_built_and_kept_with_all_that_a_runner_needs(done):
+    result, folder, steps, _ = done
+    engine = steps["engine"]
+    assert (engine["status"], engine["error"]) == ("done", None), result.stderr
+    artifact = read_artifact(folder / "artifacts" / "engine")
+    artifact.verify()
+    files = set(artifact.manifest.files)
+    assert {"model.plan", "config.json", "tokenizer_config.json", "vocab.txt"} <= files
+    assert artifact.format == "tensorrt"
+    weights = 2 * steps["model"]["parameters"]  # fp16
+    plans = {p.name: p.stat().st_size for p in artifact.path.glob("*.plan")}
+    assert engine["size_bytes"] == sum(plans.values()) > weights
+    assert artifact.manifest.facts["tensorrt"].startswith("tensorrt 11.")
+    assert artifact.manifest.facts["profile"] == {"batch": [1, 1, 4], "input": [1, 8, 16]}
+
+
+def test_report_says_of_the_engine_that_a_gpu_is_needed(done):
+    result, folder, steps, report = done
+    engine = steps["engine"]
+    assert engine["reason"].startswith(WHY)
+    assert (engine["quality"], engine["latency"], engine["runner"]) == ({}, [], None)
+    assert "engine" not in report["frontier"]
+    assert steps["graphs"]["quality"]["accuracy"]["n"] == 8
+    assert steps["graphs"]["latency"]
+    for text in (folder / "report.md", folder / "report.html"):
+        assert "not scored" in text.read_text()
+        assert WHY in text.read_text()
+    assert "'engine' is not scored: scoring needs a CUDA GPU" in " ".join(result.stdout.split())
+
+
+def test_gate_on_such_a_step_says_why_it_cannot_be_judged(done):
+    result, _, steps, report = done
+    judged = {(gate["metric"]): gate for gate in steps["engine"]["gates"]}
+    assert judged["accuracy"]["passed"] is None
+    assert judged["accuracy"]["reason"].startswith(WHY)
+    assert (judged["size_bytes"]["passed"], judged["size_bytes"]["reason"]) == (True, None)
+    assert [gate["passed"] for gate in steps["graphs"]["gates"]] == [True]
+    # the recipe wants this gate and the step is not optional: nobody should deploy on it
+    assert (report["status"], result.returncode) == ("gate-failed", 3)
+    assert "gate not judged at 'engine': Accuracy min 0.00\n" in result.stdout
+
+
+def test_second_run_takes_the_engine_from_the_store_and_an_optional_step_does_not_fail(home, done):
+    again = home / "again"
+    result = smelt(
+        "run", home / "recipe.yaml", "--out", again, "--store", home / "s", "--set", "engine.optional=true"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((again / "report.json").read_text())
+    assert [step["status"] for step in report["steps"]] == ["cached"] * 3
+    assert report["steps"][2]["reason"].startswith(WHY)
+
+
+def test_plan_says_what_is_built_and_not_scored(home):
+    result = smelt("plan", home / "recipe.yaml")
+    assert result.returncode == 0, result.stderr
+    assert "built, not scored (needs a CUDA GPU)" in " ".join(result.stdout.split())
+    without = smelt("plan", home / "recipe.yaml", rig=False)
+    assert "CANNOT RUN: TensorRT is not installed" in " ".join(without.stdout.split())
+
+
+def test_lengths_beyond_the_positions_fail_the_step_with_its_remedy(home, done):
+    result = smelt(
+        "run", home / "recipe.yaml", "--out", home / "long", "--store", home / "s",
+        "--set", "engine.lengths={opt: 8, max: 400}",
+    )  # fmt: skip
+    assert result.returncode == 1
+    steps = json.loads((home / "long" / "report.json").read_text())["steps"]
+    assert steps[2]["status"] == "error"
+    assert "400 tokens long, but the model has 32 positions" in steps[2]["error"]
+    assert "Lower tensorrt: {lengths: ...}" in steps[2]["error"]

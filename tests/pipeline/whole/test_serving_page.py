@@ -1,0 +1,72 @@
+"""The service of docs/serving.md, run as it stands there."""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import exported
+import pytest
+import tiny
+
+import smelt
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return exported.run(tmp_path_factory.mktemp("t"), "translator").artifact("onnx")
+
+
+@pytest.fixture(scope="module")
+def address(artifact, tmp_path_factory):
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    script = tmp_path_factory.mktemp("s") / "serve.py"
+    script.write_text(code)
+    command = [sys.executable, str(script), str(artifact), "0", "2"]  # 0: any port that is free
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            words = process.stdout.readline().split()
+            assert words[:1] == ["port"], words
+            yield f"http://127.0.0.1:{words[1]}"
+        finally:
+            process.terminate()
+
+
+def ask(address, body):
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, data=body), timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_many_requests_at_once_get_what_they_would_get_alone(address, artifact):
+    requests = [[tiny.SENTENCES[i % len(tiny.SENTENCES)]] * (1 + i % 2) for i in range(60)]
+    with smelt.load(artifact, threads=1) as model:
+        expected = [(200, model.generate(texts, max_new_tokens=64)) for texts in requests]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda texts: ask(address, json.dumps(texts).encode()), requests)) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'"a man"', "expected a list of texts, read one text"),
+        (b"[3]", "texts[0]: expected a text, read 3 (int)"),
+        (b"null", "expected a list of texts, read None"),
+        (b"{", "Expecting property name"),
+        (b"\xff", "utf-8"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_answered_with_the_reason(address, body, message):
+    status, answer = ask(address, body)
+    assert status == 400
+    assert message in answer["error"]
+    assert ask(address, b'["a man"]')[0] == 200

@@ -1,0 +1,98 @@
+"""No two files of smelt import each other, however far round: what both need stands below both.
+
+An import counts wherever it stands (in a function, under TYPE_CHECKING), and so does a text that names a
+module, as a table of lazy imports has them: moving an import into a function hides a circle and mends none.
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_DIR = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+    "package-dir"
+]
+NAMED = re.compile(r"(smelt(?:\.\w+)+)(?::\w+)?")
+
+
+def sources() -> dict[str, str]:
+    """The text of every module of smelt by its dotted name."""
+    found = {}
+    for package, folder in PACKAGE_DIR.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *parts]).removesuffix(".__init__")
+            found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def named(text: str) -> Iterator[tuple[str, ...]]:
+    """What a module imports or names, each with what it may be instead: (a.b, a) for `from a import b`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name,) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
+        elif isinstance(node, ast.Constant) and (whole := NAMED.fullmatch(str(node.value))):
+            yield whole[1], whole[1].rpartition(".")[0]
+
+
+def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module those of the others that it imports."""
+    return {
+        name: {
+            first
+            for choices in named(text)
+            if (first := next((choice for choice in choices if choice in modules), name)) != name
+        }
+        for name, text in modules.items()
+    }
+
+
+def circle(modules: Mapping[str, str]) -> list[str]:
+    """One circle of imports, its first name again at its end; nothing where there is none."""
+    try:
+        TopologicalSorter(imports(modules)).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))  # graphlib lists them from what is imported to what imports it
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert " -> ".join(circle(sources())) == "", "give what they share a file of its own, below them"
+
+
+def test_the_graph_knows_imports_of_every_kind() -> None:
+    found = imports(sources())
+    assert len(found) > 150
+    assert "smelt.plan.load" in found["smelt"], "an import inside a function"
+    assert "smelt.execute.run_result" in found["smelt"], "an import for type checking"
+    assert "smelt.compress.finetune" in found["smelt.recipe.stage_table"], "a module that a table names"
+    assert "smelt.evaluate.report.view" in found["smelt.evaluate.report.html"], "a module from its package"
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import smelt.a",
+        "from smelt import a",
+        "from smelt.a import f",
+        "def g():\n    from smelt.a import f",
+        "if TYPE_CHECKING:\n    from smelt.a import f",
+        "TABLE = {'f': 'smelt.a:f'}",
+        "import_module('smelt.a')",
+    ],
+)
+def test_circle_check_finds_a_circle(back: str) -> None:
+    modules = {"smelt": "", "smelt.a": "from smelt.b import g", "smelt.b": "from smelt.c import h"}
+    assert circle(modules | {"smelt.c": ""}) == []
+    found = circle(modules | {"smelt.c": back})
+    assert (found[0], set(found)) == (found[-1], {"smelt.a", "smelt.b", "smelt.c"})
+    there = imports(modules | {"smelt.c": back})
+    assert all(after in there[before] for before, after in pairwise(found))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar
 
-from smelt.compress.training import TrainingSettings, train, training_needs
+from smelt.compress.train.run import train
+from smelt.compress.train.settings import TrainingSettings, training_needs
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.stage import Context, Need

@@ -17,7 +17,7 @@ from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
 
 if TYPE_CHECKING:
-    from smelt.export.graph import Graph
+    from smelt.export.graphs.graph import Graph
     from smelt.runtime.batch import Batch, Tokens
 
 
@@ -67,7 +67,7 @@ class Onnx:
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
-        from smelt.export.onnx_graphs import graphs_of
+        from smelt.export.graphs.of_model import graphs_of
         from smelt.export.parity.check import Subject, check_graphs
         from smelt.export.parity.reference import reference_of
         from smelt.runtime.backends.open_runner import open_runner
@@ -176,9 +176,9 @@ def _write(graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context) -
     import onnx
 
     from smelt.export.graph_files import give_defaults, read_graph, write_graph
+    from smelt.export.graphs.of_model import export_graph
     from smelt.export.half import to_half
     from smelt.export.load_time import spell_out_file
-    from smelt.export.onnx_graphs import export_graph
     from smelt.export.simplify import simplify_file
 
     began = time.perf_counter()

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.distill.fit import check_student
-from smelt.compress.training import TrainingSettings, train, training_needs
+from smelt.compress.train.run import train
+from smelt.compress.train.settings import TrainingSettings, training_needs
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context, Need, Settings, StepName
 
 if TYPE_CHECKING:
-    from smelt.compress.training_loop import Objective
+    from smelt.compress.train.loop import Objective
 
 Layers = int | list[int]
 
@@ -132,8 +133,8 @@ def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
     """Return the mixed loss of `settings` with `teacher` (eval mode) run on the same batch."""
     import torch
 
-    from smelt.compress.classifier_losses import training_loss
-    from smelt.compress.training_loop import logits_of
+    from smelt.compress.train.classifier_losses import training_loss
+    from smelt.compress.train.loop import logits_of
 
     weights = settings.losses
 
@@ -185,7 +186,7 @@ def _load_teacher(name: str, ctx: Context) -> Any:
 
 
 def _check_outputs(model: Any, teacher: Any) -> None:
-    from smelt.compress.classifier_losses import problem_of
+    from smelt.compress.train.classifier_losses import problem_of
     from smelt.runtime.causal import is_causal
 
     ours, theirs = model.config, teacher.config

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from smelt.compress.training import load_float, stored_parameters
+from smelt.compress.float_model import load_float, stored_parameters
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
@@ -72,7 +72,7 @@ class Factorize:
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
-        from smelt.compress.training_state import threads
+        from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
             self._factorize(src, settings, ctx)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from smelt.compress.training import load_float, stored_parameters
+from smelt.compress.float_model import load_float, stored_parameters
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
@@ -79,7 +79,7 @@ class Prune:
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""
-        from smelt.compress.training_state import threads
+        from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
             self._prune(src, settings, ctx)
@@ -162,8 +162,8 @@ def _score(
 
     if settings.importance == "magnitude":
         return magnitude_scores(model, attentions, blocks)
-    from smelt.compress.training_data import collate, encode_split, group_by_length
-    from smelt.compress.training_loop import label_objective
+    from smelt.compress.train.data import collate, encode_split, group_by_length
+    from smelt.compress.train.loop import label_objective
     from smelt.runtime.backends.device import torch_device
     from smelt.runtime.models.checkpoint import load_tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import ParityError
-from smelt.export.graph import Graph
 from smelt.export.graph_files import read_graph
+from smelt.export.graphs.graph import Graph
 from smelt.export.parity.compare import check_parity
 from smelt.export.parity.constants import check_constants
 from smelt.export.parity.operators import check_operators

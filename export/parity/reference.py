@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
-from smelt.export.attention import split_heads
-from smelt.export.attention_modules import attention_modules
+from smelt.export.graphs.attention import split_heads
+from smelt.export.graphs.attention_modules import attention_modules
 from smelt.export.parity.compare import Array
 from smelt.export.parity.rows import STEPS
 from smelt.runtime.batch import Batch, Tokens

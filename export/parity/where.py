@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from smelt.export.graph import Graph
 from smelt.export.graph_files import read_graph, write_graph
+from smelt.export.graphs.graph import Graph
 from smelt.export.parity.compare import TOLERANCES
 from smelt.export.parity.reference import Reference, exact_of
 from smelt.runtime.causal import positions

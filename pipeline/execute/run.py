@@ -82,7 +82,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
             ) from error
         stack.callback(display.close)
         if any(step.needs & {"train", "calibration"} for step in plan.steps):
-            from smelt.compress.training_state import denormals_as_zero
+            from smelt.compress.train.state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())
         run = _Run(plan, options, data, folder, store, display)

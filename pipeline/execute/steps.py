@@ -198,7 +198,7 @@ class Workshop:
 
     def _judge(self, step: Step) -> dict[str, Any]:
         """What decides which checkpoint is kept, where a metric does: how it is generated and scored."""
-        from smelt.compress.training import LOSS
+        from smelt.compress.train.settings import LOSS
 
         chosen = getattr(step.settings, "select", LOSS)
         return {} if chosen == LOSS else {"score": self.validation.conditions()}

@@ -15,7 +15,7 @@ TABLE: dict[str, str] = {
     "factorize": "smelt.compress.factorize.svd:Factorize",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
-    "tensorrt": "smelt.export.tensorrt_stage:TensorrtStage",
+    "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
 
 

@@ -10,8 +10,8 @@ from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.training_data import collate, encode_split
-from smelt.compress.training_loop import label_objective
+from smelt.compress.train.data import collate, encode_split
+from smelt.compress.train.loop import label_objective
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

@@ -13,7 +13,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.groups import find_groups
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.training_data import collate, encode_split
+from smelt.compress.train.data import collate, encode_split
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.runtime.layers.quantized import AnyEmbedding

@@ -40,7 +40,7 @@ def named(text: str) -> Iterator[tuple[str, ...]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
         elif isinstance(node, ast.Constant) and (whole := NAMED.fullmatch(str(node.value))):
-            yield whole[1], whole[1].rpartition(".")[0]
+            yield (whole[1],)
 
 
 def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
@@ -96,3 +96,10 @@ def test_circle_check_finds_a_circle(back: str) -> None:
     assert (found[0], set(found)) == (found[-1], {"smelt.a", "smelt.b", "smelt.c"})
     there = imports(modules | {"smelt.c": back})
     assert all(after in there[before] for before, after in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    "text", ["'smelt.a.b'", "'smelt'", "'see smelt.a'", "'smelt.c'", "from smelt import d"]
+)
+def test_circle_check_leaves_other_words_alone(text: str) -> None:
+    assert circle({"smelt": "", "smelt.a": "import smelt.c", "smelt.c": text, "smelt.d": ""}) == []

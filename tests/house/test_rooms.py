@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
 MOST = 15
 """Entries of a folder: files of Python and folders with some, `__init__.py` not counted."""
-LISTS = {"families": "each file is one family of models, and nothing else is there"}
+LISTS = {"families": "a file a family of models, beside the few that say what a family is"}
 OF_NO_FOLDER = {"pipeline/whole": "runs of whole recipes", "pipeline/faults": "what goes wrong around a run"}
 
 

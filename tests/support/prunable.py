@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
-from smelt.compress.losses import mixed_loss
+from smelt.compress.train.losses import mixed_loss
 from smelt.runtime.models.structure import replace_module
 
 

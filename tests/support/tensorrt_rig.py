@@ -178,7 +178,7 @@ def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from smelt.core.errors import RunError
-    from smelt.export.tensorrt_build import BuildOptions, build_engine
+    from smelt.export.tensorrt.build import BuildOptions, build_engine
     from smelt.runtime.backends.tensorrt_module import import_tensorrt
 
     cache = Path(request["timing_cache"]) if "timing_cache" in request else None

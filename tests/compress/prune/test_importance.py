@@ -11,7 +11,7 @@ from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.groups import columns_of, find_groups, rows_of
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.training_loop import label_objective
+from smelt.compress.train.loop import label_objective
 from smelt.core.stage import Context
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model, save_model

@@ -129,7 +129,7 @@ def test_a_right_graph_passes_with_room_to_spare(family, scheme):
 @pytest.mark.parametrize(("family", "scheme"), [("bert", "fp32"), ("gpt2", "fp32"), ("gpt2", "int8")])
 def test_a_parent_that_preparing_has_changed_is_found(family, scheme, monkeypatch):
     """Graph and parent then agree: only what the parent computed before tells."""
-    from smelt.export import onnx_graphs
+    from smelt.export.graphs import of_model as onnx_graphs
 
     real = onnx_graphs._prepare
 

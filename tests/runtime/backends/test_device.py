@@ -169,8 +169,8 @@ def test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu(monkeypatch):
 
 
 def test_training_is_told_the_device(tmp_path):
-    from smelt.compress.training import TrainingSettings
-    from smelt.compress.training_loop import _arguments
+    from smelt.compress.train.loop import _arguments
+    from smelt.compress.train.settings import TrainingSettings
 
     def device_for(word):
         ctx = Context(

@@ -11,8 +11,8 @@ import torch
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
-from smelt.export.tensorrt_preflight import load_graph
-from smelt.export.tensorrt_profile import Range, causal_ranges, shapes_of
+from smelt.export.tensorrt.preflight import load_graph
+from smelt.export.tensorrt.profile import Range, causal_ranges, shapes_of
 from smelt.runtime.backends import tensorrt_causal, tensorrt_engine
 from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
 from smelt.runtime.backends.open_runner import open_runner

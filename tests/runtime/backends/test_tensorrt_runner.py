@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
-from smelt.export.tensorrt_preflight import load_graph
-from smelt.export.tensorrt_profile import Range, shapes_of
-from smelt.export.tensorrt_stage import TensorrtSettings, TensorrtStage
+from smelt.export.tensorrt.preflight import load_graph
+from smelt.export.tensorrt.profile import Range, shapes_of
+from smelt.export.tensorrt.stage import TensorrtSettings, TensorrtStage
 from smelt.runtime.backends import tensorrt_engine, tensorrt_runner
 from smelt.runtime.backends.onnx_runner import OnnxRunner
 from smelt.runtime.backends.tensorrt_module import find_tensorrt

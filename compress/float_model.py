@@ -1,0 +1,34 @@
+"""The model that a stage changes: its weights are floats, and its size is what its file holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+
+if TYPE_CHECKING:
+    from smelt.runtime.models.structure import Edit
+
+
+def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
+    """Return the model of `src` (float32, CPU, eval mode) and its edits.
+
+    Raises:
+        InputError: the model is quantized; its integer codes have no gradient and no spectrum.
+    """
+    from smelt.runtime.models.checkpoint import load_model
+    from smelt.runtime.models.structure import read_edits
+
+    if any(edit.get("op") == "quantize" for edit in read_edits(src.path)):
+        raise InputError(
+            f"{stage}: the model that it gets is quantized, and integer weights cannot be changed any more."
+            f" Put '{stage}' before 'quantize' in the recipe."
+        )
+    return load_model(src.path)
+
+
+def stored_parameters(model: Any) -> int:
+    """Return how many values of `model` its file holds; fixed position tables are not stored."""
+    fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return sum(p.numel() for n, p in model.named_parameters() if n not in fixed)

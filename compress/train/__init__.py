@@ -1,0 +1,1 @@
+"""The training that techniques share: settings, batches, the loop, what is kept."""

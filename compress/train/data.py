@@ -1,0 +1,231 @@
+"""Rows as token ids, and batches of rows of similar length.
+
+Shapes: B = batch, L = source length, T = target length.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from smelt.compress.train.classifier_losses import problem_of
+from smelt.core.data import TEXT_TO_TEXT, Example, Split
+from smelt.core.labels import (
+    MULTI,
+    REGRESSION,
+    class_names,
+    read_class_sets,
+    read_classes,
+    read_numbers,
+)
+from smelt.core.stage import Context
+from smelt.runtime.predict import encode_texts, takes_types
+from smelt.runtime.text.limits import length_limit
+from smelt.runtime.text.windows import cut_windows
+
+IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
+TensorBatch: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tokenized row: source ids, type ids of a text pair, and what is to come out.
+
+    target: target ids; a class index; for several classes or a number one float for each output; None
+    for a window of running text, whose tokens are to come out one place earlier.
+    """
+
+    source: list[int]
+    types: list[int] | None
+    target: list[int] | int | tuple[float, ...] | None
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Source and target length, tokens."""
+        return len(self.source), len(self.target) if isinstance(self.target, list) else 0
+
+
+def encode_split(
+    split: Split,
+    config: Any,
+    tokenizer: Any,
+    ctx: Context,
+    *,
+    max_length: int | None = None,
+    what: str = "train",
+) -> list[Row]:
+    """Tokenize all rows of `split` once. A translation or summary with several references gives several rows.
+
+    Texts longer than the model's limit (or `max_length` tokens) are cut and counted in a warning. For a
+    language model all rows are one text, cut in windows (of `max_length` tokens, where that is given).
+
+    Raises:
+        InputError: a label that the model's config does not know.
+    """
+    limit = min(max_length or 10**9, length_limit(tokenizer, config.to_dict()))
+    if ctx.task == "language-modeling":
+        text = cut_windows(split, tokenizer, limit, length=max_length, strided=False)
+        return [Row(ids.tolist(), None, None) for ids in text.ids]
+    examples = split.examples
+    pairs = [e.text_pair for e in examples]
+    sources = encode_texts([e.text for e in examples], tokenizer, limit, pairs)
+    cut = sources.truncated
+    types: Sequence[list[int] | None] = sources.types or [None] * len(examples)
+    if ctx.task in TEXT_TO_TEXT:
+        texts = [reference for e in examples for reference in e.references]
+        targets = encode_targets(texts, tokenizer, limit)
+        cut += targets[1]
+        owner = [i for i, e in enumerate(examples) for _ in e.references]
+        rows = [Row(sources.ids[i], types[i], ids) for i, ids in zip(owner, targets[0], strict=True)]
+    else:
+        labels = classifier_targets(examples, config, split.origin)
+        rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
+    if cut:
+        ctx.warnings.append(f"{what}: {cut} texts of {len(examples)} rows were cut at {limit} tokens")
+    return rows
+
+
+def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
+    """Return the target side's ids and how many were cut at `limit` tokens.
+
+    The tokenizer cuts, because it knows which tokens belong around a text: the end (Marian, T5), beginning
+    and end (BART), a language's code before the text (mBART-50) or behind its end (mBART).
+    """
+    found: list[list[int]] = tokenizer(text_target=texts, truncation=False, verbose=False)["input_ids"]
+    long = [i for i, ids in enumerate(found) if len(ids) > limit]
+    if long:
+        again = tokenizer(
+            text_target=[texts[i] for i in long], truncation=True, max_length=limit, verbose=False
+        )
+        for i, ids in zip(long, again["input_ids"], strict=True):
+            found[i] = ids
+    return found, len(long)
+
+
+def classifier_targets(
+    examples: Sequence[Example], config: Any, what: str = ""
+) -> Sequence[int | tuple[float, ...]]:
+    """Return each example's class; for several classes C numbers, 1 where one holds; for regression one.
+
+    Raises:
+        InputError: a label that the model does not know; the message names it, its rows and the known ones.
+    """
+    names, problem = class_names({"id2label": config.id2label}), problem_of(config)
+    if problem == REGRESSION:
+        return [(value,) for value in read_numbers(examples, what)]
+    if problem == MULTI:
+        sets = read_class_sets(examples, names, what)
+        return [tuple(float(i in found) for i in range(len(names))) for found in sets]
+    return read_classes(examples, names, what)
+
+
+def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
+    """Pad `rows` on the right into the model's inputs plus `labels`.
+
+    Returns input_ids, attention_mask (and token_type_ids where there are any) as int64 [B, L]. For a
+    translator labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
+    labels shifted right behind the decoder's start token; for a classifier labels are int64 [B], or
+    float32 [B, C] where a text has several classes or a number. For a language model labels are int64
+    [B, L], the token after each of input_ids, -100 for padding.
+    """
+    if rows[0].target is None:
+        return _collate_windows(rows)
+    pad = int(config.pad_token_id or 0)
+    batch = {"input_ids": _pad([r.source for r in rows], pad)}
+    batch["attention_mask"] = _pad([[1] * len(r.source) for r in rows], 0)
+    types = [r.types for r in rows if r.types is not None]
+    if types and takes_types({"model_type": config.model_type}):
+        batch["token_type_ids"] = _pad(types, 0)
+    targets = [r.target for r in rows if isinstance(r.target, list)]
+    if targets:
+        batch["labels"] = _pad(targets, IGNORE)
+        start = config.decoder_start_token_id
+        batch["decoder_input_ids"] = _pad([[start, *ids[:-1]] for ids in targets], pad)
+    else:
+        numbers = isinstance(rows[0].target, tuple)
+        kind = torch.float32 if numbers else torch.int64
+        batch["labels"] = torch.tensor([r.target for r in rows], dtype=kind)
+    return batch
+
+
+def _collate_windows(rows: Sequence[Row]) -> TensorBatch:
+    return {
+        "input_ids": _pad([r.source[:-1] for r in rows], 0),
+        "attention_mask": _pad([[1] * (len(r.source) - 1) for r in rows], 0),
+        "labels": _pad([r.source[1:] for r in rows], IGNORE),
+    }
+
+
+def _pad(lists: Sequence[Sequence[int]], value: int) -> Tensor:
+    out = torch.full((len(lists), max(map(len, lists))), value, dtype=torch.int64)
+    for row, values in zip(out, lists, strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    return out
+
+
+def group_by_length(
+    rows: Sequence[Row], batch_size: int, tokens: int | None, shuffle: random.Random | None
+) -> list[list[int]]:
+    """Return batches of indices into `rows`; rows of similar length share one.
+
+    With `tokens`, a batch holds at most so many padded source plus target tokens (one row that is
+    longer stands alone). With `shuffle`, rows are sorted only within pools of 50 batches and the
+    order of the batches is random, so that every epoch meets other companions.
+    """
+    order = list(range(len(rows)))
+    pool = len(order)
+    if shuffle is not None:
+        shuffle.shuffle(order)
+        mean = sum(sum(r.tokens) for r in rows) / max(1, len(rows))
+        pool = 50 * (batch_size if tokens is None else max(1, int(tokens / mean)))
+    batches: list[list[int]] = []
+    for at in range(0, len(order), max(1, pool)):
+        batches += _cut(sorted(order[at : at + pool], key=lambda i: rows[i].tokens), rows, batch_size, tokens)
+    if shuffle is not None:
+        shuffle.shuffle(batches)
+    return batches
+
+
+def _cut(order: list[int], rows: Sequence[Row], batch_size: int, tokens: int | None) -> list[list[int]]:
+    if tokens is None:
+        return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    longest = (0, 0)
+    for i in order:
+        source, target = rows[i].tokens
+        wider = (max(longest[0], source), max(longest[1], target))
+        if batch and sum(wider) * (len(batch) + 1) > tokens:
+            batches.append(batch)
+            batch, wider = [], (source, target)
+        batch.append(i)
+        longest = wider
+    return [*batches, batch] if batch else batches
+
+
+def spread_out(count: int, wanted: int, seed: int) -> list[int]:
+    """Return `wanted` of the places 0 to `count` - 1 (all where there are fewer), rising.
+
+    One is drawn from each of `wanted` equal parts: a file whose rows are sorted is seen from end to end.
+    """
+    if wanted >= count:
+        return list(range(count))
+    draw = random.Random(seed)
+    return [draw.randrange(k * count // wanted, (k + 1) * count // wanted) for k in range(wanted)]
+
+
+def plan_batches(
+    rows: Sequence[Row], batch_size: int, tokens: int | None, *, epochs: float, steps: int | None, seed: int
+) -> list[list[int]]:
+    """Return every batch of a whole run, in order: `steps` of them, or `epochs` passes over `rows`."""
+    shuffle = random.Random(seed)
+    batches = group_by_length(rows, batch_size, tokens, shuffle)
+    wanted = steps if steps is not None else max(1, round(epochs * len(batches)))
+    while len(batches) < wanted:
+        batches += group_by_length(rows, batch_size, tokens, shuffle)
+    return batches[:wanted]

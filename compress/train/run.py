@@ -1,0 +1,99 @@
+"""What all training stages share: `train`, one call for the whole of it.
+
+The loop itself is `transformers.Trainer` (compress/train/loop.py); this module imports no torch,
+so that the table of stages is quick to read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smelt.compress.train.settings import LOSS, TrainingSettings
+from smelt.core.artifact import Artifact
+from smelt.core.data import Split
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+
+if TYPE_CHECKING:
+    from smelt.compress.train.data import Row
+    from smelt.compress.train.loop import Objective
+    from smelt.runtime.models.structure import Edit
+
+
+def train(
+    model: Any,
+    src: Artifact,
+    settings: TrainingSettings,
+    ctx: Context,
+    *,
+    objective: Objective | None = None,
+    edits: list[Edit] | None = None,
+    stage: str = "finetune",
+) -> None:
+    """Train `model` in place on `ctx.data["train"]`; afterwards it is float32, on the CPU, in eval mode.
+
+    Args:
+        model: a translation or classification model of transformers, its structure already edited.
+        src: where the tokenizer lies.
+        settings: length, batches, optimizer.
+        ctx: data, seed, progress; gets the facts (`train_loss`, `validation_loss`, `kept_step`,
+            `steps`, `precision`, `validations`) and the warnings (rows that were cut, a training that
+            gave nothing).
+        objective: what is minimised; cross-entropy with the labels unless given.
+        edits: the model's structure, with which a checkpoint is stored to be scored (`select`).
+        stage: the stage's word, for messages.
+
+    Raises:
+        InputError: no training rows, no validation rows to select by, or a label that the model does
+            not know.
+        RunError: the loss became infinite or not a number.
+    """
+    from smelt.compress.train.data import encode_split, spread_out
+    from smelt.compress.train.loop import label_objective, run_training
+    from smelt.compress.train.rounding import Rounding
+    from smelt.compress.train.score import CheckpointScore
+    from smelt.runtime.models.checkpoint import load_tokenizer
+
+    if "train" not in ctx.data:
+        raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
+    tokenizer = load_tokenizer(src.path)
+
+    def encode(split: Split, name: str) -> list[Row]:
+        return encode_split(
+            split, model.config, tokenizer, ctx, max_length=settings.max_length, what=f"{stage}: {name}"
+        )
+
+    rows = encode(ctx.data["train"], "train")
+    validation, score = None, None
+    if settings.evals and (split := ctx.data.get("validation")):
+        windows = ctx.task == "language-modeling"  # of one text, which is cut before any are chosen
+        if not windows:
+            split = split.some(spread_out(len(split), settings.validation_rows, ctx.seed))
+        validation = encode(split, "validation")
+        if windows:
+            validation = [
+                validation[i] for i in spread_out(len(validation), settings.validation_rows, ctx.seed)
+            ]
+        if settings.select != LOSS:
+            score = CheckpointScore(model, edits or [], src, split, settings, ctx)
+    elif settings.select != LOSS:
+        raise InputError(
+            f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
+            " FILE}."
+        )
+    rounding = Rounding(model, src.path) if settings.dtype == "keep" else None
+    run_training(
+        model,
+        rows,
+        validation,
+        objective=objective or label_objective(settings.label_smoothing),
+        settings=settings,
+        ctx=ctx,
+        score=score,
+        stage=stage,
+    )
+    if rounding is not None and rounding.before:
+        share = rounding.share()
+        ctx.facts["training"]["rounding"] = round(share, 5)
+        if warning := rounding.warning(share):
+            ctx.warnings.append(f"{stage}: {warning}")

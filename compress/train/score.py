@@ -1,0 +1,82 @@
+"""The score of a checkpoint in the middle of its training, found as that of a finished artifact is."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smelt.compress.quantize.through_codes import settled
+from smelt.compress.train.settings import TrainingSettings
+from smelt.core.artifact import Artifact, FileRecord, Manifest
+from smelt.core.data import Split
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import hash_of, sha256_of
+from smelt.core.stage import Context
+from smelt.runtime.models.checkpoint import save_model
+from smelt.runtime.models.structure import Edit
+
+
+class CheckpointScore:
+    """Scores `model` by the metric `settings.select` on `split`, through `ctx.score`.
+
+    The model is written as the stage will write it (codes decided, weights rounded as they are stored)
+    and read again by a runner, so that what is chosen is what is delivered.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        edits: list[Edit],
+        src: Artifact,
+        split: Split,
+        settings: TrainingSettings,
+        ctx: Context,
+    ) -> None:
+        self.model, self.edits, self.src, self.split = model, edits, src, split
+        self.settings, self.ctx = settings, ctx
+
+    def __call__(self) -> float:
+        """Return the score; higher is better.
+
+        Raises:
+            InputError: the metric is not one of those that the recipe scores.
+        """
+        with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space, _same_draws():
+            folder = Path(space)
+            with settled(self.model):
+                save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
+            scores = self.ctx.score(self._artifact(folder), self.split)
+        metric = self.settings.select
+        if metric not in scores:
+            known = ", ".join(scores)
+            raise InputError(
+                f"select: '{metric}' is not among the metrics that this recipe scores: {known}."
+                f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss."
+            )
+        return float(scores[metric])
+
+    def _artifact(self, folder: Path) -> Artifact:
+        files = {
+            path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
+            for path in sorted(folder.iterdir())
+        }
+        manifest = Manifest(
+            key=hash_of({name: record.sha256 for name, record in files.items()}),
+            format="torch",
+            task=self.ctx.task,
+            stage="checkpoint",
+            settings={},
+            seed=self.ctx.seed,
+            parent=self.src.key,
+            versions=dict(self.src.manifest.versions),
+            files=files,
+        )
+        return Artifact(folder, manifest)
+
+
+def _same_draws() -> Any:
+    """Return a context after which torch's random numbers go on as if nothing had been drawn in it."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))

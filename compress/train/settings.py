@@ -1,0 +1,80 @@
+"""The settings that all training stages share; no torch, so that the table of stages is quick to read."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from smelt.core.stage import Need, Settings, StoredDtype
+
+LOSS = "loss"  # what `select` says where no metric decides
+
+
+class TrainingSettings(Settings):
+    """Settings of every stage that trains.
+
+    Length is `epochs` (may be a fraction) unless `max_steps` is given. A batch is `batch_size` rows,
+    or as many rows as fit `tokens_per_batch` padded source plus target tokens. Rows of similar
+    length share a batch, because a CPU computes padding at full price.
+    """
+
+    epochs: float = Field(default=1.0, gt=0, description="passes over the training rows; may be a fraction")
+    max_steps: int | None = Field(default=None, ge=1, description="number of updates; wins over epochs")
+    learning_rate: float = Field(default=1e-4, gt=0, description="highest learning rate of AdamW")
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        default="linear", description="how the learning rate falls after the warm-up"
+    )
+    warmup: float = Field(default=0.06, ge=0, description="steps if 1 or more, else fraction of all steps")
+    batch_size: int = Field(default=32, ge=1, description="rows per update")
+    tokens_per_batch: int | None = Field(
+        default=None, ge=1, description="padded tokens (source and target) per update, instead of batch_size"
+    )
+    accumulate: int = Field(default=1, ge=1, description="batches per update, where memory is short")
+    weight_decay: float = Field(default=0.01, ge=0, description="not applied to biases and norms")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="weight of the uniform distribution")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
+    dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="instead of every dropout that the model has"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="auto: bf16 autocast where the processor multiplies bf16 natively"
+    )
+    max_length: int | None = Field(default=None, ge=2, description="texts are cut to so many tokens")
+    evals: int = Field(
+        default=4,
+        ge=0,
+        description="validations after the first, which comes before training; the best checkpoint is kept"
+        " (0: none, the last is kept)",
+    )
+    validation_rows: int = Field(
+        default=1000,
+        ge=1,
+        description="at most so many rows (or windows) of the validation data, spread over it",
+    )
+    select: str = Field(
+        default=LOSS,
+        description="what the best checkpoint is best in: loss, or a metric of score.quality, for which each"
+        " validation generates or classifies the validation rows",
+    )
+    ema: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average that replaces the weights",
+    )
+    dtype: StoredDtype = "keep"
+    report_to: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
+        default=[], description="experiment trackers that the loss is sent to"
+    )
+
+    @model_validator(mode="after")
+    def _selects(self) -> Self:
+        if self.select != LOSS and not self.evals:
+            raise ValueError(f"select: {self.select[:60]} chooses among validations; evals must be above 0")
+        return self
+
+
+def training_needs(settings: TrainingSettings) -> frozenset[Need]:
+    """Return what a stage that trains needs: rows to learn from; where a metric chooses, some to score."""
+    return frozenset({"train"} if settings.select == LOSS else {"train", "validation"})

@@ -1,0 +1,168 @@
+"""A model's attention modules, and what stands in for their forward while a graph is traced.
+
+Queries, keys and values of the same input come from one packed product; what follows is in attention.py.
+transformers' AttentionInterface takes over only after the three products and their transposes, which is too
+late for both. What the parts are called says the model's family. Head counts come from the modules: after
+pruning they differ between layers.
+
+A bias by distance (T5's) is found in torch by counting logarithmic buckets. All distances beyond a farthest
+one share a bucket, so that a table over them holds all there is: in the graph only a subtraction, a Clip and
+a Gather remain of it.
+
+Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.core.errors import InputError
+from smelt.export.graphs.attention import Pack, Scope, attention, step_attention
+from smelt.families.family import Attention, Family
+from smelt.families.registry import family_of
+from smelt.families.walk import blocks_of
+from smelt.runtime.layers.emit_causal import Heads
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """An attention module of a model; `parts` are the names that its parts have in the model."""
+
+    module: Any
+    parts: Attention
+    family: Family
+
+    def part(self, name: str) -> Any:
+        """Return the product called `name` in the model; None where the module itself does not compute it."""
+        inside = f"{self.parts.name}."
+        return self.module.get_submodule(name.removeprefix(inside)) if name.startswith(inside) else None
+
+    @property
+    def heads(self) -> Heads:
+        """The heads that it has now."""
+        width = int(getattr(self.module, self.parts.width))
+        scale = float(getattr(self.module, self.parts.scale)) if self.parts.scale else 1.0
+        if self.parts.heads is not None:
+            count = int(getattr(self.module, self.parts.heads))
+            return Heads(count, count, width, scale)
+        queries, keys = (int(self.part(n).out_features) // width for n in (self.parts.query, self.parts.key))
+        return Heads(queries, keys, width, scale)
+
+
+def attention_modules(
+    model: Any, stack: str | None = None, cross: bool | None = None
+) -> list[AttentionModule]:
+    """Return the attention modules of `model` in order.
+
+    Args:
+        model: a model of a family that smelt knows.
+        stack: only those of this stack (`encoder_layers`, `decoder_layers`).
+        cross: only those that look at the encoder, or only those that do not.
+
+    Raises:
+        InputError: another family.
+    """
+    family = family_of(model)
+    if family is None:
+        raise InputError(
+            f"{type(model).__name__}: no attention module that the onnx stage knows how to export."
+        )
+    return [
+        AttentionModule(model.get_submodule(parts.name), parts, family)
+        for block in blocks_of(model)
+        if stack in (None, block.stack.name)
+        for parts in block.attentions
+        if cross in (None, parts.cross)
+    ]
+
+
+def pack_projections(one: AttentionModule) -> None:
+    """Give an attention module its packed product of queries, keys and values, and its bias, once."""
+    module, parts = one.module, one.parts
+    if parts.relative and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
+        found = one.family.relative_bias().by_distance(module)
+        if found is not None:
+            module.bias_by_distance = nn.Buffer(found[0], persistent=False)
+    if not hasattr(module, "pack") and not parts.packed:
+        module.pack = Pack([one.part(name) for name in (parts.query, parts.key, parts.value)])
+
+
+@contextmanager
+def graph_attention(modules: Sequence[AttentionModule], scope: Scope) -> Iterator[None]:
+    """Let these attention modules compute as the graph should, within the block."""
+    for one in modules:
+        pack_projections(one)
+        forward = _attend_by_distance if one.parts.relative == "handed_on" else _attend
+        one.module.forward = partial(forward, one, scope)
+    try:
+        yield
+    finally:
+        for one in modules:
+            del one.module.forward
+
+
+def _attend(
+    one: AttentionModule, scope: Scope, hidden_states: Tensor,
+    *unused: Any, key_value_states: Tensor | None = None, **also_unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Stand in for the forward of an attention module; masks and caches come from `scope`."""
+    if key_value_states is not None:
+        return _crossed(one, scope, hidden_states), None
+    return _attended(one, scope, one.module.pack(hidden_states), None), None
+
+
+def _attend_by_distance(
+    one: AttentionModule, scope: Scope, hidden_states: Tensor,
+    *unused: Any, key_value_states: Tensor | None = None, position_bias: Tensor | None = None,
+    **also_unused: Any,
+) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
+    """Stand in for the forward of an attention module that hands on its bias."""
+    if key_value_states is not None:
+        return _crossed(one, scope, hidden_states), None, None
+    packed = one.module.pack(hidden_states)
+    if position_bias is None:
+        length = hidden_states.shape[1]
+        past = 0 if scope.past is None else scope.past[one.module.layer_idx][0].shape[2]
+        position_bias = _bias(one.module.bias_by_distance, length, past + length)
+    return _attended(one, scope, packed, position_bias), position_bias, None
+
+
+def _crossed(one: AttentionModule, scope: Scope, hidden_states: Tensor) -> Tensor:
+    assert scope.cross is not None
+    key, value = scope.cross[one.module.layer_idx]
+    query, heads = one.part(one.parts.query)(hidden_states), one.heads
+    return _out(one, attention(query, key, value, scope.mask, heads.queries, heads.scale))
+
+
+def _attended(one: AttentionModule, scope: Scope, packed: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+    query, key, value = packed
+    heads = one.heads
+    if scope.past is None:
+        return _out(one, attention(query, key, value, scope.mask, heads.queries, heads.scale, bias))
+    place = one.module.layer_idx
+    found, *present = step_attention(query, key, value, scope.past[place], heads.queries, heads.scale, bias)
+    scope.present[place] = (present[0], present[1])
+    return _out(one, found)
+
+
+def _out(one: AttentionModule, found: Tensor) -> Tensor:
+    out = one.part(one.parts.out)
+    result: Tensor = found if out is None else out(found)
+    return result
+
+
+def _bias(by_distance: Tensor, length: int, total: int) -> Tensor:
+    """Return the bias [1, H, S, T] of the last `length` of `total` positions."""
+    heads, farthest = by_distance.shape[0], by_distance.shape[1] // 2
+    keys = torch.arange(total)
+    distances = keys[None, :] - keys[total - length :, None]
+    places = distances.clamp(-farthest, farthest) + farthest
+    values: Tensor = by_distance.index_select(1, places.flatten())
+    return values.reshape(1, heads, length, total)

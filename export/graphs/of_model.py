@@ -1,0 +1,136 @@
+"""The graphs that a model leaves as, and their export.
+
+Seq2seq models leave as `encoder_model`, which also computes the keys and values of cross-attention
+(once for a sentence, not at each step), and `decoder_with_past_model`, which takes one token.
+Classifiers and decoder-only language models leave as `model`. File and tensor names are Optimum's.
+
+Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from smelt.core.errors import InputError, RunError
+from smelt.core.memory import uncollected
+from smelt.export.graphs.attention import Scope
+from smelt.export.graphs.attention_modules import attention_modules, graph_attention, pack_projections
+from smelt.export.graphs.decoder_only import causal_graph
+from smelt.export.graphs.graph import Graph
+from smelt.export.graphs.seq2seq import seq2seq_graphs
+from smelt.families.registry import BY_TASK, family_of
+from smelt.runtime.causal import KEEP, is_causal
+from smelt.runtime.layers import emit
+from smelt.runtime.layers.quantized import AnyLinear, QuantizedEmbedding
+from smelt.runtime.layers.quantized_int4 import Int4Embedding
+from smelt.runtime.predict import takes_types
+
+_ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none
+
+
+class Classifier(nn.Module):
+    """input_ids, attention_mask (BERT: and token_type_ids) [B, L] -> logits float32 [B, C]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.scope = model, Scope()
+        self.attentions = attention_modules(model)
+        self.types = self.attentions[0].family.token_types
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits."""
+        self.scope.mask = attention_mask
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        if self.types == "zero":
+            # all tokens have type 0: one row that is added to all of them, instead of a gather for each
+            types = {"token_type_ids": input_ids.new_zeros(1, 1)}
+        with graph_attention(self.attentions, self.scope):
+            logits = self.model(input_ids, attention_mask=attention_mask, **types).logits
+        out: Tensor = logits.float()
+        return out
+
+
+def graphs_of(model: Any) -> list[Graph]:
+    """Return the graphs of `model`, with small example inputs.
+
+    Raises:
+        InputError: a family of models that this stage does not know.
+    """
+    for module in model.modules():  # T5's stacks have configs of their own
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = _ATTENTION
+    family = family_of(model)
+    kind = family.kind if family else None
+    if kind == "seq2seq" and model.can_generate():
+        return seq2seq_graphs(model)
+    if is_causal(model.config.to_dict()):
+        return [Graph("model", *causal_graph(model), optional={KEEP: 0})]
+    if kind == "encoder" and type(model).__name__.endswith("ForSequenceClassification"):
+        return [_classifier(model)]
+    known = "; ".join(f"for {task} {', '.join(names)}" for task, names in BY_TASK.items())
+    raise InputError(f"a {type(model).__name__} cannot be exported to ONNX yet. Known: {known}.")
+
+
+def _classifier(model: Any) -> Graph:
+    names = ["input_ids", "attention_mask"]
+    if takes_types(model.config.to_dict()):
+        names.append("token_type_ids")
+    # three tensors, not one three times: torch.export takes the same object for the same input
+    ids = tuple(torch.ones(2, 7, dtype=torch.int64) for _ in names)
+    axes = ({0: "batch", 1: "length"},) * len(names)
+    return Graph("model", Classifier(model), ids, names, ["logits"], axes)
+
+
+def _prepare(graph: Graph) -> None:
+    """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
+    graph.module.eval()
+    for one in graph.module.attentions:
+        pack_projections(one)
+    for module in graph.module.modules():
+        if isinstance(module, AnyLinear | Int4Embedding):
+            module.matrix.prepare_export()
+        elif isinstance(module, QuantizedEmbedding):
+            module.matrix.prepare_lookup()
+
+
+def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
+    """Trace `graph`; return it as an onnx.ModelProto that holds its weights.
+
+    Raises:
+        RunError: torch's exporter failed.
+    """
+    _prepare(graph)
+    try:
+        # tracing makes millions of objects that live on: looking through them took 22 % of the time
+        with uncollected(), emit.exporting_to(target), torch.no_grad(), warnings.catch_warnings():
+            # torch warns of its own deprecated calls, of shared axes, and that torchvision is not there
+            warnings.simplefilter("ignore")
+            logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+            program = torch.onnx.export(
+                graph.module, graph.inputs, None, dynamo=True, opset_version=opset, verbose=False,
+                input_names=graph.input_names, output_names=graph.output_names, dynamic_shapes=graph.axes,
+                optimize=True,
+            )  # fmt: skip
+        assert program is not None
+        model = program.model_proto
+        _name_kept(model.graph)
+        return model
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
+        raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
+
+
+def _name_kept(graph: Any) -> None:
+    """Name the dimension of logits that an input decides; torch calls it u0."""
+    for value in (*graph.output, *graph.value_info):
+        for dimension in value.type.tensor_type.shape.dim:
+            if re.fullmatch(r"u\d+", dimension.dim_param):
+                dimension.dim_param = "num_logits"

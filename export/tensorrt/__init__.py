@@ -1,0 +1,1 @@
+"""From an ONNX graph to a TensorRT engine: what is refused first, sizes, building, messages."""

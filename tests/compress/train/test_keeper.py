@@ -1,0 +1,124 @@
+"""Which weights come out of a training: those of the best validation, the ones that went in among them."""
+
+import math
+
+import pytest
+import tiny
+import torch
+
+from smelt.compress.finetune import FinetuneSettings
+from smelt.compress.train import loop as training_loop
+from smelt.compress.train.data import Row
+from smelt.compress.train.keeper import Keeper, Validation
+from smelt.compress.train.loop import label_objective, run_training
+from smelt.core.stage import Context
+from smelt.runtime.models.checkpoint import load_model
+
+ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load_model(tiny.bert(tmp_path / "model"))[0]
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def run(model, tmp_path, monkeypatch, losses, scores=None, **settings):
+    """Train with validations that find `losses`; return facts, warnings and the weights at each of them."""
+    seen, left = [], list(losses)
+
+    def mean_loss(m, batches, objective, precision, device):
+        seen.append(weights(m))
+        return left.pop(0)
+
+    monkeypatch.setattr(training_loop, "mean_loss", mean_loss)
+    out = tmp_path / "work" / "out"
+    out.mkdir(parents=True)
+    ctx = Context(out=out, task="text-classification", data={}, seed=0, ancestors={}, score=lambda a: {})
+    values = iter(scores or ())
+    chosen = FinetuneSettings(
+        **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "evals": 4}
+        | {"warmup": 0, "schedule": "constant"}
+        | settings
+    )
+    run_training(
+        model, ROWS, ROWS, objective=label_objective(), settings=chosen, ctx=ctx, stage="distill",
+        score=(lambda: next(values)) if scores else None,
+    )  # fmt: skip
+    assert left == []
+    return ctx.facts["training"], ctx.warnings, seen
+
+
+def test_the_weights_of_the_best_validation_come_out(model, tmp_path, monkeypatch):
+    facts, warnings, seen = run(model, tmp_path, monkeypatch, [3.0, 2.0, 1.0, 1.5, 2.5])
+    assert not any(same(seen[at], seen[at + 1]) for at in range(4)), "the weights did not move"
+    assert same(weights(model), seen[2])
+    assert (facts["kept_step"], facts["validation_loss"], warnings) == (2, 1.0, [])
+    assert facts["validations"] == [
+        {"step": step, "loss": loss} for step, loss in enumerate([3.0, 2.0, 1.0, 1.5, 2.5])
+    ]
+
+
+def test_a_training_that_makes_it_worse_gives_back_what_it_got_and_says_so(model, tmp_path, monkeypatch):
+    before = weights(model)
+    facts, warnings, seen = run(model, tmp_path, monkeypatch, [1.0, 1.5, 1.25, 2.0, 3.0])
+    assert not same(seen[-1], before)
+    assert same(weights(model), before)
+    assert (facts["kept_step"], facts["validation_loss"]) == (0, 1.0)
+    (warning,) = warnings
+    assert warning.startswith(
+        "distill: the training did not make the model better: the validation loss was 1 before it and 1.25 at"
+        " best afterwards (step 2); the weights are those from before."
+    )
+
+
+def test_without_validations_the_last_weights_come_out(model, tmp_path, monkeypatch):
+    facts, warnings, _ = run(model, tmp_path, monkeypatch, [], evals=0)
+    assert (facts["kept_step"], facts["validation_loss"], facts["validations"], warnings) == (4, None, [], [])
+
+
+def test_a_score_decides_before_the_loss_and_equal_scores_by_it(model, tmp_path, monkeypatch):
+    losses, scores = [0.1, 2.0, 3.0, 1.5, 0.5], [50.0, 80.0, 70.0, 80.0, 60.0]
+    facts, warnings, seen = run(model, tmp_path, monkeypatch, losses, scores, select="accuracy")
+    assert same(weights(model), seen[3])
+    assert (facts["kept_step"], facts["validation_loss"], warnings) == (3, 1.5, [])
+    assert facts["validations"][1] == {"step": 1, "loss": 2.0, "score": 80.0}
+
+
+def test_the_warning_names_the_metric_that_decided(model, tmp_path, monkeypatch):
+    scores = [50.0, 40.0, 45.0, 30.0, 20.0]
+    _, (warning,), _ = run(model, tmp_path, monkeypatch, [5.0, 4.0, 3.0, 2.0, 1.0], scores, select="f1")
+    assert "the validation f1 was 50 before it and 45 at best afterwards (step 2)" in warning
+
+
+def test_the_averaged_weights_are_what_is_validated_and_kept(model, tmp_path, monkeypatch):
+    before = weights(model)
+    _, _, seen = run(model, tmp_path, monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], ema=0.5, dropout=0.0)
+    assert same(seen[0], before)
+    assert same(weights(model), seen[3])
+    plain, _ = load_model(tmp_path / "model")
+    _, _, unaveraged = run(plain, tmp_path / "plain", monkeypatch, [4.0, 3.0, 2.0, 1.0, 5.0], dropout=0.0)
+    assert same(seen[1], unaveraged[1])  # the average begins with the first update
+    assert not same(seen[3], unaveraged[3])
+
+
+def test_a_loss_that_is_no_number_is_never_the_best():
+    assert not Validation(0, math.nan).beats(None)
+    assert Validation(1, 2.0).beats(None)
+    assert not Validation(2, math.nan).beats(Validation(1, 2.0))
+
+
+def test_the_last_good_weights_may_be_those_that_came(model):
+    keeper = Keeper(model, None, lambda *args: None)
+    assert "No validation had been done before" in keeper.last_good()
+    keeper.best = Validation(0, 0.5)
+    assert keeper.last_good() == "No checkpoint was better than the model as it came (validation loss 0.500)."
+    keeper.best = Validation(7, 0.5)
+    assert "step 7 (validation loss 0.500); max_steps: 7 would end there" in keeper.last_good()

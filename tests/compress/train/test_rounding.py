@@ -1,0 +1,79 @@
+"""How much of a training is lost when its weights are stored in 16 bits again."""
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.through_codes import load_trainable
+from smelt.compress.train.rounding import Rounding
+from smelt.core.data import Example, Split
+from smelt.core.stage import Context
+from smelt.runtime.models.checkpoint import load_model
+
+TASK = "text-classification"
+ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
+
+
+def half(folder, dtype=torch.float16):
+    path = tiny.bert(folder) / "model.safetensors"
+    save_file({n: t.to(dtype) for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_share_is_that_of_the_norms(tmp_path, dtype):
+    folder = half(tmp_path / "model", dtype)
+    model, _ = load_model(folder)
+    watch = Rounding(model, folder)
+    assert watch.share() == 0.0
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-4 * torch.randn_like(parameter))
+    now = {n: p.detach().clone() for n, p in model.named_parameters()}
+    rounded = sum(float((p.to(dtype).float() - p).square().sum()) for p in now.values())
+    changed = sum(float((p - start[n]).square().sum()) for n, p in now.items())
+    assert watch.share() == pytest.approx((rounded / changed) ** 0.5, rel=1e-3)
+    assert rounded > 0
+
+
+def test_weights_behind_codes_are_stored_as_codes_and_not_watched(tmp_path):
+    source = tiny.artifact(half(tmp_path / "model"), TASK)
+    (tmp_path / "q").mkdir()
+    ctx = Context(out=tmp_path / "q", task=TASK, data={}, seed=0, ancestors={}, score=lambda a: {})
+    Quantize()(source, QuantizeSettings(scheme="int4", group_size=16, skip=["classifier"]), ctx)
+    model, _ = load_trainable(tiny.artifact(ctx.out, TASK), ctx)
+    watched = set(Rounding(model, ctx.out).before)
+    floats = {n for n, t in load_file(ctx.out / "model.safetensors").items() if t.dtype == torch.float16}
+    assert watched == {n for n in floats if not n.endswith(".scales")}
+    assert {"classifier.weight", "bert.pooler.dense.bias"} <= watched
+    assert "bert.pooler.dense.weight" in dict(model.named_parameters())
+
+
+def test_a_model_of_32_bits_is_not_watched(tmp_path):
+    folder = tiny.bert(tmp_path / "model")
+    assert Rounding(load_model(folder)[0], folder).before == {}
+
+
+@pytest.mark.parametrize(
+    ("rate", "dtype", "warns"), [(1e-7, "keep", 1), (1e-2, "keep", 0), (1e-7, "fp32", 0)]
+)
+def test_a_training_that_rounding_undoes_is_told(tmp_path, rate, dtype, warns):
+    folder = half(tmp_path / "model")
+    out = tmp_path / "work" / "out"
+    out.mkdir(parents=True)
+    ctx = Context(out=out, task=TASK, data={"train": ROWS}, seed=0, ancestors={}, score=lambda a: {})
+    settings = FinetuneSettings(max_steps=2, learning_rate=rate, precision="fp32", warmup=0, dtype=dtype)
+    Finetune()(tiny.artifact(folder, TASK), settings, ctx)
+    told = [w for w in ctx.warnings if w.startswith("finetune: storing 16 bits a weight")]
+    assert len(told) == warns
+    assert all("dtype: fp32 keeps all of it" in w for w in told)
+    before, after = (load_file(f / "model.safetensors") for f in (folder, ctx.out))
+    unchanged = sum(int((before[n].float() == after[n].float()).sum()) for n in before)
+    share = unchanged / sum(t.numel() for t in before.values())
+    assert share > 0.9 if warns else share < 0.5
+    assert ("rounding" in ctx.facts["training"]) == (dtype == "keep")

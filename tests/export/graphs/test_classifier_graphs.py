@@ -1,0 +1,82 @@
+"""DistilBERT and RoBERTa as graphs, whole and cut, against torch; BERT's own tests are beside this one."""
+
+import classifiers
+import numpy as np
+import onnxruntime
+import pytest
+import tiny
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.stage import Context
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.tensorrt.preflight import load_graph, preflight
+from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
+from smelt.runtime.backends.onnx_runner import OnnxRunner
+from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.predict import class_logits
+
+TASK = "text-classification"
+
+
+def step(folder, name, stage, settings, source):
+    out = folder / name
+    out.mkdir()
+    split = read_split("data.jsonl", TASK, Columns(), folder)
+    ctx = Context(out, TASK, {"train": split}, 0, {"model": source}, lambda artifact: {}, threads=1)
+    stage()(source, settings, ctx)
+    return tiny.artifact(out, TASK, **ctx.facts), ctx
+
+
+@pytest.fixture(scope="module", params=["distilbert", "roberta"])
+def small(request, tmp_path_factory):
+    """A pruned and factorized model: other head counts than the config says, and pairs of thin layers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    classifiers.MAKERS[request.param](folder / "m", labels=3, id2label=dict(enumerate(classifiers.NAMES)))
+    classifiers.labelled(folder / "data.jsonl", "single_label_classification", pairs=True)
+    source = tiny.artifact(folder / "m", TASK)
+    settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
+    pruned, _ = step(folder, "pruned", Prune, settings, source)
+    thin, _ = step(folder, "thin", Factorize, FactorizeSettings(rank=6, include=["*.0.*"]), pruned)
+    return folder, thin
+
+
+def logits(runner):
+    pairs = [Example(a, text_pair=b) for a, b in zip(tiny.SENTENCES, tiny.SENTENCES[::-1], strict=True)]
+    return class_logits(runner, [*pairs, Example("she sings a song")], batch_size=4)
+
+
+def test_the_graph_has_the_inputs_of_the_model_and_computes_the_same(small):
+    folder, thin = small
+    out, ctx = step(folder, "fp32", Onnx, OnnxSettings(), thin)
+    session = onnxruntime.InferenceSession(out.path / "model.onnx")
+    assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
+    assert "MultiHeadAttention" in ctx.facts["graphs"]["model"]["operators"]
+    with TorchRunner(thin) as torch_runner, OnnxRunner.over(out.path, "ort-cpu", 1) as runner:
+        expected = logits(torch_runner)
+        assert np.abs(logits(runner) - expected).max() < 1e-4 * expected.std()
+        longest = [Example(" ".join(tiny.SENTENCES * 2))]  # as many tokens as there are positions
+        assert np.allclose(class_logits(runner, longest), class_logits(torch_runner, longest), atol=1e-4)
+
+
+def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
+    """RoBERTa's table has 66 rows for 64 tokens; a longer profile would read beyond it without a word."""
+    folder, thin = small
+    text = " ".join(tiny.SENTENCES * 3)
+    ctx = Context(folder, TASK, {"train": Split("x", (Example(text, label=0),))}, 0, {}, lambda artifact: {})
+    ranges, limit = dimension_ranges(thin.path, TensorrtSettings(), ctx)
+    assert limit == ranges["input"].max == (64 if folder.name.startswith("roberta") else 32)
+
+
+def test_the_graph_of_roberta_for_tensorrt_passes_the_preflight(tmp_path):
+    """Its positions are summed up from the ids, with operators that no other family has."""
+    classifiers.roberta(tmp_path / "m")
+    classifiers.labelled(tmp_path / "data.jsonl", "regression", pairs=True)
+    source = tiny.artifact(tmp_path / "m", TASK)
+    out, ctx = step(tmp_path, "out", Onnx, OnnxSettings(target="tensorrt", dtype="fp16"), source)
+    path = out.path / "model.onnx"
+    assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
+    ranges, limit = dimension_ranges(out.path, TensorrtSettings(), ctx)
+    [shapes] = plan_graphs(out.path, ranges, limit, []).values()
+    assert set(shapes) == {"input_ids", "attention_mask"}

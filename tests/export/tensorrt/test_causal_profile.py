@@ -1,0 +1,70 @@
+"""Sizes that an engine of a decoder-only graph is built for."""
+
+import json
+
+import causal
+import pytest
+
+from smelt.core.data import Columns, read_split
+from smelt.core.stage import Context
+from smelt.export.tensorrt.preflight import check_profile
+from smelt.export.tensorrt.profile import causal_ranges, shapes_of
+from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, longest_output
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "limit"), [(32, 16, 64), (64, 128, 64), (1, 1, 2), (512, 128, 10**6)]
+)
+def test_ranges_agree_with_each_other_and_with_the_positions(prompt, new, limit):
+    found = causal_ranges(prompt, new, limit)
+    fed, past, total = found["input"], found["past"], found["total"]
+    assert fed.opt + past.opt == total.opt
+    assert (fed.min, past.min, total.min) == (1, 0, 1)
+    assert total.max == fed.max + past.max  # TensorRT warns where the maxima do not add up
+    assert past.max + 1 == max(2, min(limit, fed.max + new))
+
+
+def _graph(places):
+    from onnx import TensorProto, helper
+
+    shapes = {
+        "input_ids": ["batch", "sequence_length"],
+        "attention_mask": ["batch", "total_sequence_length"],
+        "past_key_values.0.key": ["batch", 2, "past_sequence_length", 16],
+    }
+    inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, shape) for n, shape in shapes.items()]
+    return helper.make_model(helper.make_graph([], "g", inputs, []))
+
+
+def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
+    folder = causal.model(tmp_path / "m", "gpt2")
+    causal.lines(folder / "t.txt", 1)
+    data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
+    ctx = Context(out=tmp_path, task="language-modeling", data=data, seed=0, ancestors={}, score=lambda a: {})
+    ranges, limit = dimension_ranges(folder, TensorrtSettings(max_batch_size=4), ctx)
+    assert limit == json.loads((folder / "config.json").read_text())["n_positions"] == 64
+    model = _graph(limit)
+    shapes = shapes_of(model, ranges, "model.onnx")
+    assert shapes["input_ids"] == ((1, 1), (1, 1), (4, 64))
+    assert shapes["attention_mask"] == ((1, 1), (1, 32), (4, 127))
+    assert shapes["past_key_values.0.key"] == ((1, 2, 0, 16), (1, 2, 31, 16), (4, 2, 63, 16))
+    assert check_profile(model, shapes, limit) == []
+    given = TensorrtSettings(lengths={"opt": 8, "max": 16}, max_new_tokens=8)
+    assert dimension_ranges(folder, given, ctx)[0]["past"].max == 23
+
+
+@pytest.mark.parametrize(
+    ("task", "own", "longest"),
+    [
+        ("translation", {}, 128),
+        ("translation", {"max_length": 512}, 511),  # the start token counts
+        ("translation", {"max_length": 512, "max_new_tokens": 20}, 20),
+        ("language-modeling", {"max_length": 50}, 128),  # of a prompt of 50 tokens or more
+        ("language-modeling", {"max_length": 512}, 511),
+        ("language-modeling", {"max_new_tokens": 20}, 20),
+    ],
+)
+def test_longest_output_is_what_the_models_generation_config_says(tmp_path, task, own, longest):
+    (tmp_path / "config.json").write_text('{"max_length": 7}')
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    assert longest_output(tmp_path, task) == longest

@@ -1,0 +1,223 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.core.errors import RunError
+from smelt.export.tensorrt.preflight import check_profile, load_graph, preflight
+from smelt.export.tensorrt.profile import Range, input_range, past_range, shapes_of
+
+FLOAT, HALF, INT8, UINT8, INT32 = (
+    TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32,
+)  # fmt: skip
+
+
+def graph(
+    nodes: list[Any], weights: dict[str, Any], opset: int = 21, kind: int = FLOAT, domain: str = ""
+) -> Any:
+    x = helper.make_tensor_value_info("x", kind, ["batch", 4])
+    y = helper.make_tensor_value_info("y", kind, None)
+    tensors = [numpy_helper.from_array(np.asarray(v), n) for n, v in weights.items()]
+    opsets = [helper.make_opsetid("", opset)] + ([helper.make_opsetid(domain, 1)] if domain else [])
+    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], tensors), opset_imports=opsets)
+
+
+def matmul(name: str = "dense", weight: str = "w") -> Any:
+    return helper.make_node("MatMul", ["x", weight], ["y"], name=name)
+
+
+def check(model: Any, folder: Path) -> tuple[list[str], list[str]]:
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    found = preflight(load_graph(path), path)
+    return [p.text for p in found if p.severity == "error"], [
+        p.text for p in found if p.severity == "warning"
+    ]
+
+
+W = np.ones((4, 4), np.float32)
+
+
+def test_a_plain_graph_passes(tmp_path: Path) -> None:
+    assert check(graph([matmul()], {"w": W}), tmp_path) == ([], [])
+    assert check(graph([matmul()], {"w": W.astype(np.float16)}, kind=HALF), tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize(("opset", "passes"), [(8, False), (9, True), (25, True), (26, False)])
+def test_opset_outside_of_9_to_25_is_refused(tmp_path: Path, opset: int, passes: bool) -> None:
+    errors, _ = check(graph([matmul()], {"w": W}, opset), tmp_path)
+    assert (errors == []) is passes
+    if not passes:
+        assert f"opset {opset}; TensorRT 11 takes 9 to 25" in errors[0]
+
+
+def test_operators_of_other_runtimes_are_refused_by_name(tmp_path: Path) -> None:
+    node = helper.make_node("FusedMatMul", ["x", "w"], ["y"], name="fused", domain="com.microsoft")
+    (error,) = check(graph([node], {"w": W}, domain="com.microsoft"), tmp_path)[0]
+    assert "model.onnx: node 'fused': com.microsoft::FusedMatMul is an operator of another runtime" in error
+    assert "onnx: {target: tensorrt}" in error
+
+
+def test_dynamic_int8_is_refused(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], name="dynamic"),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], name="back"),
+    ]
+    errors, _ = check(graph(nodes, {}), tmp_path)
+    assert any("node 'dynamic': DynamicQuantizeLinear" in e for e in errors)
+    assert any("node 'back'" in e and "uint8 codes" in e for e in errors)
+
+
+def test_two_types_in_one_operator_are_refused(tmp_path: Path) -> None:
+    (error,) = check(graph([matmul()], {"w": W.astype(np.float16)}), tmp_path)[0]
+    assert "node 'dense' (MatMul)" in error
+    assert "float ('x')" in error
+    assert "float16 ('w')" in error
+    cast = helper.make_node("Cast", ["w16"], ["w"], to=FLOAT)
+    assert check(graph([cast, matmul()], {"w16": W.astype(np.float16)}), tmp_path)[0] == []
+
+
+def pair(zero: Any, scale: float = 0.1) -> Any:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], name="q"),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"], name="dq"),
+        helper.make_node("MatMul", ["d", "w"], ["y"], name="dense"),
+    ]
+    return graph(nodes, {"s": np.float32(scale), "z": zero, "w": W})
+
+
+def test_symmetric_int8_pairs_pass(tmp_path: Path) -> None:
+    assert check(pair(np.int8(0)), tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (pair(np.int8(3)), "a zero point that is not 0"),
+        (pair(np.uint8(0)), "uint8 codes"),
+        (pair(np.int8(0), scale=0.0), "a scale that is not positive"),
+    ],
+)
+def test_other_pairs_are_refused_at_both_ends(tmp_path: Path, model: Any, words: str) -> None:
+    errors, _ = check(model, tmp_path)
+    assert [e for e in errors if words in e and "'q'" in e]
+    assert [e for e in errors if words in e and "'dq'" in e]
+
+
+def test_quantize_without_a_zero_point_gives_uint8_unless_it_says_otherwise(tmp_path: Path) -> None:
+    def model(**attributes: int) -> Any:
+        nodes = [
+            helper.make_node("QuantizeLinear", ["x", "s"], ["q"], name="q", **attributes),
+            helper.make_node("DequantizeLinear", ["q", "s"], ["y"], name="dq"),
+        ]
+        return graph(nodes, {"s": np.float32(0.1)})
+
+    assert any("uint8" in e for e in check(model(), tmp_path)[0])
+    assert check(model(output_dtype=INT8), tmp_path)[0] == []
+
+
+def test_quantized_bias_is_refused(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DequantizeLinear", ["b8", "s"], ["b"], name="bias"),
+        helper.make_node("Add", ["x", "b"], ["y"]),
+    ]
+    (error,) = check(graph(nodes, {"b8": np.ones(4, np.int32), "s": np.float32(0.1)}), tmp_path)[0]
+    assert "node 'bias'" in error
+    assert "a quantized bias (int32)" in error
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_overflowed_constant_is_refused(tmp_path: Path, value: float) -> None:
+    weight = W.astype(np.float16)
+    weight[1, 2] = value
+    (error,) = check(graph([matmul()], {"w": weight}, kind=HALF), tmp_path)[0]
+    assert "the constant 'w' (float16) holds 1 infinite or undefined numbers" in error
+
+
+def test_mask_with_minus_infinity_is_only_a_warning(tmp_path: Path) -> None:
+    node = helper.make_node("Add", ["x", "mask"], ["y"])
+    errors, warnings = check(graph([node], {"mask": np.array([0, -np.inf, 0, 0], np.float32)}), tmp_path)
+    assert errors == []
+    assert "'mask'" in warnings[0]
+
+
+def test_missing_external_weights_and_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        graph([matmul()], {"w": W}),
+        path,
+        save_as_external_data=True,
+        location="model.onnx.data",
+        size_threshold=0,
+    )
+    assert preflight(load_graph(path), path) == []
+    (tmp_path / "model.onnx.data").unlink()
+    (problem,) = preflight(load_graph(path), path)
+    assert "the weights of 'w' should lie in" in problem.text
+    path.write_bytes(b"\xff\xff\xff")
+    with pytest.raises(RunError, match="not an ONNX file"):
+        load_graph(path)
+
+
+def decoder() -> Any:
+    inputs = [
+        helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", 1]),
+        helper.make_tensor_value_info(
+            "encoder_attention_mask", TensorProto.INT64, ["batch", "encoder_length"]
+        ),
+        helper.make_tensor_value_info(
+            "past_key_values.0.decoder.key", FLOAT, ["batch", 2, "past_length", 16]
+        ),
+        helper.make_tensor_value_info(
+            "past_key_values.0.encoder.key", FLOAT, ["batch", 2, "encoder_length", 16]
+        ),
+    ]
+    return helper.make_model(helper.make_graph([], "g", inputs, []))
+
+
+RANGES = {"batch": Range(1, 1, 8), "input": Range(1, 14, 32), "past": Range(0, 7, 127)}
+
+
+def test_shapes_follow_the_names_of_dimensions() -> None:
+    shapes = shapes_of(decoder(), RANGES, "decoder")
+    assert shapes["input_ids"] == ((1, 1), (1, 1), (8, 1))
+    assert shapes["encoder_attention_mask"] == ((1, 1), (1, 14), (8, 32))
+    assert shapes["past_key_values.0.decoder.key"] == ((1, 2, 0, 16), (1, 2, 7, 16), (8, 2, 127, 16))
+    assert check_profile(decoder(), shapes, 128) == []
+
+
+def test_a_dimension_without_a_known_name_is_refused() -> None:
+    model = decoder()
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "encoder_lenght"
+    with pytest.raises(RunError, match="Did you mean 'encoder_length'"):
+        shapes_of(model, RANGES, "decoder")
+
+
+def test_profile_mistakes_that_tensorrt_would_build_are_found() -> None:
+    shapes = shapes_of(decoder(), RANGES, "decoder")
+    texts = [p.text for p in check_profile(decoder(), shapes, 100)]
+    assert texts == [
+        "the profile lets 'past_key_values.0.decoder.key' be 128 tokens long, but the model has 100"
+        " positions; TensorRT would build it and read beyond the table. Lower tensorrt: {lengths: ...}"
+    ]
+    least, usual, _ = shapes["past_key_values.0.encoder.key"]
+    other = shapes | {"past_key_values.0.encoder.key": (least, usual, (8, 2, 64, 16))}
+    assert any(
+        "share the dimension 'encoder_length'" in p.text for p in check_profile(decoder(), other, None)
+    )
+    typo = {("input_idz" if n == "input_ids" else n): s for n, s in shapes.items()}
+    texts = [p.text for p in check_profile(decoder(), typo, None)]
+    assert any("names the input 'input_idz'" in t for t in texts)
+    assert any("'input_ids' is dynamic and has no entry" in t for t in texts)
+
+
+def test_ranges_come_from_percentiles_of_the_lengths() -> None:
+    lengths = list(range(1, 101))
+    assert input_range(lengths, 99, 512) == Range(1, 50, 104)  # 99.01 rounded up to a multiple of 8
+    assert input_range(lengths, 99, 64) == Range(1, 50, 64)
+    assert past_range([20] * 5, 128, 512) == Range(0, 10, 127)
+    assert past_range([20] * 5, 128, 16) == Range(0, 10, 15)
+    assert past_range([1], 1, 512) == Range(0, 0, 0)

@@ -1,0 +1,193 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from pydantic import ValidationError
+
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError, MissingDependencyError, RunError
+from smelt.core.stage import Context
+from smelt.export.tensorrt import stage as module
+from smelt.export.tensorrt.build import BuildOptions
+from smelt.export.tensorrt.profile import Range, Shapes
+from smelt.export.tensorrt.stage import TensorrtSettings, TensorrtStage, dimension_ranges
+from smelt.runtime.backends import tensorrt_module
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
+
+
+class FakeTensorrt:
+    """Stands where the package would be; the builder itself is tried in test_tensorrt_build.py."""
+
+    __name__ = "tensorrt"
+    __version__ = "11.4.0"
+
+
+def classifier(folder: Path, weight: float = 1.0) -> Any:
+    ids = [
+        helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "length"])
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+    ]
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 2])
+    table = numpy_helper.from_array(np.full((6, 2), weight, np.float32), "table")
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["rows"], name="look"),
+        helper.make_node("ReduceMax", ["rows"], ["logits"], axes=[1], keepdims=0, name="most"),
+    ]
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(helper.make_graph(nodes, "g", ids, [logits], [table]), opset_imports=opset)
+    onnx.save(model, folder / "model.onnx")
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "max_position_embeddings": 16}))
+    (folder / "vocab.txt").write_text(WORDS.replace(" ", "\n"))
+    settings = {"tokenizer_class": "BertTokenizer", "model_max_length": 16}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def artifact(folder: Path, target: str = "tensorrt") -> Artifact:
+    manifest = Manifest(
+        key="a" * 64,
+        format="onnx",
+        task="text-classification",
+        stage="onnx",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+        facts={"target": target, "parameters": 12, "dtype": "fp32"},
+    )
+    return Artifact(folder, manifest)
+
+
+def context(out: Path, words: list[int]) -> Context:
+    rows = tuple(Example("word " * n, label=0) for n in words)
+    return Context(
+        out=out,
+        task="text-classification",
+        data={"validation": Split("made", rows)} if rows else {},
+        seed=0,
+        ancestors={},
+        score=lambda artifact: {},
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "onnx"
+    folder.mkdir()
+    classifier(folder)
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def test_onnx_for_another_target_is_refused(source: Path, out: Path) -> None:
+    with pytest.raises(InputError, match=r"exported for 'ort-cpu'.*onnx: \{target: tensorrt\}"):
+        TensorrtStage()(artifact(source, "ort-cpu"), TensorrtSettings(), context(out, [3]))
+
+
+def test_missing_tensorrt_says_how_to_install_it(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_module, "NAMES", ("a_package_that_nobody_has",))
+    with pytest.raises(MissingDependencyError, match=r"pip install tensorrt\..*optional: true"):
+        TensorrtStage()(artifact(source), TensorrtSettings(), context(out, [3]))
+
+
+def test_older_tensorrt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensorrt.py").write_text("__version__ = '10.9.0.34'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "tensorrt", raising=False)
+    with pytest.raises(InputError, match=r"TensorRT 10\.9\.0\.34 is installed; smelt needs 11"):
+        tensorrt_module.import_tensorrt()
+    __import__("sys").modules.pop("tensorrt", None)
+
+
+def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: dict[str, tuple[Shapes, BuildOptions]] = {}
+
+    def build(
+        trt: Any, path: Path, shapes: Shapes, options: BuildOptions, progress: Any
+    ) -> tuple[bytes, list[str]]:
+        built[path.name] = shapes, options
+        return b"plan", ["something to know"]
+
+    monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
+    monkeypatch.setattr(module, "build_engine", build)
+    ctx = context(out, [1, 2, 3, 4, 5])
+    TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False, max_batch_size=4), ctx)
+    assert (out / "model.plan").read_bytes() == b"plan"
+    assert {p.name for p in out.iterdir()} == {
+        "model.plan",
+        "config.json",
+        "vocab.txt",
+        "tokenizer_config.json",
+    }
+    # [CLS] and [SEP] make 3 to 7 tokens; the median is 5, the longest 7, rounded up to 8
+    expected = ((1, 1), (1, 5), (4, 8))
+    shapes, options = built["model.onnx"]
+    assert shapes == dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), expected)
+    assert options == BuildOptions(2048, 3, True, "none", False, None)
+    assert ctx.facts["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
+    assert ctx.facts["parameters"] == 12
+    assert ctx.facts["tensorrt"] == "tensorrt 11.4.0"
+    assert ctx.warnings == ["model.onnx: TensorRT: something to know"]
+
+
+def test_preflight_errors_stop_the_stage_before_the_builder(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier(source, weight=np.inf)
+    monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
+    with pytest.raises(RunError, match=r"model\.onnx: the constant 'table' \(float\) holds 12 infinite"):
+        TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
+    assert list(out.iterdir()) == []
+
+
+def test_lengths_beyond_the_position_table_are_refused(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
+    settings = TensorrtSettings(timing_cache=False, lengths={"opt": 8, "max": 32})
+    with pytest.raises(RunError, match="32 tokens long, but the model has 16 positions"):
+        TensorrtStage()(artifact(source), settings, context(out, [3]))
+
+
+def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Path, out: Path) -> None:
+    ctx = context(out, [2] * 60 + [40])
+    ranges, limit = dimension_ranges(source, TensorrtSettings(length_percentile=100), ctx)
+    assert limit == 16
+    assert ranges["input"] == Range(1, 4, 16)
+    assert ctx.warnings[0].startswith("1 of 61 texts looked at are longer than the 16 tokens")
+
+
+def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Path, out: Path) -> None:
+    with pytest.raises(InputError, match=r"give tensorrt: \{lengths"):
+        dimension_ranges(source, TensorrtSettings(), context(out, []))
+    settings = TensorrtSettings(lengths={"opt": 4, "max": 12})
+    assert dimension_ranges(source, settings, context(out, []))[0]["input"] == Range(1, 4, 12)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"optimization_level": 6},
+        {"fp16": True},
+        {"hardware_compatibility": "turing"},
+        {"lengths": {"opt": 9, "max": 8}},
+    ],
+)
+def test_settings_refuse_what_tensorrt_11_does_not_have(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TensorrtSettings.model_validate(wrong)

@@ -23,7 +23,7 @@ from smelt.runtime.text.limits import NO_LIMIT
 from smelt.runtime.text.open_tokenizer import light_tokenizer
 from smelt.runtime.text.rust_tokenizer import FILE as JSON
 from smelt.runtime.text.tokenizer import TextTokenizer
-from smelt.runtime.text.tokenizing import Tokenizing, write_tokenizing
+from smelt.runtime.text.tokenizing_file import Tokenizing, write_tokenizing
 
 ROWS = 256  # of the data, that are compared
 _CUT = 8  # tokens, so that short texts are cut too

@@ -165,7 +165,7 @@ def stages(name: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (a folder of a run's artifacts) on data of your own."""
-    from smelt.use.scored import evaluate_artifact, quality_lines
+    from smelt.use.eval import evaluate_artifact, quality_lines
 
     scores = evaluate_artifact(artifact, **options, say=lambda text: show(text, err=True))
     if as_json:
@@ -180,7 +180,7 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
 def report(run_folder: Path) -> None:
     """Show the table of a finished RUN, and draw its report.md and report.html anew."""
-    from smelt.use.scored import redraw_report
+    from smelt.use.report import redraw_report
 
     show(redraw_report(run_folder))
 

@@ -54,8 +54,8 @@ def predict(
         raise click.UsageError("give texts or --data, not both.")
     if columns and data is None:
         raise click.UsageError("--column means nothing without --data.")
+    from smelt.use.predict import Predictor
     from smelt.use.predict_data import examples_of, read_examples
-    from smelt.use.predicting import Predictor
 
     predictor = Predictor(artifact, generation, threads, device, batch_size)
     if data is None:

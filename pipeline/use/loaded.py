@@ -13,7 +13,7 @@ from smelt.core.artifact import read_artifact
 from smelt.core.data import Example
 from smelt.core.errors import InputError, TruncationWarning
 from smelt.runtime.class_predictions import Prediction, predictions
-from smelt.use.given import count_of, texts_of, texts_or_pairs_of
+from smelt.use.arguments import count_of, texts_of, texts_or_pairs_of
 
 CLASSIFIES = "text-classification"
 Text = str | tuple[str, str]

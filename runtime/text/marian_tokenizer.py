@@ -16,7 +16,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.runtime.text.rust_tokenizer import cleaned
 from smelt.runtime.text.tokenizer import Encoded
-from smelt.runtime.text.tokenizing import Tokenizing
+from smelt.runtime.text.tokenizing_file import Tokenizing
 
 PIECES, WORDS = "source.spm", "vocab.json"
 _SPACE = "▁"

@@ -11,7 +11,7 @@ from typing import Any
 from smelt.runtime.text.hub_tokenizer import text_tokenizer
 from smelt.runtime.text.rules import read_text_rules
 from smelt.runtime.text.tokenizer import TextTokenizer
-from smelt.runtime.text.tokenizing import Tokenizing, read_tokenizing
+from smelt.runtime.text.tokenizing_file import Tokenizing, read_tokenizing
 
 
 def open_tokenizer(folder: Path) -> TextTokenizer:

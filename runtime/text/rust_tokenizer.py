@@ -12,7 +12,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.runtime.text.tokenizer import Encoded
-from smelt.runtime.text.tokenizing import Tokenizing
+from smelt.runtime.text.tokenizing_file import Tokenizing
 
 FILE = "tokenizer.json"
 # `clean_up_tokenization` of transformers (tokenization_utils_base.py): what is replaced, in this order.

@@ -21,7 +21,7 @@ from smelt.runtime.models.checkpoint import copy_tokenizer, load_tokenizer
 from smelt.runtime.text.limits import NO_LIMIT
 from smelt.runtime.text.open_tokenizer import open_tokenizer
 from smelt.runtime.text.rust_tokenizer import RustTokenizer
-from smelt.runtime.text.tokenizing import read_tokenizing
+from smelt.runtime.text.tokenizing_file import read_tokenizing
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 PLAIN = [*tiny.SENTENCES, *(line for line in causal.TEXT.splitlines() if line)]

@@ -162,7 +162,7 @@ def test_no_command_shows_a_traceback(classifier, tmp_path, monkeypatch, error, 
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("smelt.use.scored.evaluate_artifact", fail)
+    monkeypatch.setattr("smelt.use.eval.evaluate_artifact", fail)
     result = _smelt("eval", classifier / "run" / "artifacts" / "onnx", "--data", classifier / "data.jsonl")
     assert result.exit_code == 1
     assert f"error: {said}" in result.output

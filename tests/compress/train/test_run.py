@@ -13,7 +13,6 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.float_model import load_float
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row
 from smelt.compress.train.loop import label_objective, pick_precision, run_training
@@ -288,16 +287,6 @@ def test_cut_rows_are_counted(classifier, tmp_path):
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
     assert ctx.warnings == ["finetune: train: 1 texts of 5 rows were cut at 16 tokens"]
-
-
-def test_a_quantized_model_is_refused(classifier):
-    (classifier.path / "structure.json").write_text(
-        json.dumps(
-            {"schema": 1, "edits": [{"op": "quantize", "module": "classifier", "scheme": "int8-dynamic"}]}
-        )
-    )
-    with pytest.raises(InputError, match=r"is quantized.* Put 'prune' before 'quantize'"):
-        load_float(classifier, "prune")
 
 
 def test_auto_precision_never_kills_the_process(monkeypatch):

@@ -7,7 +7,7 @@ import tiny
 from smelt.export.tokenizer_export import facts_of
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.text.open_tokenizer import open_tokenizer
-from smelt.runtime.text.tokenizing import FILE, Tokenizing, read_tokenizing, write_tokenizing
+from smelt.runtime.text.tokenizing_file import FILE, Tokenizing, read_tokenizing, write_tokenizing
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from smelt.core.errors import InputError
 from smelt.runtime.text.rust_tokenizer import RustTokenizer, cleaned, kept_places
-from smelt.runtime.text.tokenizing import Tokenizing
+from smelt.runtime.text.tokenizing_file import Tokenizing
 
 PATTERNS = {
     "bert": processors.TemplateProcessing(

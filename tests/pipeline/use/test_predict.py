@@ -8,8 +8,8 @@ import tiny
 
 from smelt.core.data import Example
 from smelt.core.errors import InputError
-from smelt.use import predicting
-from smelt.use.predicting import Predictor
+from smelt.use import predict as predicting
+from smelt.use.predict import Predictor
 
 TEXTS = [Example(text) for text in tiny.SENTENCES]
 LONG = Example(" ".join(tiny.SENTENCES * 4))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.use.given import count_of, texts_of, texts_or_pairs_of
+from smelt.use.arguments import count_of, texts_of, texts_or_pairs_of
 
 
 def refused(function, *arguments):

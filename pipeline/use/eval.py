@@ -1,8 +1,7 @@
-"""Using a finished artifact or run: score it, draw its report again."""
+"""`smelt eval`: a finished artifact, scored on data."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -129,24 +128,6 @@ def quality_lines(scores: dict[str, Any]) -> list[str]:
         for name, s in scores.items()
         for n in [digits(name)]
     ]
-
-
-def redraw_report(folder: Path) -> str:
-    """Draw report.md and report.html of the run in `folder` from its report.json; return the table."""
-    from smelt.evaluate.report.schema import validate_report
-    from smelt.evaluate.report.table import table
-    from smelt.execute.run_result import write_report
-
-    path = folder / "report.json"
-    if not path.is_file():
-        raise InputError(f"{path}: no such file. Give the folder of a run, such as runs/quickstart.")
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: broken JSON: {error}") from error
-    validate_report(report)
-    write_report(folder, report)
-    return f"{table(report)}\n\nReport: {folder / 'report.html'}"
 
 
 def _open(folder: Path) -> Artifact:

@@ -3,7 +3,7 @@
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.runtime.text.tokenizing import FILE, read_tokenizing
+from smelt.runtime.text.tokenizing_file import FILE, read_tokenizing
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"reader": "magic"}', '{"reader": "tokenizers", "more": 1}'])

@@ -1,0 +1,33 @@
+"""The model that a stage changes: refused where its weights are codes, counted as its file is."""
+
+import json
+
+import pytest
+import tiny
+from safetensors import safe_open
+
+from smelt.compress.float_model import load_float, stored_parameters
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.errors import InputError
+
+FACTS = {"key": "0" * 64, "format": "torch", "task": "translation", "stage": "model", "settings": {}}
+MANIFEST = Manifest(**FACTS, seed=0, parent=None, versions={})
+
+
+def test_a_quantized_model_is_refused(tmp_path):
+    edit = {"op": "quantize", "module": "classifier", "scheme": "int8-dynamic"}
+    (tmp_path / "structure.json").write_text(json.dumps({"schema": 1, "edits": [edit]}))
+    with pytest.raises(InputError, match=r"is quantized.* Put 'prune' before 'quantize'"):
+        load_float(Artifact(tmp_path, MANIFEST), "prune")
+
+
+def test_what_is_counted_is_what_the_file_holds(tmp_path):
+    folder = tiny.marian(tmp_path / "m")
+    model, edits = load_float(Artifact(folder, MANIFEST), "prune")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        held = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+    buffers = {name for name, _ in model.named_buffers()}
+    assert (stored_parameters(model), edits) == (sum(n for m, n in held.items() if m not in buffers), [])
+    assert stored_parameters(model) < sum(p.numel() for p in model.parameters()), (
+        "fixed positions are computed, not stored"
+    )

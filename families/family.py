@@ -26,8 +26,10 @@ class Attention:
     many rows as there are query, key and value heads (Phi-3). cross: it looks at the encoder.
     heads: the attribute that counts its heads; None where the rows of `key` do, because several queries share
     a key (Llama). size: the attribute that holds heads times width, where there is one. width: the attribute
-    with the width of a head. scale: the attribute that scores are multiplied with; None where they are not
-    scaled (T5). relative: a bias per head and distance is added to the scores; "handed_on" where a stack's
+    with the width of a head. key_heads: the attribute that counts the keys of a "grouped" product.
+    fixed_heads: why heads cannot be taken away, None where they can. scale: the attribute that scores are
+    multiplied with; "width" where it is the inverse root of the width; None where they are not scaled (T5).
+    relative: a bias per head and distance is added to the scores; "handed_on" where a stack's
     first block computes it and each returns it for the next, "given" where the model computes it.
     rotary: queries and keys are rotated by their places. norms: of each head's queries and keys, where they
     are normed (Qwen3).
@@ -43,6 +45,8 @@ class Attention:
     size: str | None = None
     cross: bool = False
     packed: Literal["equal", "grouped"] | None = None
+    key_heads: str | None = None
+    fixed_heads: str | None = None
     scale: str | None = "scaling"
     relative: Literal["handed_on", "given"] | None = None
     rotary: bool = False
@@ -110,6 +114,17 @@ class Stack:
         """Return how many blocks `config` says that there are, None where it says no number."""
         said = config.get(self.setting) or config.get(self.setting_else or self.setting)
         return said if isinstance(said, int) else None
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """How a family's root-mean-square norms are written.
+
+    epsilon: the attribute that holds it. plus_one: they multiply with 1 + weight.
+    """
+
+    epsilon: str = "variance_epsilon"
+    plus_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +212,9 @@ class Family:
     target language.
     turned: how the names of linear layers end whose weights lie turned around in the file (GPT-2).
     relative_bias: gives what knows the bias of its `relative` attentions (imports torch).
+    rms_norm: how its root-mean-square norms are written, where it has any.
+    window: from a config and the number of a block, how many tokens it sees (a decoder's: the last ones and
+    itself; an encoder's: so many to each side); None for all.
     refuses: from a config, what of it smelt cannot follow.
     """
 
@@ -219,6 +237,8 @@ class Family:
     languages: Literal["codes", "prefix"] | None = None
     turned: tuple[str, ...] = ()
     relative_bias: Callable[[], RelativeBias] | None = None
+    rms_norm: RmsNorm = RmsNorm()
+    window: Callable[[Config, int], int | None] = lambda config, number: None
     refuses: Callable[[Config], list[str]] = lambda config: []
 
     def stack(self, config: Config, name: str) -> Stack | None:

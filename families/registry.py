@@ -9,18 +9,30 @@ from smelt.families import (
     bart,
     bert,
     distilbert,
+    gemma,
     gpt2,
     llama,
+    m2m_100,
     marian,
     mbart,
+    mistral,
+    modernbert,
+    mpnet,
+    pegasus,
+    phi3,
     qwen2,
+    qwen3,
     roberta,
     t5,
 )
 from smelt.families.family import Config, Family
 
-_ALL = (marian, t5, bart, mbart, bert, distilbert, roberta, gpt2, llama, qwen2)
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _ALL}
+_TRANSLATORS = (marian, t5, bart, mbart, pegasus, m2m_100)
+_ENCODERS = (bert, distilbert, roberta, mpnet, modernbert)
+_LANGUAGE_MODELS = (gpt2, llama, mistral, qwen2, qwen3, gemma, phi3)
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (*_TRANSLATORS, *_ENCODERS, *_LANGUAGE_MODELS)
+}
 # The names of the families that are for each task.
 BY_TASK: dict[Task, tuple[str, ...]] = {
     task: tuple(name for name, family in FAMILIES.items() if task in family.tasks) for task in TASKS

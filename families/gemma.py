@@ -1,0 +1,28 @@
+"""Gemma: Llama's blocks; its norms multiply with 1 + weight, its embedding is scaled inside its module.
+
+Source: transformers' modeling_gemma.py. Gemma 2 and 3 cap their scores and outputs and norm after each part,
+and are other families.
+"""
+
+from __future__ import annotations
+
+from smelt.families.family import Family, RmsNorm, TokenizerFiles, TokenizerForm
+from smelt.families.llama import refuses, stacks
+
+FAMILY = Family(
+    name="gemma",
+    kind="decoder",
+    tasks=("language-modeling",),
+    stacks=stacks,
+    embedding=("embed_tokens.weight",),
+    width="hidden_size",
+    tokenizer=TokenizerFiles(("tokenizer.model",)),
+    new_tokenizer=TokenizerForm(
+        ("<pad>", "<eos>", "<bos>", "<unk>"),
+        {"pad": "<pad>", "eos": "<eos>", "bos": "<bos>", "unk": "<unk>"},
+        "<bos> $A",
+        "<bos> $A $B",
+    ),
+    rms_norm=RmsNorm(epsilon="eps", plus_one=True),
+    refuses=refuses,
+)

@@ -1,0 +1,28 @@
+"""M2M100 and NLLB: BART's blocks for many languages. Source: transformers' modeling_m2m_100.py.
+
+Positions are sines, computed for any length; they are counted over the tokens that are no padding, from
+pad_token_id + 1 on.
+"""
+
+from __future__ import annotations
+
+from smelt.families.encoder_decoder import stacks
+from smelt.families.family import TEXT_TO_TEXT, Family, TokenizerFiles
+
+FAMILY = Family(
+    name="m2m_100",
+    kind="seq2seq",
+    tasks=TEXT_TO_TEXT,
+    stacks=stacks,
+    embedding=("shared.weight", "encoder.embed_tokens.weight"),
+    width="d_model",
+    # NLLB's; M2M100's own tokenizer has a vocab.json beside it
+    tokenizer=TokenizerFiles(("sentencepiece.bpe.model",)),
+    unread=(
+        r"(model\.)?(en|de)coder\.version",
+        r"(model\.)?(en|de)coder\.embed_positions\.(weights|_float_tensor)",
+    ),
+    starts_with="eos",
+    forces_end=True,
+    languages="codes",
+)

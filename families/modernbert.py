@@ -1,0 +1,62 @@
+"""ModernBERT. Source: transformers' modeling_modernbert.py.
+
+One product makes queries, keys and values, which are rotated, with another base in blocks that see a window
+than in those that see all; another makes what is activated and its gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smelt.families.bert import TOKENIZER
+from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Stack
+
+
+def stacks(config: Config) -> tuple[Stack, ...]:
+    """Return the encoder's blocks."""
+    attention = Attention(
+        "attn",
+        query="attn.Wqkv",
+        key="attn.Wqkv",
+        value="attn.Wqkv",
+        out="attn.Wo",
+        heads=None,
+        width="head_dim",
+        packed="equal",
+        scale="width",
+        rotary=True,
+    )
+    block = FeedForward("mlp", "mlp.Wi", "mlp.Wo", "intermediate_size", gate="mlp.Wi", gate_first=False)
+    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block),)
+
+
+def window(config: Config, number: int) -> int | None:
+    """Return how far a block sees to each side, in tokens; None for as far as the text goes."""
+    kinds, width = config.get("layer_types"), config.get("local_attention")
+    if not isinstance(kinds, list) or not isinstance(width, int) or kinds[number] != "sliding_attention":
+        return None
+    return width // 2
+
+
+def refuses(config: Config) -> list[str]:
+    """Say what of a config smelt cannot follow."""
+    found = []
+    for kind, rope in (config.get("rope_parameters") or {}).items():
+        if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
+            found.append(f"rotary positions of type '{rope['rope_type']}' ({kind}) are not supported.")
+    return found
+
+
+FAMILY = Family(
+    name="modernbert",
+    kind="encoder",
+    tasks=("text-classification",),
+    stacks=stacks,
+    embedding=("tok_embeddings.weight",),
+    width="hidden_size",
+    positions=Positions(),
+    new_tokenizer=replace(TOKENIZER, types=False),
+    other_heads=(r"(head|decoder)\..+",),
+    window=window,
+    refuses=refuses,
+)

@@ -30,7 +30,8 @@ class AttentionGroup:
         """Return the number of units that can go: heads, or keys with all the queries that share them."""
         module: Any = model.get_submodule(self.name)
         if self.parts.heads is None:
-            return rows_of(model, self.parts.key).out_features // int(getattr(module, self.parts.width))
+            rows = rows_of(model, self.parts.key).out_features // (3 if self.parts.packed else 1)
+            return rows // int(getattr(module, self.parts.width))
         return int(getattr(module, self.parts.heads))
 
     def head_dim(self, model: nn.Module) -> int:
@@ -68,11 +69,18 @@ class FeedForwardGroup:
         """Return the number of neurons."""
         return columns_of(model, self.parts.down).in_features
 
+    def row_places(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
+        """Return by product which rows the neurons `stay` (int64, rising) own; two where the gate is in it."""
+        count = self.count(model)
+        parts = 2 if self.parts.gate == self.parts.up else 1
+        return {n: torch.cat([stay + part * count for part in range(parts)]) for n in self.parts.inputs}
+
 
 def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
     """Return the attentions and feed-forward blocks of a model that can be pruned, in order.
 
-    A block that stands in several places of a stack is there once.
+    A block that stands in several places of a stack is there once; attentions whose heads cannot go are not
+    there.
 
     Raises:
         InputError: another family.
@@ -83,7 +91,9 @@ def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup
             f" Known: {', '.join(FAMILIES)}."
         )
     blocks = blocks_of(model)
-    attentions = [AttentionGroup(attention) for block in blocks for attention in block.attentions]
+    attentions = [
+        AttentionGroup(parts) for block in blocks for parts in block.attentions if not parts.fixed_heads
+    ]
     return attentions, [FeedForwardGroup(block.feed_forward) for block in blocks]
 
 

@@ -45,7 +45,9 @@ def magnitude_scores(
         second = whole_weight(model, block.parts.down).double()
         neurons[block.name] = second.norm(dim=0)
         for name in block.parts.inputs:
-            neurons[block.name] = neurons[block.name] * whole_weight(model, name).double().norm(dim=1)
+            # a row for each neuron, or two where one product makes the gate too
+            rows = whole_weight(model, name).double().norm(dim=1).view(-1, second.shape[1])
+            neurons[block.name] = neurons[block.name] * rows.prod(dim=0)
     return Scores(heads, neurons)
 
 
@@ -112,5 +114,5 @@ def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:
         into = (first.weight * first.weight.grad).sum(dim=1)
         if first.bias is not None and first.bias.grad is not None:
             into = into + first.bias * first.bias.grad
-        terms = terms + into.abs()
+        terms = terms + into.abs().view(-1, len(terms)).sum(dim=0)
     return terms.detach().double().cpu()

@@ -94,6 +94,7 @@ class Prune:
         attentions = attentions if "heads" in settings.what else []
         blocks = blocks if "ffn" in settings.what else []
         scores = _score(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        ctx.warnings.extend(_fixed_heads(model, settings))
         ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
         for group in attentions:
             _cut_heads(model, edits, group, scores.heads[group.name], settings)
@@ -121,6 +122,23 @@ def neurons_kept(count: int, settings: PruneSettings) -> int:
 def _nearest(wanted: float) -> int:
     """Return the nearest whole number; of two that are equally near the larger one."""
     return math.floor(wanted + 0.5)
+
+
+def _fixed_heads(model: Any, settings: PruneSettings) -> list[str]:
+    """Say why the heads of a family stay.
+
+    Raises:
+        InputError: nothing but heads was to go.
+    """
+    from smelt.families.walk import attentions_of
+
+    reasons = sorted({a.fixed_heads for a in attentions_of(model) if a.fixed_heads})
+    if "heads" not in settings.what or not reasons:
+        return []
+    said = f"the heads of a {model.config.model_type} model cannot be taken away: {'; '.join(reasons)}."
+    if settings.what == ["heads"]:
+        raise InputError(f"prune: {said} Say what: [ffn].")
+    return [f"prune: {said} They stay."]
 
 
 def _nothing_to_cut(
@@ -235,8 +253,8 @@ def _cut_neurons(
     count = block.count(model)
     stay = scores.topk(neurons_kept(count, settings)).indices.sort().values
     if len(stay) < count:
-        for name in block.parts.inputs:
-            _cut(model, edits, name, stay, dim=0)
+        for name, rows in block.row_places(model, stay).items():
+            _cut(model, edits, name, rows, dim=0)
         _cut(model, edits, block.parts.down, stay, dim=1)
 
 

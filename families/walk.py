@@ -27,6 +27,11 @@ class Block:
     module: Any
     aliases: tuple[str, ...] = ()
 
+    def window(self, model: Any) -> int | None:
+        """Return how many tokens it sees (see `Family.window`), None for all."""
+        family = family_of(model)
+        return None if family is None else family.window(model.config.to_dict(), self.number)
+
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """Its attentions, with the names that they have in the model."""

@@ -70,7 +70,7 @@ class FeedForwardGroup:
         return columns_of(model, self.parts.down).in_features
 
     def row_places(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
-        """Return by product which rows the neurons `stay` (int64, rising) own; two where the gate is in it."""
+        """Return by product the rows of the neurons `stay` (int64, rising); two where the gate is in it."""
         count = self.count(model)
         parts = 2 if self.parts.gate == self.parts.up else 1
         return {n: torch.cat([stay + part * count for part in range(parts)]) for n in self.parts.inputs}

@@ -18,6 +18,7 @@ from smelt.runtime.layers import emit
 from smelt.runtime.layers.quantized import joined
 
 Cache = tuple[Tensor, Tensor]
+MASKED = -10000.0  # leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
 
 
 @dataclass
@@ -124,8 +125,7 @@ def _standard(
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if mask is not None:
-        # -10000 leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
-        scores = scores + ((1 - mask) * -10000)[:, None, None, :].to(scores.dtype)
+        scores = scores + ((1 - mask) * int(MASKED))[:, None, None, :].to(scores.dtype)
     out = torch.softmax(scores, dim=-1) @ value
     return out.transpose(1, 2).flatten(2)
 

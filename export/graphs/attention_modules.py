@@ -14,7 +14,7 @@ Shapes: B = batch, S = queries, T = keys, P = past length, H = heads, d = width 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.export.graphs.attention import Pack, Scope, attention, step_attention
+from smelt.export.graphs.attention import MASKED, Pack, Scope, attention, step_attention
 from smelt.families.family import Attention, Family
 from smelt.families.registry import family_of
 from smelt.families.walk import blocks_of
@@ -33,11 +33,15 @@ from smelt.runtime.layers.emit_causal import Heads
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """An attention module of a model; `parts` are the names that its parts have in the model."""
+    """An attention module of a model.
+
+    parts: the names that its parts have in the model. window: see `Family.window`.
+    """
 
     module: Any
     parts: Attention
     family: Family
+    window: int | None = None
 
     def part(self, name: str) -> Any:
         """Return the product called `name` in the model; None where the module itself does not compute it."""
@@ -47,13 +51,30 @@ class AttentionModule:
     @property
     def heads(self) -> Heads:
         """The heads that it has now."""
-        width = int(getattr(self.module, self.parts.width))
-        scale = float(getattr(self.module, self.parts.scale)) if self.parts.scale else 1.0
-        if self.parts.heads is not None:
-            count = int(getattr(self.module, self.parts.heads))
-            return Heads(count, count, width, scale)
-        queries, keys = (int(self.part(n).out_features) // width for n in (self.parts.query, self.parts.key))
+        parts, width = self.parts, int(getattr(self.module, self.parts.width))
+        scale = width**-0.5 if parts.scale == "width" else 1.0
+        if parts.scale not in (None, "width"):
+            scale = float(getattr(self.module, str(parts.scale)))
+        if parts.heads is not None:
+            queries = keys = int(getattr(self.module, parts.heads))
+        else:
+            queries, keys = (int(self.part(n).out_features) // width for n in (parts.query, parts.key))
+        if parts.packed == "equal" and parts.heads is None:
+            queries = keys = keys // 3
+        elif parts.packed == "grouped":
+            keys = int(getattr(self.module, str(parts.key_heads)))
+            queries -= 2 * keys
         return Heads(queries, keys, width, scale)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of [B, S, D], each [B, S, its heads * d]."""
+        if not self.parts.packed:
+            three: tuple[Tensor, ...] = self.module.pack(x)
+        else:
+            heads = self.heads
+            sizes = [heads.queries * heads.width, heads.keys * heads.width, heads.keys * heads.width]
+            three = torch.split(self.part(self.parts.query)(x), sizes, dim=-1)
+        return three
 
 
 def attention_modules(
@@ -75,7 +96,7 @@ def attention_modules(
             f"{type(model).__name__}: no attention module that the onnx stage knows how to export."
         )
     return [
-        AttentionModule(model.get_submodule(parts.name), parts, family)
+        AttentionModule(model.get_submodule(parts.name), parts, family, block.window(model))
         for block in blocks_of(model)
         if stack in (None, block.stack.name)
         for parts in block.attentions
@@ -99,8 +120,7 @@ def graph_attention(modules: Sequence[AttentionModule], scope: Scope) -> Iterato
     """Let these attention modules compute as the graph should, within the block."""
     for one in modules:
         pack_projections(one)
-        forward = _attend_by_distance if one.parts.relative == "handed_on" else _attend
-        one.module.forward = partial(forward, one, scope)
+        one.module.forward = partial(_FORWARDS[one.parts.relative], one, scope)
     try:
         yield
     finally:
@@ -115,7 +135,20 @@ def _attend(
     """Stand in for the forward of an attention module; masks and caches come from `scope`."""
     if key_value_states is not None:
         return _crossed(one, scope, hidden_states), None
-    return _attended(one, scope, one.module.pack(hidden_states), None), None
+    query, key, value = one.split(hidden_states)
+    if one.parts.rotary:
+        cos, sin = also_unused["position_embeddings"]
+        query, key = (_rotated(x, one.heads.width, cos, sin) for x in (query, key))
+    bias = None if one.window is None else _outside(one.window, query)
+    return _attended(one, scope, (query, key, value), bias), None
+
+
+def _attend_with_bias(
+    one: AttentionModule, scope: Scope, hidden_states: Tensor,
+    attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Stand in for the forward of an attention module that is given its bias, float32 [B, H, S, T]."""
+    return _attended(one, scope, one.split(hidden_states), position_bias), None
 
 
 def _attend_by_distance(
@@ -126,7 +159,7 @@ def _attend_by_distance(
     """Stand in for the forward of an attention module that hands on its bias."""
     if key_value_states is not None:
         return _crossed(one, scope, hidden_states), None, None
-    packed = one.module.pack(hidden_states)
+    packed = one.split(hidden_states)
     if position_bias is None:
         length = hidden_states.shape[1]
         past = 0 if scope.past is None else scope.past[one.module.layer_idx][0].shape[2]
@@ -156,6 +189,29 @@ def _out(one: AttentionModule, found: Tensor) -> Tensor:
     out = one.part(one.parts.out)
     result: Tensor = found if out is None else out(found)
     return result
+
+
+_FORWARDS: dict[str | None, Callable[..., Any]] = {
+    None: _attend,
+    "handed_on": _attend_by_distance,
+    "given": _attend_with_bias,
+}
+
+
+def _rotated(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, S, H * d]; cosines and sines are [1, S, d], each twice (arXiv:2104.09864)."""
+    heads = x.unflatten(2, (-1, width))
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    out: Tensor = (heads * cos[:, :, None] + turned * sin[:, :, None]).flatten(2)
+    return out
+
+
+def _outside(window: int, query: Tensor) -> Tensor:
+    """Return a bias [1, 1, S, S] that hides what is further away than `window` tokens on either side."""
+    places = torch.arange(query.shape[1])
+    far = (places[:, None] - places[None, :]).abs() > window
+    return (far.to(query.dtype) * MASKED)[None, None]
 
 
 def _bias(by_distance: Tensor, length: int, total: int) -> Tensor:

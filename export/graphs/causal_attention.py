@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.export.graphs.attention import split_heads
+from smelt.export.graphs.attention import MASKED, split_heads
 from smelt.export.graphs.attention_modules import AttentionModule, pack_projections
 from smelt.export.graphs.norms import graph_norms
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.emit_causal import Heads, Places, fits_group_query_attention, group_query_attention
 
-_MASKED = -10000.0  # leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
 Cache = tuple[Tensor, Tensor]
 
 
@@ -35,14 +34,15 @@ class CausalScope:
     """What the modules of one graph share while it is traced.
 
     positions: int64 [B, S]. past: per layer [B, K, P, d] twice. places: for the fused operator. bias:
-    float32 [B, 1, S, T], for standard operators, with what lies in the future masked too. present: the
-    caches that are left, per layer.
+    float32 [B, 1, S, T], for standard operators, with what lies in the future masked too. behind: int64
+    [S, T], how far behind a query a key lies. present: the caches that are left, per layer.
     """
 
     positions: Tensor
     past: list[Cache]
     places: Places
     bias: Tensor
+    behind: Tensor
     present: dict[int, Cache] = field(default_factory=dict)
 
 
@@ -51,14 +51,19 @@ def scope_of(mask: Tensor, positions: Tensor, past: list[Cache]) -> CausalScope:
     batch, length = positions.shape
     total = mask.shape[1]
     kind = past[0][0].dtype
-    hidden = ((1 - mask) * int(_MASKED)).to(kind)[:, None, None, :]
+    hidden = ((1 - mask) * int(MASKED)).to(kind)[:, None, None, :]
     last = torch.ones_like(mask).sum(dim=1).to(torch.int32) - 1
     places = Places(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
     keys = torch.arange(total, device=mask.device)
     queries = torch.arange(length, device=mask.device) + past[0][0].shape[2]
-    future = (keys[None, :] > queries[:, None]).to(kind) * _MASKED
-    # both at once stay far from what fp16 cannot hold
-    return CausalScope(positions, past, places, torch.maximum(hidden + future, future.new_full((), -20000.0)))
+    future = (keys[None, :] > queries[:, None]).to(kind) * MASKED
+    bias = _bounded(hidden + future)
+    return CausalScope(positions, past, places, bias, queries[:, None] - keys[None, :])
+
+
+def _bounded(bias: Tensor) -> Tensor:
+    """Keep what is masked for several reasons far from what fp16 cannot hold."""
+    return torch.maximum(bias, bias.new_full((), 2 * MASKED))
 
 
 class Tables(nn.Module):
@@ -95,7 +100,7 @@ def causal_forwards(model: Any, attentions: Sequence[AttentionModule], scope: Ca
     for module, forward in changed:
         module.forward = forward
     try:
-        with graph_norms(model):
+        with graph_norms(model, attentions[0].family.rms_norm):
             yield
     finally:
         for module, _ in changed:
@@ -111,47 +116,62 @@ def _attend(
     past = scope.past[place]
     if emit.export_target() == "ort-cpu" and fits_group_query_attention(heads.width, rotary is not None):
         packed = _product(one, hidden_states)
-        out, *present = group_query_attention(packed, past, scope.places, heads, rotary)
+        out, *present = group_query_attention(packed, past, scope.places, heads, rotary, one.window)
     else:
-        query, key, value = _three(one, hidden_states)
-        out, *present = _standard(query, key, value, past, scope, heads=heads, rotary=rotary)
+        query, key, value = _normed(one, one.split(hidden_states))
+        out, *present = _standard(
+            query, key, value, past, _bias(one, scope), heads=heads, rotary=rotary, positions=scope.positions
+        )
     scope.present[place] = (present[0], present[1])
     return one.part(one.parts.out)(out), None
 
 
 def _product(one: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return queries, keys and values as one tensor where one product makes them, else as three."""
-    if one.parts.packed:
-        return one.part(one.parts.query)(x), None, None
-    if one.module.pack.packed is not None:
-        return one.module.pack.packed(x), None, None
-    query, key, value = one.module.pack(x)
+    if one.parts.norms is None:
+        if one.parts.packed:
+            return one.part(one.parts.query)(x), None, None
+        if one.module.pack.packed is not None:
+            return one.module.pack.packed(x), None, None
+    query, key, value = _normed(one, one.split(x))
     return query, key, value
 
 
-def _three(one: AttentionModule, x: Tensor) -> tuple[Tensor, ...]:
-    if one.parts.packed:
-        return tuple(one.part(one.parts.query)(x).chunk(3, dim=-1))
-    three: tuple[Tensor, ...] = one.module.pack(x)
-    return three
+def _normed(one: AttentionModule, three: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Norm queries and keys head by head, in families that do."""
+    if one.parts.norms is None:
+        return three
+    width = one.heads.width
+    normed = [
+        one.part(name)(x.unflatten(2, (-1, width))).flatten(2)
+        for name, x in zip(one.parts.norms, three[:2], strict=True)
+    ]
+    return (*normed, three[2])
+
+
+def _bias(one: AttentionModule, scope: CausalScope) -> Tensor:
+    """Return what is added to the scores, with what lies before the window masked too."""
+    if one.window is None:
+        return scope.bias
+    return _bounded(scope.bias + (scope.behind >= one.window).to(scope.bias.dtype) * MASKED)
 
 
 def _standard(
-    query: Tensor, key: Tensor, value: Tensor, past: Cache, scope: CausalScope,
-    *, heads: Heads, rotary: Cache | None,
+    query: Tensor, key: Tensor, value: Tensor, past: Cache, bias: Tensor,
+    *, heads: Heads, rotary: Cache | None, positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = split_heads(query, heads.queries), split_heads(key, heads.keys), split_heads(value, heads.keys)
     if rotary is not None:
-        cos, sin = (table[scope.positions][:, None] for table in rotary)
+        cos, sin = (table[positions][:, None] for table in rotary)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
     keys, values = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
     q = q * heads.scale
     if heads.queries == heads.keys:
-        out = torch.softmax(q @ keys.transpose(2, 3) + scope.bias, dim=-1) @ values
+        out = torch.softmax(q @ keys.transpose(2, 3) + bias, dim=-1) @ values
     else:
         # [B, K, H / K, S, d]: each key is met by all queries that share it, without being repeated
         q = q.unflatten(1, (heads.keys, heads.queries // heads.keys))
-        scores = q @ keys.transpose(2, 3)[:, :, None] + scope.bias[:, :, None]
+        scores = q @ keys.transpose(2, 3)[:, :, None] + bias[:, :, None]
         out = (torch.softmax(scores, dim=-1) @ values[:, :, None]).flatten(1, 2)
     return out.transpose(1, 2).flatten(2), keys, values
 

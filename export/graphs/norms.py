@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.families.family import RmsNorm
 from smelt.runtime.layers import emit
 
 
 @contextmanager
-def graph_norms(model: nn.Module) -> Iterator[None]:
-    """Let RMS norms and tanh-GELUs below `model` compute as the graph should, within the block."""
+def graph_norms(model: nn.Module, kind: RmsNorm) -> Iterator[None]:
+    """Let RMS norms of this kind and tanh-GELUs below `model` compute as the graph should."""
     changed = []
     for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(root_mean_square, module)
+        if hasattr(module, kind.epsilon) and not isinstance(module, nn.LayerNorm):
+            module.forward = partial(root_mean_square, module, kind)
             changed.append(module)
         elif type(module).__name__ == "NewGELUActivation":  # written out there, one operator in ONNX
             module.forward = partial(F.gelu, approximate="tanh")
@@ -35,13 +36,14 @@ def graph_norms(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-def root_mean_square(module: Any, x: Tensor) -> Tensor:
+def root_mean_square(module: Any, kind: RmsNorm, x: Tensor) -> Tensor:
     """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) in the form that suits the target.
 
     ONNX Runtime fuses x / sqrt(mean(x^2) + eps) * w to one operator. Elsewhere the graph may become fp16,
     where x^2 overflows from 256 on: the largest entry is divided out first, which changes nothing else.
     """
-    weight, epsilon = module.weight, module.variance_epsilon
+    weight, epsilon = module.weight, getattr(module, kind.epsilon)
+    weight = 1 + weight if kind.plus_one else weight
     if emit.export_target() == "ort-cpu":
         normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
         return normal

@@ -28,6 +28,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.encoder, self.scope = model.get_encoder(), Scope()
         self.attentions = attention_modules(model, "encoder_layers")
+        self.rms_norm = self.attentions[0].family.rms_norm
         crosses = attention_modules(model, "decoder_layers", cross=True)
         self.heads = [one.heads.keys for one in crosses]
         self.pack = Pack([one.part(n) for one in crosses for n in (one.parts.key, one.parts.value)])
@@ -35,7 +36,7 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states and each decoder layer's cross-attention keys and values."""
         self.scope.mask = attention_mask
-        with graph_attention(self.attentions, self.scope), graph_norms(self.encoder):
+        with graph_attention(self.attentions, self.scope), graph_norms(self.encoder, self.rms_norm):
             hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
         caches = [split_heads(t, h).contiguous() for t, h in zip(self.pack(hidden), heads, strict=True)]
@@ -49,6 +50,7 @@ class DecoderStep(nn.Module):
         super().__init__()
         self.decoder, self.head, self.scope = model.get_decoder(), model.get_output_embeddings(), Scope()
         self.attentions = attention_modules(model, "decoder_layers")
+        self.rms_norm = self.attentions[0].family.rms_norm
         # a T5 whose embedding is its head makes the states smaller before it
         scaled = getattr(model.config, "scale_decoder_outputs", False)
         self.scale = model.config.d_model**-0.5 if scaled else None
@@ -64,7 +66,7 @@ class DecoderStep(nn.Module):
         self.scope.past = list(zip(past[::2], past[1::2], strict=True))
         self.scope.cross = list(zip(cross[::2], cross[1::2], strict=True))
         self.scope.present = {}
-        with graph_attention(self.attentions, self.scope), graph_norms(self.decoder):
+        with graph_attention(self.attentions, self.scope), graph_norms(self.decoder, self.rms_norm):
             hidden = self.decoder(
                 input_ids,
                 # only says that cross-attention takes place; its keys and values are in the caches

@@ -47,6 +47,7 @@ def group_query_attention(
     places: Places,
     heads: Heads,
     rotary: tuple[Tensor, Tensor] | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Emit com.microsoft::GroupQueryAttention: causal attention over the past and the tokens fed.
 
@@ -61,6 +62,7 @@ def group_query_attention(
         places: see `Places`.
         heads: see `Heads`.
         rotary: cosines and sines, float32 [M, d / 2]; None: positions are not rotated in.
+        window: how many of the last tokens, itself included, a token sees; None for all.
 
     Returns:
         The output [B, S, H * d], and keys and values [B, K, T, d].
@@ -79,6 +81,7 @@ def group_query_attention(
             "kv_num_heads": heads.keys,
             "scale": heads.scale,
             "do_rotary": int(rotary is not None),
+            **({} if window is None else {"local_window_size": window}),
         },
         dtypes=(kind, kind, kind),
         shapes=((batch, length, heads.queries * heads.width), present, present),

@@ -72,6 +72,8 @@ def language_token(tokenizer: Any, language: str) -> int:
     for table in ("lang_code_to_id", "lang_code_to_token"):
         for code, value in (getattr(tokenizer, table, None) or {}).items():
             known[code] = value if isinstance(value, int) else tokenizer.convert_tokens_to_ids(value)
+    for code in getattr(tokenizer, "extra_special_tokens", None) or ():  # NLLB has no table of its own
+        known.setdefault(str(code), tokenizer.convert_tokens_to_ids(str(code)))
     if language not in known:
         shown = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
         raise InputError(

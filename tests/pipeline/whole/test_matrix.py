@@ -8,14 +8,17 @@ The fast part takes each family through a chain that ends in few bits. All cells
 
 import json
 import os
+from functools import partial
 
 import causal
 import classifiers
+import every_family
 import pytest
 import seq2seq
 import tiny
 
 import smelt
+from smelt.families.registry import FAMILIES
 
 MODELS = {
     "marian": ("translation", tiny.marian),
@@ -28,7 +31,12 @@ MODELS = {
     "gpt2": ("language-modeling", lambda folder: causal.model(folder, "gpt2")),
     "llama": ("language-modeling", lambda folder: causal.model(folder, "llama")),
     "qwen2": ("language-modeling", lambda folder: causal.model(folder, "qwen2")),
+    **{
+        name: (FAMILIES[name].tasks[0], partial(every_family.make, family=name))
+        for name in every_family.CONFIGS
+    },
 }
+FAMILY = {"t5-gated": "t5"}  # the others are called as their family
 DATA = {
     "translation": tiny.pairs,
     "summarization": tiny.pairs,
@@ -50,6 +58,8 @@ STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
+FAST |= {("m2m_100", "chain"), ("mistral", "chain"), ("gemma", "chain"), ("modernbert", "chain")}
+FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 CELLS = (
     sorted((m, s) for m in MODELS for s in STAGES)
     if os.environ.get("SMELT_MATRIX") == "all"
@@ -57,13 +67,15 @@ CELLS = (
 )
 
 
-def _recipe(folder, task, stages):
+def _recipe(folder, kind, task, stages):
     layers = "decoder_layers" if task in ("translation", "summarization") else "layers"
     name = "data.txt" if task == "language-modeling" else "data.jsonl"
     DATA[task](folder / name)
     data = {"train": name, "validation": name, "test": name}
     if task == "language-modeling":
         data["windows"] = {"length": 32}
+    if FAMILIES[kind].languages == "codes":
+        data |= {"source_language": "eng_Latn", "target_language": "deu_Latn"}
     lines = [line.replace("STUDENT", f"{{{layers}: 1}}") for line in stages]
     lines.append("onnx: {target: ort-cpu}")
     (folder / "recipe.yaml").write_text(
@@ -78,7 +90,9 @@ def _recipe(folder, task, stages):
 def test_a_family_goes_through_a_stage_and_its_graph_agrees(family, stage, tmp_path):
     task, make = MODELS[family]
     make(tmp_path / "model")
-    result = smelt.run(_recipe(tmp_path, task, STAGES[stage]), out=tmp_path / "run")
+    result = smelt.run(
+        _recipe(tmp_path, FAMILY.get(family, family), task, STAGES[stage]), out=tmp_path / "run"
+    )
     steps = result.report["steps"]
     assert [s["status"] for s in steps] == ["done"] * len(steps), [s["error"] for s in steps]
     assert result.exit_code == 0

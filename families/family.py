@@ -215,6 +215,7 @@ class Family:
     rms_norm: how its root-mean-square norms are written, where it has any.
     window: from a config and the number of a block, how many tokens it sees (a decoder's: the last ones and
     itself; an encoder's: so many to each side); None for all.
+    first_stays: why a student cannot do without the first block, None where it can.
     refuses: from a config, what of it smelt cannot follow.
     """
 
@@ -239,6 +240,7 @@ class Family:
     relative_bias: Callable[[], RelativeBias] | None = None
     rms_norm: RmsNorm = RmsNorm()
     window: Callable[[Config, int], int | None] = lambda config, number: None
+    first_stays: str | None = None
     refuses: Callable[[Config], list[str]] = lambda config: []
 
     def stack(self, config: Config, name: str) -> Stack | None:

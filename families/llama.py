@@ -31,7 +31,7 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 
 
 def refuses(config: Config) -> list[str]:
-    """Say what of a config smelt cannot follow: how positions are scaled, windows."""
+    """Say what of a config smelt cannot follow: how positions are scaled."""
     found = []
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
@@ -40,8 +40,6 @@ def refuses(config: Config) -> list[str]:
             f"rotary positions of type '{kind}' are not supported by this version;"
             f" supported: {', '.join(_ROTARY)}."
         )
-    if config.get("use_sliding_window"):
-        found.append("use_sliding_window is not supported by this version; set it to false.")
     return found
 
 

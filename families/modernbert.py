@@ -58,5 +58,6 @@ FAMILY = Family(
     new_tokenizer=replace(TOKENIZER, types=False),
     other_heads=(r"(head|decoder)\..+",),
     window=window,
+    first_stays="it has no norm before its attention, and the others have one",
     refuses=refuses,
 )

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.family import Family, TokenizerFiles
+from smelt.families.family import Config, Family, TokenizerFiles
 from smelt.families.gpt2 import BYTE_LEVEL
 from smelt.families.llama import INV_FREQ, refuses, stacks
+
+
+def window(config: Config, number: int) -> int | None:
+    """Return how many of the last tokens a block sees, None for all."""
+    kinds, width = config.get("layer_types"), config.get("sliding_window")
+    windowed = isinstance(kinds, list) and kinds[number] == "sliding_attention"
+    return width if windowed and isinstance(width, int) else None
+
 
 FAMILY = Family(
     name="qwen2",
@@ -21,5 +29,6 @@ FAMILY = Family(
         BYTE_LEVEL, kinds=("bpe",), why_kinds="Qwen2's tokenizer is byte-level: train bpe."
     ),
     unread=(INV_FREQ,),
+    window=window,
     refuses=refuses,
 )

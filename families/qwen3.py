@@ -27,5 +27,6 @@ FAMILY = Family(
     width="hidden_size",
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     new_tokenizer=QWEN2.new_tokenizer,
+    window=QWEN2.window,
     refuses=refuses,
 )

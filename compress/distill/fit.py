@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smelt.core.errors import nearest
+from smelt.families.family import Family
 from smelt.families.registry import find_family
 
 # What settings call the stacks of layers, of which each family has one or two.
@@ -39,9 +40,21 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
         if isinstance(choice, int):
             if choice > there:
                 mistakes.append((name, f"the student cannot keep {choice} layers of {there}."))
+            elif reason := _first_missing(family, choice, there, student.choose):
+                mistakes.append((name, reason))
             after[stack.setting] = choice
         else:
             if sorted(set(choice)) != choice or not all(0 <= i < there for i in choice):
                 mistakes.append((name, f"expected rising numbers from 0 to {there - 1}, read {choice}."))
+            elif reason := _first_missing(family, choice, there, student.choose):
+                mistakes.append((name, reason))
             after[stack.setting] = len(choice)
     return mistakes, after
+
+
+def _first_missing(family: Family | None, choice: int | list[int], there: int, choose: str) -> str | None:
+    """Say why a student cannot do without the first layer, where it would be without it."""
+    gone = choose == "last" and choice < there if isinstance(choice, int) else 0 not in choice
+    if family is None or family.first_stays is None or not gone:
+        return None
+    return f"a {family.name} student keeps the first layer: {family.first_stays}."

@@ -84,8 +84,10 @@ def keep_layers(
     kept = spread(choice, len(layers), choose) if isinstance(choice, int) else list(choice)
     if not kept or sorted(set(kept)) != kept or not all(0 <= i < len(layers) for i in kept):
         raise InputError(f"distill: {stack}: {choice} must be rising numbers from 0 to {len(layers) - 1}.")
-    setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     family = family_of(model)
+    if family and family.first_stays and kept[0] != 0:
+        raise InputError(f"distill: {stack}: {choice} lacks the first layer: {family.first_stays}.")
+    setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     if family and family.relative_bias:
         family.relative_bias().hand_on(layers[0], layers[kept[0]])
     for new, old in enumerate(kept):

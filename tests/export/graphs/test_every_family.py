@@ -1,0 +1,87 @@
+"""Graphs and the torch runner give the tokens and classes of transformers, family by family."""
+
+import every_family
+import exports
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from smelt.core.artifact import Artifact
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.families.registry import FAMILIES
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+from smelt.runtime.predict import generate_texts
+from smelt.runtime.backends.open_runner import open_runner
+
+TEXTS = tiny.SENTENCES[:5]
+
+
+@pytest.fixture(scope="module", params=sorted(every_family.CONFIGS))
+def family(request, tmp_path_factory):
+    """A tiny model and its graphs as artifacts, and the family."""
+    home = tmp_path_factory.mktemp(request.param)
+    task = FAMILIES[request.param].tasks[0]
+    source = tiny.artifact(every_family.make(home / "model", request.param), task)
+    ctx = exports.context(home / "onnx", task)
+    Onnx()(source, OnnxSettings(), ctx)
+    manifest = source.manifest.model_copy(update={"format": "onnx", "facts": ctx.facts})
+    return FAMILIES[request.param], source, Artifact(ctx.out, manifest)
+
+
+def test_runners_say_what_transformers_says(family):
+    known, source, graphs = family
+    model, _ = load_model(source.path)
+    tokenizer = load_tokenizer(source.path)
+    if known.kind == "encoder":
+        _same_classes(model, tokenizer, source, graphs)
+        return
+    expected = []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=1)
+        expected.append(out[0, ids.shape[1] if known.kind == "decoder" else 0 :].tolist())
+    for artifact in (source, graphs):
+        with open_runner(artifact, threads=1) as runner:
+            found = generate_texts(runner, TEXTS, Generation(max_new_tokens=8, beams=1), batch_size=2)
+        assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
+    assert len({tuple(row) for row in expected}) > 1  # or the model says the same of everything
+
+
+def _same_classes(model, tokenizer, source, graphs):
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        expected = model(batch.input_ids, attention_mask=batch.attention_mask).logits.numpy()
+    from smelt.core.data import Example
+    from smelt.runtime.predict import class_logits
+
+    for artifact in (source, graphs):
+        with open_runner(artifact, threads=1) as runner:
+            found = class_logits(runner, [Example(text) for text in TEXTS], batch_size=2)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert np.ptp(expected, axis=0).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mistral", {"sliding_window": 4}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        ("modernbert", {"local_attention": 4}),
+    ],
+)
+@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
+def test_a_window_that_is_off_by_one_is_seen_by_the_parity_check(name, config, target, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from smelt.core.errors import RunError
+
+    task = FAMILIES[name].tasks[0]
+    source = tiny.artifact(every_family.make(tmp_path / "model", name, **config), task)
+    Onnx()(source, OnnxSettings(target=target), exports.context(tmp_path / "right", task))
+    right = FAMILIES[name].window
+    wrong = replace(FAMILIES[name], window=lambda c, n: None if right(c, n) is None else right(c, n) + 1)
+    monkeypatch.setitem(FAMILIES, name, wrong)
+    with pytest.raises(RunError, match="parity"):
+        Onnx()(source, OnnxSettings(target=target), exports.context(tmp_path / "wrong", task))

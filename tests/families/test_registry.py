@@ -1,0 +1,113 @@
+"""What a family says of its models is what transformers' models are."""
+
+import causal
+import classifiers
+import every_family
+import pytest
+import seq2seq
+import tiny
+from torch import nn
+
+from smelt.core.data import TASKS
+from smelt.core.files import read_json
+from smelt.families.registry import BY_TASK, FAMILIES, family_of, find_family
+from smelt.families.walk import attentions_of, blocks_of
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.weight_files import weight_tensors
+
+MAKERS = {
+    "marian": tiny.marian,
+    "t5": seq2seq.t5,
+    "bart": seq2seq.bart,
+    "mbart": lambda folder: seq2seq.bart(folder, kind="mbart"),
+    "bert": tiny.bert,
+    "distilbert": classifiers.distilbert,
+    "roberta": classifiers.roberta,
+    **{name: lambda folder, name=name: causal.model(folder, name) for name in causal.FAMILIES},
+    **{name: lambda folder, name=name: every_family.make(folder, name) for name in every_family.CONFIGS},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def made(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    MAKERS[request.param](folder)
+    model, _ = load_model(folder)
+    return FAMILIES[request.param], model, folder
+
+
+def test_every_family_has_a_task_and_every_task_a_family():
+    assert all(family.name == name and family.tasks for name, family in FAMILIES.items())
+    assert all(BY_TASK[task] for task in TASKS)
+    assert find_family({"model_type": "mamba"}) is None
+    assert family_of(nn.Linear(1, 1)) is None
+
+
+def test_the_stacks_are_where_they_are_said_to_be_and_as_many(made):
+    family, model, _ = made
+    config = model.config.to_dict()
+    for stack in family.stacks(config):
+        assert (
+            len(model.get_submodule(stack.place))
+            == stack.count(config)
+            == getattr(model.config, stack.setting)
+        )
+        assert hasattr(model.config, stack.feed_forward.setting)
+
+
+def test_every_linear_layer_of_a_block_is_part_of_its_attention_or_feed_forward(made):
+    _, model, _ = made
+    for block in blocks_of(model):
+        said = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
+        said |= {*block.feed_forward.inputs, block.feed_forward.down}
+        there = {n for n, m in block.module.named_modules(prefix=block.place) if isinstance(m, nn.Linear)}
+        assert said == there
+
+
+def test_heads_and_widths_fill_the_products(made):
+    _, model, _ = made
+    for parts in attentions_of(model):
+        module, out = model.get_submodule(parts.name), model.get_submodule(parts.out)
+        width = getattr(module, parts.width)
+        assert out.in_features % width == 0
+        if parts.heads:
+            assert out.in_features == getattr(module, parts.heads) * width
+        if parts.size:
+            assert out.in_features == getattr(module, parts.size)
+        if parts.key_heads:
+            rows = out.in_features + 2 * getattr(module, parts.key_heads) * width
+            assert model.get_submodule(parts.query).out_features == rows
+        for norm in parts.norms or ():
+            assert model.get_submodule(norm).weight.shape == (width,)
+        assert parts.scale in (None, "width") or getattr(module, parts.scale) == pytest.approx(width**-0.5)
+
+
+def test_neurons_are_rows_of_the_inputs_and_columns_of_down(made):
+    _, model, _ = made
+    for block in blocks_of(model):
+        parts = block.feed_forward
+        count = model.get_submodule(parts.down).in_features
+        rows = {model.get_submodule(name).out_features for name in parts.inputs}
+        assert rows == {2 * count if parts.gate == parts.up else count}
+
+
+def test_the_word_embedding_has_the_name_and_the_width_that_are_said(made):
+    family, model, folder = made
+    shapes = [e["shape"] for _, name, e in weight_tensors(folder) if name.endswith(family.embedding)]
+    assert shapes
+    assert all(shape == [model.config.vocab_size, getattr(model.config, family.width)] for shape in shapes)
+
+
+def test_a_block_that_stands_in_two_places_is_there_once(made):
+    _, model, _ = made
+    stack = blocks_of(model)[0].stack
+    layers = model.get_submodule(stack.place)
+    layers[1] = layers[0]
+    first, *others = (block for block in blocks_of(model) if block.stack == stack)
+    assert first.aliases == (f"{stack.place}.1",)
+    assert [block.number for block in others] == list(range(2, len(layers)))
+
+
+def test_the_config_of_each_model_is_one_that_smelt_follows(made):
+    family, _, folder = made
+    assert family.refuses(read_json(folder / "config.json")) == []

@@ -18,7 +18,8 @@ from smelt.families.registry import FAMILIES
 
 SIDES = {f"{side}_{word}": n for side in ("encoder", "decoder") for word, n in (
     ("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
-TRANSLATOR = SIDES | {"d_model": 32, "max_position_embeddings": 48, "dropout": 0.0}
+# a scaled embedding that is the head too lets every text end at once
+TRANSLATOR = SIDES | {"d_model": 32, "max_position_embeddings": 48, "dropout": 0.0, "scale_embedding": False}
 GATED = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
@@ -71,10 +72,14 @@ def _make(folder: Path, family: str, task: Task | None, **config: Any) -> Path:
     make_model(values, words, folder, task=chosen, seed=0, exact=True, labels=labels)
     shutil.rmtree(words)
     model, edits = load_model(folder)
+    torch.manual_seed(0)
     with torch.no_grad():  # widely; as they are drawn, every output is the same
         for parameter in model.parameters():
             if parameter.dim() > 1 and parameter.requires_grad:
                 parameter.normal_(0, 0.3)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("out_proj.weight", "fc2.weight")):
+                parameter.mul_(3)  # or the last token alone says what comes next
     drawn = folder / "drawn"
     drawn.mkdir()
     save_model(model, edits, drawn, folder)

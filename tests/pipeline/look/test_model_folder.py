@@ -159,7 +159,7 @@ def test_tokenizers_must_be_there(marian: Path, bert: Path) -> None:
 def test_family_must_fit_the_task(marian: Path) -> None:
     found = problem(marian, "text-classification")
     assert "a marian model is not supported for text-classification" in found
-    assert found.endswith("Supported for text-classification: bert, distilbert, roberta.")
+    assert found.endswith("Supported for text-classification: bert, distilbert, roberta, mpnet, modernbert.")
 
 
 def test_encoder_without_classifier_is_warned_about(bert: Path) -> None:

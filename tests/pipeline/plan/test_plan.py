@@ -642,7 +642,8 @@ def test_any_plan_is_made_or_is_an_input_error(
 def test_plan_is_quick_and_imports_nothing_heavy(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(HEAD + "stages: []\n")
     code = (
-        "import sys; from pathlib import Path; from smelt.plan.plan import load_plan, describe_plan;"
+        "import sys; from pathlib import Path; from smelt.plan.load import load_plan;"
+        "from smelt.plan.printed import describe_plan;"
         f"describe_plan(load_plan(Path({str(folder / 'recipe.yaml')!r})));"
         "sys.exit(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime', 'datasets', 'sklearn'} & set(sys.modules)))"  # noqa: E501
     )

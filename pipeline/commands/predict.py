@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import click
 
 from smelt.commands.options import FOLDER, device, search, show
+from smelt.core.errors import InputError
 
 
 @click.command(short_help="Run an artifact on your words.")
@@ -59,7 +60,8 @@ def predict(
 
     predictor = Predictor(artifact, generation, threads, device, batch_size)
     if data is None:
-        examples = examples_of(list(text) or _lines(sys.stdin), predictor.task)
+        texts, name = (text, "text") if text else (_lines(sys.stdin), "standard input, line")
+        examples = examples_of(texts, predictor.task, name)
     else:
         examples = read_examples(data, predictor.task, columns)
     for answer in predictor.run(examples):
@@ -73,7 +75,16 @@ def predict(
 
 
 def _lines(stream: TextIO) -> list[str]:
-    """Return the lines of `stream`; at a terminal say first that they are waited for."""
+    """Return the lines of `stream`; at a terminal say first that they are waited for.
+
+    Raises:
+        InputError: they are no text in the encoding that the system says.
+    """
     if stream.isatty():
         show("Reading texts, one a line; end with Ctrl-D (on Windows: Ctrl-Z, Enter).", err=True)
-    return [line.rstrip("\n") for line in stream]
+    from smelt.use.predict_data import lines_of
+
+    try:
+        return lines_of(stream)
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: not {error.encoding} text. Convert it to UTF-8.") from error

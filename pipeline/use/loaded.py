@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,13 +35,16 @@ class Model:
         MissingDependencyError: the runtime of this artifact is not installed.
     """
 
-    def __init__(self, folder: str | Path, threads: int | None = None, device: str = "auto") -> None:
+    def __init__(self, folder: str | PathLike[str], threads: int | None = None, device: str = "auto") -> None:
         from smelt.runtime.backends.open_runner import open_runner
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
         count = None if threads is None else count_of(threads, "threads")
-        self.artifact = read_artifact(Path(folder).expanduser())
+        if not isinstance(folder, str | PathLike):
+            raise InputError(f"artifact: expected the path of a folder, read {folder!r}.")
+        self._folder = Path(folder).expanduser()  # as the caller knows it; the artifact's path is the store's
+        self.artifact = read_artifact(self._folder)
         self.artifact.verify()
         self._runner = open_runner(self.artifact, count, device)
         try:
@@ -50,7 +54,7 @@ class Model:
             raise
         # an engine's execution context and its stream serve one thread at a time; other runtimes several
         most = 1 if self.artifact.format == "tensorrt" else None
-        closed = f"{self.artifact.path}: this model was closed. Open it again with smelt.load."
+        closed = f"{self._folder}: this model was closed. Open it again with smelt.load."
         self._calls = Calls(closed, most)
         self._truncated = 0
 
@@ -97,7 +101,7 @@ class Model:
 
         with self._calls:
             if self.task == CLASSIFIES:
-                raise InputError(f"{self.artifact.path}: this model classifies; use predict.")
+                raise InputError(f"{self._folder}: this model classifies; use predict.")
             settings, given = generation_of(generation), texts_of(texts)
             size, cuts = count_of(batch_size, "batch_size"), Cuts()
             found = generate_texts(self._runner, given, settings, size, cut=cuts) if given else []
@@ -116,7 +120,7 @@ class Model:
 
         with self._calls:
             if self.task != CLASSIFIES:
-                raise InputError(f"{self.artifact.path}: this model is for {self.task}; use generate.")
+                raise InputError(f"{self._folder}: this model is for {self.task}; use generate.")
             given = [_example(text) for text in texts_or_pairs_of(texts)]
             size, cuts = count_of(batch_size, "batch_size"), Cuts()
             if not given:
@@ -212,5 +216,7 @@ def generation_of(values: Mapping[str, Any]) -> Any:
         if found["type"] == "value_error":
             raise InputError(f"generation: {found['ctx']['error']}.") from error
         name = ".".join(map(str, found["loc"]))
-        known = f"Known: {', '.join(Generation.model_fields)}.{nearest(name, Generation.model_fields)}"
-        raise InputError(f"generation: {name}: {found['msg']}, read {found['input']!r}. {known}") from error
+        what = f"generation: {name}: {found['msg']}, read {found['input']!r}."
+        if found["type"] == "extra_forbidden":
+            what += f" Known: {', '.join(Generation.model_fields)}.{nearest(name, Generation.model_fields)}"
+        raise InputError(what) from error

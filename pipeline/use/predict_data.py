@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,31 @@ from smelt.core.text import half_character
 from smelt.use.loaded import CLASSIFIES
 
 
-def examples_of(texts: Sequence[str], task: str) -> list[Example]:
-    """Return the texts of a command line as rows; for a classifier a tab parts the two texts of a pair."""
+def examples_of(texts: Sequence[str], task: str, name: str = "text") -> list[Example]:
+    """Return texts as rows; for a classifier a tab parts the two texts of a pair.
+
+    Args:
+        texts: of a command line, or lines.
+        task: the artifact's.
+        name: what a message calls one of them.
+
+    Raises:
+        InputError: one was not UTF-8; Python hands such bytes on as halves of surrogate pairs.
+    """
+    for at, text in enumerate(texts, 1):
+        if half_character(text) is not None:
+            raise InputError(f"{name} {at}: not UTF-8 text, read {repr(text)[:60]}. Convert it to UTF-8.")
     return [_pair(text) if task == CLASSIFIES else Example(text) for text in texts]
+
+
+def lines_of(stream: Iterable[str]) -> list[str]:
+    """Return the lines of `stream` without their ends and without the mark that a file may begin with.
+
+    A line is what the stream takes for one: `str.splitlines` would end it at U+2028 too, and there would be
+    more answers than lines.
+    """
+    lines = [line.removesuffix("\n") for line in stream]
+    return [line.removeprefix("\ufeff") for line in lines[:1]] + lines[1:]
 
 
 def _pair(text: str) -> Example:
@@ -36,11 +59,13 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
         InputError: the file cannot be read, holds no rows, or lacks a column.
     """
     if not path.is_file():
-        raise InputError(f"--data {path}: no such file.")
+        why = "a folder; name a file in it" if path.is_dir() else "no such file"
+        raise InputError(f"--data {path}: {why}.")
     if file_kind(path) == ".txt":
         if given:
             raise InputError(f"--column {given[0]}: {path} is plain text and has no columns.")
-        return examples_of(read_text_file(path).removesuffix("\n").splitlines(), task)
+        lines = lines_of(io.StringIO(read_text_file(path), newline=None))
+        return _some(examples_of(lines, task), path)
     text, pair = _columns(given, task)
     # a column that nobody named need not be there
     wanted = {text: "text"} | ({pair: "text_pair"} if pair and _named(given) else {})
@@ -52,6 +77,10 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
         second = row.get(pair) if pair else None
         other = _value(second, where, str(pair)) if second else None
         rows.append(Example(_value(row[text], where, text), text_pair=other))
+    return _some(rows, path)
+
+
+def _some(rows: list[Example], path: Path) -> list[Example]:
     if not rows:
         raise InputError(f"{path}: no rows in this file.")
     return rows
@@ -66,9 +95,13 @@ def _columns(given: Sequence[str], task: str) -> tuple[str, str | None]:
     usual = Columns()
     text = usual.source if task in TEXT_TO_TEXT else usual.text
     pair = usual.text_pair if task == CLASSIFIES else None
+    seen: dict[bool, str] = {}
     for item in given:
         role, sep, name = item.partition("=")
-        if sep and role == "text_pair":
+        second = bool(sep) and role == "text_pair"
+        if (other := seen.setdefault(second, item)) != item:
+            raise InputError(f"--column {other} and --column {item}: name one column for a text.")
+        if second:
             if task != CLASSIFIES:
                 raise InputError(f"--column {item}: only a classifier reads pairs of texts.")
             pair = name

@@ -17,8 +17,11 @@ from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.backends.onnx_runner import OnnxRunner
 from smelt.runtime.batch import Batch
-from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtime.models.structure import apply_edits, replace_module
+from smelt.runtime.text.open_tokenizer import open_tokenizer
+from smelt.runtime.text.rust_tokenizer import RustTokenizer
+from smelt.runtime.text.tokenizing_file import read_tokenizing
 
 
 def tokenizer_files(folder):
@@ -173,6 +176,34 @@ def test_graphs_hold_fused_operators_and_say_so(exported):
         "vocab.txt",
         "encoder_model.onnx",
     }
+
+
+def test_texts_of_an_exported_model_are_read_without_transformers(marian, exported):
+    out, ctx = exported
+    assert ctx.facts["tokenizer"] == read_tokenizing(out).reader == "tokenizers"
+    texts = [example.text for example in ROWS.examples]
+    assert open_tokenizer(out).encode_rows(texts, 32).ids == load_tokenizer(marian)(texts)["input_ids"]
+
+
+def test_a_reader_that_differs_on_a_row_of_the_data_is_left_to_transformers_and_told(
+    bert, tmp_path, monkeypatch
+):
+    real = RustTokenizer.encode_rows
+
+    def spoiled(self, texts, max_length, pairs=None):
+        found = real(self, texts, max_length, pairs)
+        for text, ids in zip(texts, found.ids, strict=True):
+            if text == ROWS.examples[3].text:
+                ids[1] += 1
+        return found
+
+    monkeypatch.setattr(RustTokenizer, "encode_rows", spoiled)
+    ctx = export(bert, tmp_path / "out", simplify=False)
+    assert ctx.facts["tokenizer"] == read_tokenizing(tmp_path / "out").reader == "transformers"
+    assert ctx.warnings == [
+        "texts are read by transformers, which takes seconds to import: tokenizers differs from transformers'"
+        " tokenizer: ids of 'a b c d e'"
+    ]
 
 
 def test_int8_graphs_multiply_integers_and_store_the_shared_matrix_once(exported_int8):

@@ -98,3 +98,21 @@ def test_a_terminal_is_told_that_lines_are_waited_for(terminal, capsys):
     assert _lines(Typed("a film\nan old film\n")) == ["a film", "an old film"]
     said = capsys.readouterr()
     assert ("end with Ctrl-D" in said.err, said.out) == (terminal, "")
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ("strict", "standard input: not utf-8 text. Convert it to UTF-8."),  # of most locales
+        (
+            "surrogateescape",
+            "standard input, line 2: not UTF-8 text, read 'M\\udce4rz'. Convert it to UTF-8.",
+        ),
+    ],
+)
+def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, errors, message):
+    stream = io.TextIOWrapper(io.BytesIO(b"a man\nM\xe4rz\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stream)
+    with pytest.raises(SystemExit) as done:
+        main(["predict", str(artifact)])
+    assert (done.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")

@@ -1,5 +1,6 @@
 """`smelt.load`: what it imports, many threads at once, what was closed, and texts that are too long."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import tiny
 
 import smelt
-from smelt.use.loaded import Calls, Cuts
+from smelt.use.loaded import Calls, Cuts, generation_of
 
 LONG = " ".join(tiny.SENTENCES * 6)
 
@@ -110,12 +111,43 @@ def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(runs,
 @pytest.mark.parametrize("step", ["model", "onnx"])
 @pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
 def test_a_closed_model_says_so(runs, kind, step):
-    model = smelt.load(runs[kind].artifact(step))
+    folder = runs[kind].artifact(step)
+    model = smelt.load(folder)
     model.close()
     model.close()
     for texts in (["a man"], []):
-        with pytest.raises(smelt.InputError, match=r"this model was closed. Open it again with smelt\.load"):
+        with pytest.raises(smelt.InputError) as caught:
             _use(model, texts)
+        # the folder that was opened, which a run links to one of the store
+        assert str(caught.value) == f"{folder}: this model was closed. Open it again with smelt.load."
+
+
+def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_opened(runs):
+    for kind, use, message in (
+        ("translator", "predict", "this model is for translation; use generate."),
+        ("classifier", "generate", "this model classifies; use predict."),
+    ):
+        folder = runs[kind].artifact("onnx")
+        with smelt.load(folder) as model, pytest.raises(smelt.InputError) as caught:
+            getattr(model, use)(["a man"])
+        assert str(caught.value) == f"{folder}: {message}"
+
+
+@pytest.mark.parametrize("folder", [None, 3, b"runs", ["runs"]])
+def test_a_folder_that_is_no_path_is_refused(folder):
+    with pytest.raises(smelt.InputError) as caught:
+        smelt.load(folder)
+    assert str(caught.value) == f"artifact: expected the path of a folder, read {folder!r}."
+
+
+def test_only_a_setting_that_is_unknown_is_told_the_known_ones():
+    with pytest.raises(smelt.InputError, match=r"Known: .* Did you mean 'max_new_tokens'\?"):
+        generation_of({"max_new_token": 3})
+    with pytest.raises(smelt.InputError) as caught:
+        generation_of({"max_new_tokens": 0})
+    assert str(caught.value) == (
+        "generation: max_new_tokens: Input should be greater than or equal to 1, read 0."
+    )
 
 
 def test_closing_waits_for_the_calls_that_are_on_their_way():
@@ -158,6 +190,19 @@ def test_a_runtime_for_one_thread_at_a_time_is_used_by_one_at_a_time():
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(30)))
     assert seen == [1] * 30
+
+
+@pytest.mark.parametrize("step", ["model", "onnx"])
+def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(runs, step, monkeypatch):
+    together = threading.Barrier(3)
+
+    def meet(runner, texts, *_, **__):
+        together.wait(20)
+        return texts
+
+    monkeypatch.setattr("smelt.runtime.predict.generate_texts", meet)
+    with smelt.load(runs["translator"].artifact(step)) as model, ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(model.generate, [["a"], ["b"], ["c"]])) == [["a"], ["b"], ["c"]]
 
 
 def test_who_waits_for_a_turn_is_told_that_the_model_was_closed():
@@ -241,7 +286,9 @@ def test_texts_that_are_too_long_are_counted_and_told(runs, kind, limit):
             f"2 of 3 texts were longer than the model takes ({limit} tokens) and cut."
             " Shorten or split what is longer."
         )
-        assert said.filename == __file__ or os.path.samefile(said.filename, __file__)
+        lines, first = inspect.getsourcelines(_use)  # what called predict or generate, and not its caller
+        assert os.path.samefile(said.filename, __file__)
+        assert first < said.lineno < first + len(lines)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _use(model, ["a man"])

@@ -71,6 +71,12 @@ def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch
     assert quiet.warning is None
 
 
+def test_texts_that_a_classifier_cut_are_told(classifier):
+    predictor = Predictor(classifier, {})
+    assert len(list(predictor.run([LONG, TEXTS[0]]))) == 2
+    assert str(predictor.warning).startswith("1 of 2 texts was longer than the model takes (32 tokens)")
+
+
 def test_nothing_is_opened_for_no_texts(translator, monkeypatch):
     from smelt.runtime.backends import open_runner
 

@@ -1,13 +1,14 @@
 """The texts that `smelt predict` is given: words, lines, or rows of a file."""
 
 import gzip
+import io
 import json
 
 import pytest
 
 from smelt.core.data import Example
 from smelt.core.errors import InputError
-from smelt.use.predict_data import examples_of, read_examples
+from smelt.use.predict_data import examples_of, lines_of, read_examples
 
 CLASSIFIER, TRANSLATOR = "text-classification", "translation"
 
@@ -89,9 +90,53 @@ def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, message):
         read_examples(path, task, columns)
 
 
-def test_no_file_and_no_rows_are_named(tmp_path):
+def test_no_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         read_examples(tmp_path / "nowhere.jsonl", TRANSLATOR, ())
-    (tmp_path / "d.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="no rows in this file"):
-        read_examples(tmp_path / "d.jsonl", TRANSLATOR, ())
+    with pytest.raises(InputError, match=f"--data {tmp_path}: a folder; name a file in it"):
+        read_examples(tmp_path, TRANSLATOR, ())
+
+
+@pytest.mark.parametrize(("name", "text"), [("d.jsonl", "\n"), ("d.csv", "source\n"), ("d.txt", "")])
+def test_a_file_without_rows_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=f"{name}: no rows in this file"):
+        read_examples(tmp_path / name, TRANSLATOR, ())
+
+
+LINES = {
+    "a\nb": ["a", "b"],
+    "a\n\n": ["a", ""],  # an answer for each line, also for an empty one at the end
+    "\n": [""],
+    "a\r\nb\rc\n": ["a", "b", "c"],
+    "a\u2028b\x0cc\x85d\n": ["a\u2028b\x0cc\x85d"],  # ends of lines to str.splitlines alone
+    "\ufeffa\n\ufeffb\n": ["a", "\ufeffb"],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_lines_of_a_file_and_of_standard_input_are_the_same(tmp_path, text):
+    (tmp_path / "t.txt").write_bytes(text.encode())
+    expected = [Example(line) for line in LINES[text]]
+    if expected:
+        assert read_examples(tmp_path / "t.txt", TRANSLATOR, ()) == expected
+    stream = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+    assert lines_of(stream) == LINES[text]
+
+
+@pytest.mark.parametrize("task", [TRANSLATOR, CLASSIFIER])
+def test_bytes_that_are_no_text_are_refused(task):
+    broken = b"M\xe4rz".decode("utf-8", "surrogateescape")
+    with pytest.raises(InputError) as caught:
+        examples_of(["a man", broken], task, "standard input, line")
+    assert str(caught.value) == (
+        "standard input, line 2: not UTF-8 text, read 'M\\udce4rz'. Convert it to UTF-8."
+    )
+
+
+def test_two_columns_for_one_text_are_refused(tmp_path):
+    path = rows(tmp_path / "d.jsonl", {"a": "x", "b": "y"})
+    for given in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
+        with pytest.raises(InputError, match=r"--column (text_pair=)?\w+ and --column \S+: name one"):
+            read_examples(path, CLASSIFIER, given)

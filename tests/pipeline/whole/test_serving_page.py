@@ -7,6 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import exported
@@ -23,11 +24,12 @@ def artifact(tmp_path_factory):
     return exported.run(tmp_path_factory.mktemp("t"), "translator").artifact("onnx")
 
 
-@pytest.fixture(scope="module")
-def address(artifact, tmp_path_factory):
+@contextmanager
+def serving(artifact, home, before=""):
+    """Run the page's service, behind the lines `before`; yield its address."""
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    script = tmp_path_factory.mktemp("s") / "serve.py"
-    script.write_text(code)
+    script = home / "serve.py"
+    script.write_text(before + code)
     command = [sys.executable, str(script), str(artifact), "0", "2"]  # 0: any port that is free
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -36,6 +38,12 @@ def address(artifact, tmp_path_factory):
             yield f"http://127.0.0.1:{words[1]}"
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(artifact, tmp_path_factory):
+    with serving(artifact, tmp_path_factory.mktemp("s")) as found:
+        yield found
 
 
 def ask(address, body):
@@ -53,6 +61,31 @@ def test_many_requests_at_once_get_what_they_would_get_alone(address, artifact):
         expected = [(200, model.generate(texts, max_new_tokens=64)) for texts in requests]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda texts: ask(address, json.dumps(texts).encode()), requests)) == expected
+
+
+COUNTING = """
+import time
+import smelt.use.loaded
+
+inside = []
+
+def generate(self, texts, **_):
+    inside.append(texts)
+    count = len(inside)
+    time.sleep(0.1)
+    inside.pop()
+    return [count]
+
+smelt.use.loaded.Model.generate = generate
+"""
+
+
+def test_calls_at_the_same_time_are_as_many_as_cores_were_said(artifact, tmp_path):
+    with serving(artifact, tmp_path, COUNTING) as address, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: ask(address, b'["a"]'), range(16)))
+    assert {status for status, _ in answers} == {200}
+    assert {count for _, [count] in answers} <= {1, 2}
+    assert (200, [2]) in answers
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,15 @@ def _prompt(folder, tokens):
     raise AssertionError(f"no prompt of {tokens} tokens")
 
 
+def test_batches_of_sampled_continuations_do_not_repeat_each_others_draws(folder):
+    wishes = Generation(do_sample=True, temperature=3.0, max_new_tokens=8, seed=1)
+    with open_runner(tiny.artifact(folder, "language-modeling")) as runner:
+        first, again = (generate_texts(runner, [SENTENCE] * 4, wishes, batch_size=2) for _ in range(2))
+    assert first == again
+    assert first[:2] != first[2:]
+    assert len(set(first)) == 4
+
+
 @pytest.mark.parametrize("who", ["caller", "model"])
 def test_a_prompt_stays_whole_when_what_is_asked_for_has_room_behind_it(folder, tmp_path, who):
     text, ids = _prompt(folder, 56)

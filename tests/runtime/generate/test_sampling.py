@@ -73,8 +73,10 @@ def test_a_seed_decides_the_text_and_every_batch_draws_anew(runner):
     wishes = Generation(do_sample=True, temperature=1.5, max_new_tokens=10, seed=3)
     first = generate(runner, batch, wishes)
     assert generate(runner, batch, wishes) == first
-    assert generate(runner, batch, wishes.model_copy(update={"seed": 4})) != first
-    assert generate(runner, batch, wishes, part=1) != first
+    other, later = wishes.model_copy(update={"seed": 4}), generate(runner, batch, wishes, part=1)
+    assert generate(runner, batch, other) != first
+    assert generate(runner, batch, wishes, part=1) == later != first
+    assert generate(runner, batch, other) != later  # streams of their own, not one that goes on
 
 
 def test_one_most_likely_token_is_greedy_search(runner):

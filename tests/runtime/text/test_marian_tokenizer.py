@@ -1,5 +1,8 @@
 """Marian's pieces without transformers; test_tokenizer_export.py compares it on texts of many kinds."""
 
+import json
+import shutil
+
 import published
 import pytest
 import tiny
@@ -9,7 +12,7 @@ from smelt.export.tokenizer_export import facts_of
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.text.marian_tokenizer import MarianTokenizer
 
-SMILE = "\U0001f642"
+SMILE, FROWN = "\U0001f642", "\u2639"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,7 @@ def ours(folder, theirs):
         ">>deu<< a man",
         ">>xyz<< a man",  # a language that the vocabulary does not have
         f"a {SMILE} man",  # a word of the vocabulary that is no piece of the source's model
+        f"a {FROWN} man",  # neither
         "a </s> man <unk><pad>",
         "</s>>>deu<< a",
         "",
@@ -47,6 +51,32 @@ def test_ids_are_those_of_transformers(ours, theirs, text):
 def test_words_that_are_no_pieces_are_not_unknown(ours, theirs):
     known = theirs.encoder[SMILE]
     assert known in ours.encode_rows([f"a {SMILE}"], 64).ids[0]
+
+
+def test_what_neither_model_nor_vocabulary_has_is_the_unknown_token(ours, theirs):
+    (ids,) = ours.encode_rows([f"a {FROWN} man"], 64).ids
+    assert ids.count(theirs.unk_token_id) == 1
+    assert theirs.unk_token_id not in ours.encode_rows(["a man"], 64).ids[0]
+
+
+def test_a_piece_that_the_vocabulary_lacks_is_unknown_and_its_id_reads_as_the_piece(folder, tmp_path):
+    """Ids without a word are SentencePiece's own on the way back, whatever piece stands there."""
+    src = shutil.copytree(folder, tmp_path / "m")
+    words = json.loads((src / "vocab.json").read_text())
+    whole = MarianTokenizer(folder, facts_of(load_tokenizer(folder)))
+    (known,) = whole.encode_rows(["a man"], 64).ids
+    word = next(word for word, place in words.items() if place == known[0])
+    missing = words.pop(word)
+    (src / "vocab.json").write_text(json.dumps(words))
+    theirs = load_tokenizer(src)
+    ours = MarianTokenizer(src, facts_of(theirs))
+    (ids,) = ours.encode_rows(["a man"], 64).ids
+    assert [ids] == [theirs("a man")["input_ids"]]
+    assert ids[0] == theirs.unk_token_id != known[0]
+    assert ids[1:] == known[1:]
+    rows = [[missing], [*known[:-1]], [missing, missing]]
+    assert ours.decode_rows(rows) == theirs.batch_decode(rows, skip_special_tokens=True)
+    assert ours.decode_rows([[missing]]) != [""]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

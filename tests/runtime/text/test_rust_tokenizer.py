@@ -1,5 +1,6 @@
 """A tokenizer.json without transformers; test_tokenizer_export.py compares whole tokenizers."""
 
+import json
 import random
 
 import classifiers
@@ -50,6 +51,23 @@ def test_cut_rows_are_those_that_the_library_cuts(tmp_path, pattern, side):
         found = ours.encode_rows([first], limit, None if pair is None else [pair])
         assert (found.ids, found.types) == ([cut.ids], [cut.type_ids]), (first, pair, limit)
         assert found.truncated == (len(whole.ids) > limit)
+
+
+@pytest.mark.parametrize("section", ["truncation", "padding"])
+def test_what_a_file_says_of_cutting_and_padding_does_not_act(tmp_path, section):
+    """Published files hold what their last caller had set; how long rows may be is the model's to say."""
+    made = words(PATTERNS["bert"])
+    if section == "truncation":
+        made.enable_truncation(5)
+    else:
+        made.enable_padding(length=16)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())[section]
+    ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers", types=True))
+    found = ours.encode_rows([text(8), text(2)], 64)
+    assert found.ids == [[0, *range(3, 11), 1], [0, 3, 4, 1]]
+    assert (found.types, found.truncated) == ([[0] * 10, [0] * 4], 0)
+    assert ours.encode_rows([text(8), text(2)], 6).truncated == 1
 
 
 def test_special_tokens_stay_where_no_text_has_room():

@@ -11,7 +11,7 @@ from smelt.runtime.models.unread_tensors import is_unread
 
 # Parts that a checkpoint without its head may lack: the head, and the pooler of an encoder that was trained
 # without one.
-_OF_HEADS = ("lm_head.", "final_logits_bias", "classifier.", "pre_classifier.")
+_OF_HEADS = ("lm_head.", "final_logits_bias", "classifier.", "pre_classifier.", "head.")
 _POOLER = ".pooler."
 
 

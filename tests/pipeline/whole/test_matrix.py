@@ -25,6 +25,7 @@ MODELS = {
     "t5": ("summarization", seq2seq.t5),
     "t5-gated": ("summarization", lambda folder: seq2seq.t5(folder, gated=True)),
     "bart": ("summarization", seq2seq.bart),
+    "mbart": ("translation", lambda folder: seq2seq.bart(folder, kind="mbart")),
     "bert": ("text-classification", tiny.bert),
     "distilbert": ("text-classification", classifiers.distilbert),
     "roberta": ("text-classification", classifiers.roberta),
@@ -35,6 +36,10 @@ MODELS = {
         name: (FAMILIES[name].tasks[0], partial(every_family.make, family=name))
         for name in every_family.CONFIGS
     },
+}
+LANGUAGES = {
+    "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
+    "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
 }
 FAMILY = {"t5-gated": "t5"}  # the others are called as their family
 DATA = {
@@ -58,7 +63,13 @@ STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
-FAST |= {("m2m_100", "chain"), ("mistral", "chain"), ("gemma", "chain"), ("modernbert", "chain")}
+FAST |= {
+    ("mbart", "chain"),
+    ("m2m_100", "chain"),
+    ("mistral", "chain"),
+    ("gemma", "chain"),
+    ("modernbert", "chain"),
+}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 CELLS = (
     sorted((m, s) for m in MODELS for s in STAGES)
@@ -75,7 +86,7 @@ def _recipe(folder, kind, task, stages):
     if task == "language-modeling":
         data["windows"] = {"length": 32}
     if FAMILIES[kind].languages == "codes":
-        data |= {"source_language": "eng_Latn", "target_language": "deu_Latn"}
+        data |= LANGUAGES[kind]
     lines = [line.replace("STUDENT", f"{{{layers}: 1}}") for line in stages]
     lines.append("onnx: {target: ort-cpu}")
     (folder / "recipe.yaml").write_text(

@@ -1,0 +1,45 @@
+"""What a family is called stands in its own file: everybody else asks smelt.families."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from smelt.families.registry import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(
+    path
+    for folder in ("core", "runtime", "compress", "export", "evaluate", "pipeline")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def named(text: str) -> list[str]:
+    """The strings of `text` that are the name of a family, with their lines; docstrings may speak of them."""
+    found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return [f"line {node.lineno}: {node.value!r}" for node in found if node.value in FAMILIES]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_family_is_named_outside_of_its_file(path: Path) -> None:
+    assert named(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_check_finds_a_name_and_leaves_words_alone() -> None:
+    assert named('"""Marian and t5."""\nif kind == "t5":\n    pass') == ["line 2: 't5'"]
+    assert named('kind in ("bert", "llama", "other")') == ["line 1: 'bert'", "line 1: 'llama'"]
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_stands_in_the_page_of_models(name: str) -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"(`{name}`" in page
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_one_family_is_one_file_and_one_row_of_the_matrix(name: str) -> None:
+    assert (ROOT / "families" / f"{name}.py").is_file()
+    matrix = (ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py").read_text(encoding="utf-8")
+    rows = (ROOT / "tests" / "support" / "every_family.py").read_text(encoding="utf-8")
+    assert f'"{name}":' in matrix + rows

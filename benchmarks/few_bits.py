@@ -47,7 +47,8 @@ def _artifact(folder: Path) -> Any:
 def _quality(folder: Path, rows: Any) -> None:
     import torch
 
-    from smelt.compress.quantize.stage import QuantizeSettings, facts_of, quantize_model
+    from smelt.compress.quantize.settings import QuantizeSettings
+    from smelt.compress.quantize.stage import facts_of, quantize_model
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -69,7 +70,8 @@ def _quality(folder: Path, rows: Any) -> None:
 
 
 def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path) -> Path:
-    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from smelt.compress.quantize.settings import QuantizeSettings
+    from smelt.compress.quantize.stage import Quantize
     from smelt.core.stage import Context
     from smelt.export.onnx_stage import Onnx, OnnxSettings
     from smelt.runtime.models.weight_files import find_weights

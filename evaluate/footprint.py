@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.runtime.models.weight_files import values_in, weight_tensors
+from smelt.runtime.schemes.registry import operators
 
 # Integer initializers with fewer values are shapes, axes and other constants of a graph, not weights.
 _FEWEST_WEIGHTS = 64
@@ -68,14 +69,13 @@ def onnx_parameters(folder: Path) -> int:
     return total
 
 
-# Which inputs of which operators hold scales and zero points (ONNX and com.microsoft documentation).
-_HELPER_INPUTS = {
+# Which inputs of which operators hold scales and zero points (ONNX and com.microsoft documentation), besides
+# those of our own schemes.
+_HELPER_INPUTS = operators() | {
     "QuantizeLinear": (1, 2),
     "DequantizeLinear": (1, 2),
-    "DynamicQuantizeMatMul": (2, 3),
     "MatMulIntegerToFloat": (2, 3, 4, 5),
     "MatMulInteger": (2, 3),
-    "MatMulNBits": (2, 3),
     "GatherBlockQuantized": (2, 3),
     "QLinearMatMul": (1, 2, 4, 5, 6, 7),
 }

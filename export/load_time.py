@@ -1,37 +1,26 @@
 """What a runtime computes from constants when it loads a graph, spelled out as standard operators.
 
-Layers emit place-holders of the domain `smelt.load` (runtime/layers/emit.py) for widening bits and scales,
-and for turning a matrix. The optimizers before them, torch's and onnxsim, would store what standard operators
-make of constants: a file 16 times as large for bits, a second matrix beside the first. So they see the
-place-holders, and these become the last change to the graph. ONNX Runtime folds the operators once, when a
-session is opened, and the file stays small.
+Layers emit place-holders of the domain `smelt.load` (runtime/layers/emit.py) for spreading codes by a table
+of their scheme, for widening scales, and for turning a matrix. The optimizers before them, torch's and
+onnxsim, would store what standard operators make of constants: a file 16 times as large for bits, a second
+matrix beside the first. So they see the place-holders, and these become the last change to the graph. ONNX
+Runtime folds the operators once, when a session is opened, and the file stays small.
 
-    bits uint8 [N, G, n] -- Cast int32 -- Gather in a table [256, 2] -- Reshape -- codes uint8 [N, G, 2 n]
+    stored uint8 [N, G, n] -- Cast int32 -- Gather in a table [256, t] -- Reshape -- codes uint8 [N, G, t n]
 
-A byte of the table's row b holds four 2-bit codes, the first in the lowest bits: 1 (that is -1) for a
-bit of b that is 0, and 3 (that is +1) for one that is 1.
+What a row of a table holds, says the scheme.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from smelt.runtime.layers.emit import LOAD_TIME
-
-_TABLE = "smelt.two_bit_codes"
-
-
-def two_bit_table() -> NDArray[np.uint8]:
-    """Return for each byte of eight bits the two bytes of its eight 2-bit codes, uint8 [256, 2]."""
-    bits = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & 1
-    codes = np.where(bits == 1, 3, 1).astype(np.uint8).reshape(256, 2, 4)
-    shifted: NDArray[np.uint8] = codes << np.array([0, 2, 4, 6], dtype=np.uint8)
-    table: NDArray[np.uint8] = np.bitwise_or.reduce(shifted, axis=2)
-    return table
+from smelt.runtime.schemes.registry import load_tables
 
 
 def spell_out_file(path: Path) -> None:
@@ -47,7 +36,7 @@ def spell_out(model: Any) -> int:
     """Replace the place-holders of an onnx.ModelProto in place; return how many there were."""
     from onnx import numpy_helper
 
-    graph = model.graph
+    graph, tables = model.graph, load_tables()
     shapes = {t.name: list(t.dims) for t in graph.initializer}
     nodes = []
     made: dict[tuple[str, str], str] = {}  # a constant is widened once for all that read it
@@ -65,12 +54,14 @@ def spell_out(model: Any) -> int:
         elif node.op_type == "Transposed":
             nodes.append(_turn(source, result))
         else:
-            nodes += _widen(graph, source, result, shapes[source])
+            width = tables[node.op_type].shape[1]
+            wide = [*shapes[source][:-1], width * shapes[source][-1]]
+            nodes += _spread(graph, source, result, wide, _name(node.op_type))
     found = len(made) + len(renamed)
     if not found:
         return 0
-    if any(op == "TwoBitCodes" for op, _ in made):
-        graph.initializer.append(numpy_helper.from_array(two_bit_table(), _TABLE))
+    for word in sorted({op for op, _ in made} & set(tables)):
+        graph.initializer.append(numpy_helper.from_array(tables[word], _name(word)))
     for node in nodes:
         for place, name in enumerate(node.input):
             node.input[place] = renamed.get(name, name)
@@ -94,14 +85,18 @@ def _turn(source: str, result: str) -> Any:
     return helper.make_node("Transpose", [source], [result], f"{result}.turn", perm=[1, 0])
 
 
-def _widen(graph: Any, source: str, result: str, shape: list[int]) -> list[Any]:
+def _name(word: str) -> str:
+    """Return the name of a table's initializer."""
+    return f"smelt.{re.sub(r'(?<=[a-z])(?=[A-Z])', '_', word).lower()}"
+
+
+def _spread(graph: Any, source: str, result: str, shape: list[int], table: str) -> list[Any]:
     from onnx import TensorProto, helper, numpy_helper
 
     indices, pairs, target = (f"{result}.{word}" for word in ("indices", "pairs", "shape"))
-    wide = np.array([*shape[:-1], 2 * shape[-1]], dtype=np.int64)
-    graph.initializer.append(numpy_helper.from_array(wide, target))
+    graph.initializer.append(numpy_helper.from_array(np.array(shape, dtype=np.int64), target))
     return [
         helper.make_node("Cast", [source], [indices], f"{result}.cast", to=TensorProto.INT32),
-        helper.make_node("Gather", [_TABLE, indices], [pairs], f"{result}.gather", axis=0),
+        helper.make_node("Gather", [table, indices], [pairs], f"{result}.gather", axis=0),
         helper.make_node("Reshape", [pairs, target], [result], f"{result}.reshape"),
     ]

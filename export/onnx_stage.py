@@ -19,6 +19,7 @@ from smelt.core.stage import Context, Need, Settings
 if TYPE_CHECKING:
     from smelt.export.graphs.graph import Graph
     from smelt.runtime.batch import Batch, Tokens
+    from smelt.runtime.schemes.scheme import Scheme
 
 
 class OnnxSettings(Settings):
@@ -124,29 +125,39 @@ def _require_memory(model: Any, settings: OnnxSettings) -> None:
 
 
 def _kind(model: Any, settings: OnnxSettings) -> str:
-    """Return which tolerance holds, a word of `smelt.export.parity.compare.TOLERANCES`.
+    """Return which tolerance holds: of the scheme that is least exact, or of the settings' dtype.
 
     Raises:
         InputError: the target cannot run the model's quantized layers.
     """
-    from smelt.runtime.layers.quantized import AnyLinear, QuantizedLinear, scheme_of
+    from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
+    from smelt.runtime.schemes.registry import SCHEMES
 
-    layers = [m for m in model.modules() if scheme_of(m) is not None]
-    schemes = sorted({str(scheme_of(m)) for m in layers})
-    if schemes and settings.target != "ort-cpu":
-        why = "it finds the ranges of activations while running"
-        if "int8-dynamic" not in schemes:
-            why = "it multiplies packed weights (MatMulNBits)"
+    found = {scheme_of(m) for m in model.modules()}
+    _require_target([s for name, s in SCHEMES.items() if name in found], settings.target)
+    products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
+    rounded = {m.scheme.name for m in products if m.scheme.rounds_activations(m.options)}
+    names = [name for name in reversed(SCHEMES) if name in rounded]
+    return max(names, key=lambda name: SCHEMES[name].drift, default=settings.dtype)
+
+
+def _require_target(schemes: list[Scheme], target: str) -> None:
+    """Refuse to export for a target that cannot run all of `schemes`.
+
+    Raises:
+        InputError: it cannot.
+    """
+    from smelt.runtime.schemes.registry import targets_of
+
+    refused = [scheme.refused[target] for scheme in schemes if target in scheme.refused]
+    if refused:
+        fit = targets_of(schemes)
         raise InputError(
-            f"onnx: target {settings.target} cannot run a model that was quantized with scheme"
-            f" {' and '.join(schemes)}: {why}, which only ort-cpu does. Branch"
-            " off before the quantize step with `from: NAME`, or set target: ort-cpu."
+            f"onnx: target {target} cannot run a model that was quantized with scheme"
+            f" {' and '.join(sorted(s.name for s in schemes))}: {refused[0]}, which only"
+            f" {' and '.join(fit)} does. Branch off before the quantize step with `from: NAME`, or set"
+            f" target: {' or '.join(fit)}."
         )
-    if any(type(m) is QuantizedLinear for m in layers):
-        return "int8"  # the least exact of them
-    if not any(isinstance(m, AnyLinear) and m.options().get("accuracy_level") for m in layers):
-        return settings.dtype  # few bits, but float32 products
-    return "binary" if "binary" in schemes else "int4"
 
 
 def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:

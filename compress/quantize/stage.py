@@ -3,80 +3,23 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
-
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
-
-# What each scheme can be told besides what is quantized.
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "int8-dynamic": (),
-    "int4": ("group_size", "symmetric", "accuracy_level"),
-    "binary": ("group_size", "accuracy_level"),
-}
-
-
-class QuantizeSettings(Settings):
-    """What is quantized, and how.
-
-    Group sizes and accuracy levels are those of ONNX Runtime's MatMulNBits; they belong to int4 and
-    binary. `head` is the output layer: the product with the vocabulary, or a classifier's last layer.
-    """
-
-    scheme: Literal["int8-dynamic", "int4", "binary"] = "int8-dynamic"
-    group_size: Literal[16, 32, 64, 128] = Field(
-        default=64, description="int4, binary: inputs of a row that share a scale (binary: 32 or more)"
-    )
-    symmetric: bool = Field(
-        default=True, description="int4: zero lies in the middle; false stores zero points"
-    )
-    accuracy_level: Literal[0, 4] = Field(
-        default=4, description="int4, binary: 4 multiplies activations as int8 blocks, 0 as float32"
-    )
-    skip: list[str] = Field(
-        default_factory=list, description="patterns of module names that stay float: `*.decoder.layers.0.*`"
-    )
-    embeddings: bool = Field(default=True, description="quantize word embeddings")
-    head: bool = Field(default=True, description="quantize the output layer")
-    vocabulary: Literal["int8-dynamic", "int4"] | None = Field(
-        default=None,
-        description="scheme of embeddings and head; unless given, int8-dynamic under binary, else the scheme",
-    )
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        used = {name for scheme in (self.scheme, self.table_scheme) for name in _OPTIONS[scheme]}
-        for name in ("group_size", "symmetric", "accuracy_level"):
-            if name in self.model_fields_set and name not in used:
-                raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
-        if self.scheme == "binary" and self.group_size == 16:
-            raise ValueError(
-                "binary groups hold 32, 64 or 128 weights: ONNX Runtime has no fast 2-bit product of 16"
-            )
-        return self
-
-    @property
-    def table_scheme(self) -> str:
-        """The scheme of embeddings and head."""
-        return self.vocabulary or ("int8-dynamic" if self.scheme == "binary" else self.scheme)
-
-    def options(self, scheme: str) -> dict[str, int | bool]:
-        """Return what `scheme` wants to know, as a quantized layer takes it."""
-        return {name: getattr(self, name) for name in _OPTIONS[scheme]}
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
+from smelt.runtime.schemes.scheme import Scheme
 
 
 class Quantize:
     """Turn linear layers and word embeddings into integer codes and scales.
 
-    int8-dynamic: int8 weights per output channel; activations become uint8 while running, one scale for
-    the tensor of the whole batch. int4: 4-bit weights, one scale per group of inputs. binary: one bit a
-    weight and one scale per group; embeddings and output layer int8. Binary weights need training
-    afterwards: put `distill` after this step, it trains through the codes. torch then computes what
-    ONNX Runtime will compute. An embedding and an output head that are one matrix stay one.
+    torch then computes what the runtime will compute. An embedding and an output head that are one matrix
+    stay one. Where a scheme needs training afterwards, put `distill` after this step: it trains through the
+    codes.
 
         - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
@@ -87,14 +30,15 @@ class Quantize:
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset()
-    source: ClassVar[str] = (
-        "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md); ONNX Runtime,"
-        " com.microsoft::MatMulNBits and its quantizer (mlas/lib/q4_dq.cpp); Rastegari et al. 2016,"
-        " XNOR-Net, arXiv:1603.05279 (Binary-Weight-Networks)"
-    )
+    source: ClassVar[str] = "; ".join(scheme.source for scheme in SCHEMES.values())
     version: ClassVar[int] = 2
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def more_help(cls) -> str:
+        """Return what `smelt stages quantize` says of each scheme."""
+        return "\n\n".join(_help_of(scheme) for scheme in SCHEMES.values())
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""
@@ -118,6 +62,14 @@ class Quantize:
         )
 
 
+def _help_of(scheme: Scheme) -> str:
+    bits = f"{bits_per_weight(scheme, defaults(scheme)):.3g} bits a weight"
+    needs = "; needs training afterwards" if scheme.trained else ""
+    tables = "" if scheme.tables else f"; embeddings and output layer become {scheme.vocabulary}"
+    fit = ", ".join(targets_of([scheme]))
+    return f"{scheme.name} ({bits}; runs on {fit}): {scheme.summary}{tables}{needs}."
+
+
 def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
     """Quantize `model` in place; return the edits that make room for the result.
 
@@ -126,7 +78,7 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
     """
     from torch import nn
 
-    from smelt.compress.quantize.schemes import quantize_module
+    from smelt.compress.quantize.coding import quantize_module
     from smelt.runtime.layers.quantized import is_table
     from smelt.runtime.models.structure import replace_module
 
@@ -147,7 +99,7 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
         scheme = settings.table_scheme if table else settings.scheme
         options = settings.options(scheme)
         try:
-            new = quantize_module(module, scheme, **options)
+            new = quantize_module(module, scheme, options)
         except InputError as error:
             raise InputError(f"quantize: {name}: {error}") from error
         first_name, first = done.setdefault(id(module.weight), (name, new))
@@ -188,25 +140,25 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
-    from smelt.runtime.layers.quantized import AnyEmbedding, AnyLinear, matrix_bytes
+    from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized, matrix_bytes
 
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, AnyLinear | AnyEmbedding)]
-    matrices = {id(m.matrix): (m.matrix, m) for _, m in layers}
-    bits = 8 * matrix_bytes(nn.ModuleList(matrix for matrix, _ in matrices.values()))
-    weights = sum(
-        m.in_features * m.out_features if isinstance(m, AnyLinear) else m.num_embeddings * m.embedding_dim
-        for _, m in matrices.values()
-    )
-    padded = [
-        n for n, m in layers if isinstance(m, AnyLinear) and m.in_features % m.options().get("group_size", 1)
-    ]
+    layers = [(name, m) for name, m in model.named_modules() if is_quantized(m)]
+    linears = [(name, m) for name, m in layers if isinstance(m, QuantizedLinear)]
+    matrices = {id(m.matrix): m.matrix for _, m in layers}
+    bits = 8 * matrix_bytes(nn.ModuleList(matrices.values()))
+    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
     return {
-        "linear_layers": sum(isinstance(m, AnyLinear) for _, m in layers),
-        "embeddings": sum(isinstance(m, AnyEmbedding) for _, m in layers),
+        "linear_layers": len(linears),
+        "embeddings": len(layers) - len(linears),
         "float_linear_layers": [n for n, m in model.named_modules() if isinstance(m, nn.Linear)],
-        "padded_layers": padded,
+        "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
         "bits_per_weight": round(bits / weights, 3),
     }
+
+
+def _is_padded(matrix: Any) -> bool:
+    """Say whether the last group of a matrix is filled up."""
+    return bool(matrix.width % matrix.scheme.group(matrix.width, matrix.options))
 
 
 def unused_patterns(model: Any, patterns: list[str]) -> list[str]:

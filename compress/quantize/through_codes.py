@@ -8,8 +8,9 @@ The float weights start from those that were quantized, which the step before `q
 that a weight near a boundary may cross it soon; where that step cannot be had (the model was trained
 through its codes before), from what the codes stand for. They are not stored: the artifact stays small.
 
-What is fake-quantized: weights in every scheme; activations in int8-dynamic alone. The int8 blocks of
-activations of the other schemes move a product by 0.6 % of its spread, their weights by 10 % and more.
+What is fake-quantized: weights in every scheme; activations where the scheme says so. The int8 blocks of
+activations of MatMulNBits move a product by 0.6 % of its spread, weights of 4 bits by 10 % and more: there
+they stay whole.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compress.quantize import int8_dynamic
-from smelt.compress.quantize.schemes import Matrix, fake, fill_
+from smelt.compress.quantize.coding import fake, fake_activations, fill_
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
-from smelt.runtime.layers.quantized import AnyEmbedding, AnyLinear, QuantizedLinear, keep_scale
-from smelt.runtime.layers.quantized_binary import BinaryMatrix, unpack_bits
-from smelt.runtime.layers.quantized_int4 import Int4Matrix, unpack_nibbles
+from smelt.runtime.layers.quantized import (
+    Matrix,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    is_quantized,
+    keep_scale,
+)
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import Edit, replace_module
 
@@ -37,7 +41,7 @@ from smelt.runtime.models.structure import Edit, replace_module
 class LatentLinear(nn.Linear):
     """Float weights that compute as the quantized layer `home` would with codes decided from them."""
 
-    def __init__(self, home: AnyLinear, weight: nn.Parameter) -> None:
+    def __init__(self, home: QuantizedLinear, weight: nn.Parameter) -> None:
         super().__init__(home.in_features, home.out_features, home.bias is not None, device="meta")
         self.weight = weight
         if home.bias is not None:
@@ -45,34 +49,36 @@ class LatentLinear(nn.Linear):
         self._home = [home]  # in a list: it is no part of what trains
 
     @property
-    def home(self) -> AnyLinear:
+    def home(self) -> QuantizedLinear:
         """The quantized layer, which comes back after the training."""
         return self._home[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
-        if isinstance(self.home, QuantizedLinear):
-            x = int8_dynamic.fake_activations(x)
+        x = fake_activations(x, self.home.matrix.scheme)
         return F.linear(x, fake(self.weight, self.home.matrix), self.bias)
 
 
 class LatentEmbedding(nn.Embedding):
     """Float rows that are looked up as the quantized embedding `home` would hold them."""
 
-    def __init__(self, home: AnyEmbedding, weight: nn.Parameter) -> None:
+    def __init__(self, home: QuantizedEmbedding, weight: nn.Parameter) -> None:
         super().__init__(home.num_embeddings, home.embedding_dim, home.padding_idx, device="meta")
         self.weight = weight
         self._home = [home]
 
     @property
-    def home(self) -> AnyEmbedding:
+    def home(self) -> QuantizedEmbedding:
         """The quantized embedding, which comes back after the training."""
         return self._home[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map int64 [...] to [..., D]; only rows that are looked up are fake-quantized."""
+        """Map int64 [...] to [..., D]; where rows are decided alone, only those that are looked up."""
+        matrix = self.home.matrix
+        if not matrix.decided_by_row():
+            return F.embedding(input, fake(self.weight, matrix), self.padding_idx)
         rows = F.embedding(input.flatten(), self.weight, self.padding_idx)
-        return fake(rows, self.home.matrix).reshape(*input.shape, self.embedding_dim)
+        return fake(rows, matrix).reshape(*input.shape, self.embedding_dim)
 
 
 def load_trainable(src: Artifact, ctx: Context) -> tuple[Any, list[Edit]]:
@@ -106,14 +112,14 @@ def put_latent(model: nn.Module, floats: nn.Module | None) -> None:
     weights: dict[int, nn.Parameter] = {}
     made: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, AnyLinear | AnyEmbedding):
+        if not is_quantized(module):
             continue
         if id(module.matrix) not in weights:
             start = module.matrix.dequantize() if floats is None else _weight(floats, name)
             weights[id(module.matrix)] = nn.Parameter(start.detach().clone())
         weight = weights[id(module.matrix)]
         if id(module) not in made:
-            linear = isinstance(module, AnyLinear)
+            linear = isinstance(module, QuantizedLinear)
             made[id(module)] = (LatentLinear if linear else LatentEmbedding)(cast(Any, module), weight)
             keep_scale(made[id(module)], module)
         replace_module(model, name, made[id(module)].train(module.training))
@@ -163,7 +169,7 @@ def _latents(model: nn.Module) -> list[tuple[str, LatentLinear | LatentEmbedding
 def _put_back(
     model: nn.Module,
     latents: list[tuple[str, LatentLinear | LatentEmbedding]],
-    homes: Mapping[str, AnyLinear | AnyEmbedding],
+    homes: Mapping[str, QuantizedLinear | QuantizedEmbedding],
 ) -> None:
     """Fill `homes` from the weights of `latents` and put them in their places."""
     filled: set[int] = set()
@@ -173,14 +179,11 @@ def _put_back(
             with torch.no_grad():
                 fill_(home.matrix, latent.weight)
             filled.add(id(home.matrix))
-        if isinstance(latent, LatentLinear) and isinstance(home, AnyLinear) and home.bias is not None:
+        if isinstance(latent, LatentLinear) and isinstance(home, QuantizedLinear) and home.bias is not None:
             home.bias.data = latent.bias.detach().clone()
         replace_module(model, name, home.train(latent.training))
 
 
 def _codes(matrix: Matrix) -> Tensor:
     """Return the codes one by one."""
-    codes = matrix.codes.detach()
-    if isinstance(matrix, BinaryMatrix):
-        return unpack_bits(codes)
-    return unpack_nibbles(codes) if isinstance(matrix, Int4Matrix) else codes.clone()
+    return matrix.decided().codes.clone()

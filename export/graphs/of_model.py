@@ -28,8 +28,7 @@ from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.layers import emit
-from smelt.runtime.layers.quantized import AnyLinear, QuantizedEmbedding
-from smelt.runtime.layers.quantized_int4 import Int4Embedding
+from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
 from smelt.runtime.predict import takes_types
 
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none
@@ -96,10 +95,8 @@ def _prepare(graph: Graph) -> None:
     for one in graph.module.attentions:
         pack_projections(one)
     for module in graph.module.modules():
-        if isinstance(module, AnyLinear | Int4Embedding):
-            module.matrix.prepare_export()
-        elif isinstance(module, QuantizedEmbedding):
-            module.matrix.prepare_lookup()
+        if is_quantized(module):
+            module.matrix.prepare_export("product" if isinstance(module, QuantizedLinear) else "lookup")
 
 
 def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:

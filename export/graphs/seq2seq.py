@@ -18,7 +18,7 @@ from smelt.export.graphs.attention import Pack, Scope, split_heads
 from smelt.export.graphs.attention_modules import AttentionModule, attention_modules, graph_attention
 from smelt.export.graphs.graph import Graph
 from smelt.export.graphs.norms import graph_norms
-from smelt.runtime.layers.quantized import AnyLinear
+from smelt.runtime.layers.quantized import QuantizedLinear
 
 
 class Encoder(nn.Module):
@@ -95,8 +95,8 @@ class _Past:
 
 def _with_bias(head: nn.Module, bias: Tensor) -> nn.Module:
     """Return a head that shares its matrix with `head` and adds `bias`."""
-    new: AnyLinear | nn.Linear
-    if isinstance(head, AnyLinear):
+    new: QuantizedLinear | nn.Linear
+    if isinstance(head, QuantizedLinear):
         new = head.like(head.out_features, True)
         new.matrix = head.matrix
     elif isinstance(head, nn.Linear):

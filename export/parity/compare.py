@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
+from smelt.runtime.schemes.registry import SCHEMES
 
 Array = NDArray[np.floating[Any]]
 
@@ -22,12 +23,10 @@ class Tolerance:
     mean; GELU approximated by tanh in place of GELU is 9e-5 in the mean off. `rounded` is the graph of an
     fp16 file computed in float32 on its own weights: there constants that are no weights were rounded too.
 
-    As deployed (fp16, int8, ...) single values may be far off, so there the mean decides. In int8 a code
-    that rounds the other way moves everything after it: equal formulas in two runtimes drift apart up to
-    the noise of quantization itself (0.010 was measured on a 4 + 3 layer Marian, where int8 is 0.017 off
-    its fp32 parent). The weight-only schemes (int4, binary) turn activations into int8 block by block,
-    where the same happens: 0.006 to 0.018 was measured on four families. Such a tolerance passes a graph
-    without its mask; that one is caught by what is compared exactly.
+    As deployed (fp16, or products of a scheme that rounds activations) single values may be far off, so there
+    the mean decides. An activation that rounds to another code moves everything after it: equal formulas in
+    two runtimes drift apart up to the noise of quantization itself, how far says the scheme (`drift`). Such a
+    tolerance passes a graph without its mask; that one is caught by what is compared exactly.
     """
 
     largest: float | None
@@ -38,9 +37,7 @@ TOLERANCES = {
     "fp32": Tolerance(largest=1e-3, mean=5e-5),
     "rounded": Tolerance(largest=None, mean=1e-3),
     "fp16": Tolerance(largest=None, mean=0.01),
-    "int8": Tolerance(largest=None, mean=0.05),
-    "int4": Tolerance(largest=None, mean=0.04),
-    "binary": Tolerance(largest=None, mean=0.04),
+    **{name: Tolerance(largest=None, mean=scheme.drift) for name, scheme in SCHEMES.items()},
 }
 # what kinds are called in messages
 _WORDS = {"fp32": "fp32", "rounded": "its fp16 weights in float32"}

@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
-from smelt.runtime.layers.quantized import AnyLinear
+from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.runtime.schemes.registry import operators
 
-QUANTIZED = ("DynamicQuantizeMatMul", "MatMulNBits")
+QUANTIZED = frozenset(operators())
 _ROWS = 8
 # of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
 # itself are compared bit for bit (constants.py)
@@ -38,7 +39,7 @@ class _Operator:
     node: Any
     before: list[Any]
     name: str
-    layer: AnyLinear
+    layer: QuantizedLinear
 
 
 def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threads: int | None) -> int:
@@ -56,18 +57,18 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     """
     from smelt.runtime.backends.onnx_runner import open_session
 
-    operators = [_operator(graph, model, module, node) for node in _quantized(model)]
-    if not operators:
+    found = [_operator(graph, model, module, node) for node in _quantized(model)]
+    if not found:
         return 0
-    sizes = {operator.layer.in_features for operator in operators}
+    sizes = {operator.layer.in_features for operator in found}
     file = path.with_name(f".{path.stem}-operators.onnx")
     try:
-        _write_alone(model, operators, file)
+        _write_alone(model, found, file)
         session: Any = open_session(file, threads)
         for sign in (1, -1):
             inputs = {size: sign * _zeros_and_ones(size) for size in sizes}
             results = session.run(None, {f"x{size}": x for size, x in inputs.items()})
-            for operator, got in zip(operators, results, strict=True):
+            for operator, got in zip(found, results, strict=True):
                 _compare(graph, operator, inputs[operator.layer.in_features], got)
     except ParityError:
         raise
@@ -75,7 +76,7 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
         raise ParityError(f"{graph}: its quantized operators cannot be run on their own: {error}") from error
     finally:
         file.unlink(missing_ok=True)
-    return len(operators)
+    return len(found)
 
 
 def _quantized(model: Any) -> Iterator[Any]:
@@ -83,15 +84,15 @@ def _quantized(model: Any) -> Iterator[Any]:
 
 
 def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator:
-    """Find the layer that a node was made from by the name of its codes."""
+    """Find the layer that a node was made from by the name of a tensor of its matrix."""
     before, names = makers_of(model, node.input[1:])
-    layers = (n.rpartition(".matrix.")[0] for n in names if n.endswith((".matrix.codes", ".matrix.columns")))
+    layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
     try:
         found = module.get_submodule(layer) if layer else None
     except AttributeError:
         found = None
-    if layer is None or not isinstance(found, AnyLinear):
+    if layer is None or not isinstance(found, QuantizedLinear):
         known = f"'{node.input[1]}', which belongs to no quantized layer"
         raise ParityError(
             f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
@@ -122,14 +123,14 @@ def _zeros_and_ones(size: int) -> NDArray[np.float32]:
     return np.concatenate([rows, 1 - rows]).astype(np.float32)
 
 
-def _write_alone(model: Any, operators: list[_Operator], file: Path) -> None:
+def _write_alone(model: Any, found: list[_Operator], file: Path) -> None:
     """Write a graph of the operators alone, each with an output of its own, inputs shared by size."""
     from onnx import TensorProto, helper
 
     nodes: list[Any] = []
     outputs = []
     made: set[str] = set()
-    for number, operator in enumerate(operators):
+    for number, operator in enumerate(found):
         node = type(operator.node)()
         node.CopyFrom(operator.node)
         node.input[0], node.output[0] = f"x{operator.layer.in_features}", f"y{number}"
@@ -137,7 +138,7 @@ def _write_alone(model: Any, operators: list[_Operator], file: Path) -> None:
         made.update(n.output[0] for n in operator.before)
         nodes.append(node)
         outputs.append(helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None))
-    sizes = sorted({o.layer.in_features for o in operators})
+    sizes = sorted({o.layer.in_features for o in found})
     inputs = [helper.make_tensor_value_info(f"x{n}", TensorProto.FLOAT, [_ROWS, n]) for n in sizes]
     used = {name for node in nodes for name in node.input}
     alone = type(model)()

@@ -28,7 +28,7 @@ from smelt.export.parity.compare import Array
 from smelt.export.parity.rows import STEPS
 from smelt.runtime.batch import Batch, Tokens
 from smelt.runtime.causal import is_causal, positions
-from smelt.runtime.layers.quantized import AnyLinear
+from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.predict import takes_types
 
 
@@ -159,7 +159,7 @@ def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _float_products(model: nn.Module) -> Iterator[None]:
     """Let quantized layers multiply float32 activations with what their codes stand for, within the block."""
-    layers = [module for module in model.modules() if isinstance(module, AnyLinear)]
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     for layer in layers:
         layer.forward = partial(_product, layer)  # type: ignore[method-assign]
     try:
@@ -169,7 +169,7 @@ def _float_products(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _product(layer: AnyLinear, x: Tensor) -> Tensor:
+def _product(layer: QuantizedLinear, x: Tensor) -> Tensor:
     return F.linear(x, layer.matrix.dequantize(), layer.bias)
 
 

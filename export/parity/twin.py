@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from smelt.export.graph_files import data_file, read_graph, write_graph
+from smelt.runtime.schemes.registry import exact_nodes
 
 
 @contextmanager
@@ -58,41 +59,13 @@ def dequantize(model: Any) -> int:
     nodes: list[Any] = []
     found = 0
     for node in model.graph.node:
-        if node.op_type == "DynamicQuantizeMatMul":
-            nodes += _float_product(node)
-            found += 1
-            continue
-        if node.op_type == "MatMulNBits":
-            for attribute in node.attribute:
-                if attribute.name == "accuracy_level":
-                    attribute.i = 0  # the same codes, times float32
-            found += 1
-        nodes.append(node)
+        exact = exact_nodes(node)
+        found += exact is not None
+        nodes += [node] if exact is None else exact
     if found:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
     return found
-
-
-def _float_product(node: Any) -> list[Any]:
-    """Return standard nodes for a DynamicQuantizeMatMul: (codes - zero point) * scales, MatMul, Add."""
-    from onnx import TensorProto, helper
-
-    x, codes, scales, zero, bias = [*node.input, *[""] * 5][:5]
-    at, out = f"{node.name}.exact", node.output[0]
-    made = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
-    weight = f"{at}.codes"
-    if zero:
-        made.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
-        made.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
-        weight = f"{at}.shifted"
-    made.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
-    product = f"{at}.product" if bias else out
-    made.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
-    if bias:
-        made.append(helper.make_node("Add", [product, bias], [out]))
-    made[-1].name = node.name  # under which messages speak of it
-    return made
 
 
 def widen_halves(model: Any) -> None:

@@ -24,7 +24,7 @@ from smelt.export.graphs.graph import Graph
 from smelt.export.parity.compare import TOLERANCES
 from smelt.export.parity.reference import Reference, exact_of
 from smelt.runtime.causal import positions
-from smelt.runtime.layers.quantized import AnyLinear
+from smelt.runtime.layers.quantized import QuantizedLinear
 
 Values = dict[str, NDArray[Any]]
 
@@ -97,7 +97,7 @@ def _layer_of(constant: str, layers: set[str]) -> str | None:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    if isinstance(module, AnyLinear | nn.Linear):
+    if isinstance(module, QuantizedLinear | nn.Linear):
         return True
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 1  # a norm

@@ -51,6 +51,8 @@ def describe_stage(name: str) -> str:
     ]
     if any(info.description is None for info in stage.settings_type.model_fields.values()):
         parts.append(_prose(inspect.cleandoc(stage.settings_type.__doc__ or "")))
+    if hasattr(stage, "more_help"):
+        parts.insert(1, _prose(stage.more_help()))
     return "\n\n".join([*parts, "settings:"]) + "\n" + "\n".join(_settings(stage.settings_type, "  "))
 
 

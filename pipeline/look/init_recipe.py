@@ -22,6 +22,7 @@ from smelt.look.model import ModelLook, look
 from smelt.recipe.problem import METRICS_OF
 from smelt.recipe.stage_table import load_stage
 from smelt.recipe.yaml_file import parse_yaml
+from smelt.runtime.schemes.registry import DEFAULT
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
 _ROWS = {
@@ -251,7 +252,7 @@ def _untrained() -> Iterator[_Step]:
 
 def _leaving(machine: Machine) -> Iterator[_Step]:
     yield _Step("onnx", "{target: ort-cpu}", "a branch without quantization, to compare with", "onnx-fp32")
-    yield _Step("quantize", "{scheme: int8-dynamic}", "int8 weights", "int8", "small")
+    yield _Step("quantize", f"{{scheme: {DEFAULT}}}", "int8 weights", "int8", "small")
     yield _Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
     if machine.gpu or machine.tensorrt:
         yield _Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")

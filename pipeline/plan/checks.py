@@ -16,9 +16,11 @@ from smelt.recipe.problem import LABEL_METRICS
 from smelt.recipe.recipe import Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
 
 # These change float weights, which a quantized model no longer has; training goes through its codes.
 _NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
+_RUNTIMES = {"ort-cpu": "ONNX Runtime", "ort-cuda": "ONNX Runtime on CUDA", "tensorrt": "TensorRT"}
 
 
 @dataclass
@@ -209,19 +211,17 @@ class Checker:
         self._advise(draft, above)
 
     def _check_target(self, draft: _Draft, parent: _Draft | None, quantized: _Draft | None) -> None:
-        """TensorRT reads only graphs that were made for it, and none but ort-cpu runs quantized layers."""
+        """TensorRT reads only graphs that were made for it, and not every target runs every scheme."""
         target = draft.target
-        if draft.entry.word == "onnx" and target in ("tensorrt", "ort-cuda") and quantized:
-            runtime = "TensorRT" if target == "tensorrt" else "ONNX Runtime on CUDA"
-            scheme = _scheme(quantized)
-            codes = {"int8-dynamic": "dynamic int8", "quantized": "quantized layers"}.get(
-                scheme, f"{scheme} codes (MatMulNBits)"
-            )
-            self.mistakes.add(
-                (*draft.entry.path, "target"),
-                f"{runtime} cannot run the {codes} of '{quantized.name}';"
-                f" give `from: {quantized.parent or ROOT}`.",
-            )
+        if draft.entry.word == "onnx" and target is not None and quantized:
+            runtime = _RUNTIMES.get(target, target)
+            codes = _refused(quantized, target)
+            if codes:
+                self.mistakes.add(
+                    (*draft.entry.path, "target"),
+                    f"{runtime} cannot run the {codes} of '{quantized.name}';"
+                    f" give `from: {quantized.parent or ROOT}`.",
+                )
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
             assert parent is not None
@@ -240,9 +240,10 @@ class Checker:
         for d in above if draft.entry.word == "onnx" else ():
             if d.entry.word in ("distill", "finetune"):
                 break
-            if d.entry.word == "quantize" and _scheme(d) == "binary":
+            scheme = SCHEMES.get(_scheme(d)) if d.entry.word == "quantize" else None
+            if scheme is not None and scheme.trained:
                 self.warnings.append(
-                    f"{where}: the binary weights of '{d.name}' were not trained and say little;"
+                    f"{where}: the {scheme.name} weights of '{d.name}' were not trained and say little;"
                     f" put a distill after '{d.name}', which trains through the codes."
                 )
         if draft.entry.word == "distill" and draft.entry.settings.get("student"):
@@ -295,7 +296,17 @@ def _unread_names(recipe: Recipe) -> set[str]:
 
 def _scheme(draft: _Draft) -> str:
     """Return the scheme of a quantize step, or `quantized` where that is not known."""
-    return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", "int8-dynamic"))
+    return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", DEFAULT))
+
+
+def _refused(quantized: _Draft, target: str) -> str | None:
+    """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
+    if quantized.wrong & {"scheme", "vocabulary"}:
+        all_refuse = all(target in scheme.refused for scheme in SCHEMES.values())
+        return "quantized layers" if all_refuse else None
+    settings: Any = quantized.settings
+    schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
+    return next((scheme.leaves_as for scheme in schemes if target in scheme.refused), None)
 
 
 def _finish(draft: _Draft) -> Step | None:

@@ -116,9 +116,18 @@ def matmul_nbits(
     return out
 
 
-def widened_bits(bits: Tensor) -> Tensor:
-    """Emit what turns packed bits, uint8 [N, G, n], into 2-bit codes, uint8 [N, G, 2 n]."""
-    return _at_load("TwoBitCodes", bits, (*bits.shape[:-1], 2 * bits.shape[-1]), torch.uint8)
+def spread(word: str, codes: Tensor, times: int) -> Tensor:
+    """Emit what puts a row of a table in the place of each byte of a constant when the graph is loaded.
+
+    Args:
+        word: of the table, uint8 [256, times], among the scheme's `load_tables`.
+        codes: uint8 [..., n].
+        times: how many bytes come of each.
+
+    Returns:
+        uint8 [..., times * n].
+    """
+    return _at_load(word, codes, (*codes.shape[:-1], times * codes.shape[-1]), torch.uint8)
 
 
 def transposed(columns: Tensor) -> Tensor:

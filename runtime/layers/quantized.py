@@ -1,17 +1,7 @@
-"""Layers of integer codes and scales that compute in torch what the runtime will compute.
+"""Layers of codes and scales, in any scheme, that compute in torch what the runtime will compute.
 
-Here: the scheme `int8-dynamic`, and what all schemes share. The others: quantized_int4.py,
-quantized_binary.py. Which codes and scales a layer gets is decided in compress/quantize.
-
-Scheme `int8-dynamic`. Weights: int8 per output channel, symmetric, scale = amax / 127. Activations:
-uint8, asymmetric, one scale and zero point for the tensor of the whole batch, found while running,
-as the ONNX operator DynamicQuantizeLinear (opset 11) defines it:
-
-    scale = (max(0, max x) - min(0, min x)) / 255
-    zero  = clamp(round(0 - min(0, min x) / scale), 0, 255)
-    x_q   = clamp(round(x / scale) + zero, 0, 255)                       round half to even
-
-Products are summed in int32, then y = (scale * weight scale) * sum + bias.
+What a scheme is, stands in `runtime/schemes`; which codes and scales a layer gets is decided in
+compress/quantize.
 
 Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 """
@@ -19,197 +9,146 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import TypeAlias, TypeGuard
+from functools import partial
+from typing import TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError
 from smelt.runtime.layers import emit
-from smelt.runtime.layers.quantized_binary import BinaryLinear, BinaryMatrix
-from smelt.runtime.layers.quantized_int4 import Int4Embedding, Int4Linear, Int4Matrix
-
-# products of two int8 numbers that float32 adds up without rounding: 1024 * 128 * 128 is 2^24
-_EXACT_TERMS = 1024
-SCHEMES = ("int8-dynamic", "int4", "binary")
+from smelt.runtime.schemes.registry import check_options, find
+from smelt.runtime.schemes.scheme import Codes, Options, Scheme, Use
 
 
-class Int8Matrix(nn.Module):
-    """A matrix of int8 codes with one scale for each row: value = code * scale.
+class Matrix(nn.Module):
+    """The tensors of a matrix [N, K] in the layout of a scheme; see its `storage`.
 
     A module of its own, so that an embedding and the output head tied to it can hold the very same
-    one (edit `share`). codes: int8 [rows, columns]; scales: float32 [rows].
+    one (edit `share`).
     """
 
-    columns: Tensor | None
-    lookup: Tensor | None
+    codes: nn.Parameter
+    scales: nn.Parameter
 
-    def __init__(self, rows: int, columns: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, scheme: Scheme, rows: int, width: int, options: Options, device: torch.device | None = None
+    ) -> None:
         super().__init__()
-        codes = torch.zeros(rows, columns, dtype=torch.int8, device=device)
-        self.codes = nn.Parameter(codes, requires_grad=False)
-        self.scales = nn.Parameter(torch.ones(rows, device=device), requires_grad=False)
-        self.register_buffer("columns", None, persistent=False)
-        self.register_buffer("lookup", None, persistent=False)
-        self._sums: tuple[int, Tensor] | None = None
+        check_options(scheme, options)
+        self.scheme, self.width, self.options = scheme, width, dict(options)
+        for name, stored in scheme.storage(rows, width, options).items():
+            kind: torch.dtype = getattr(torch, stored.dtype)
+            make = torch.ones if kind.is_floating_point else torch.zeros
+            room = make(stored.shape, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(room, requires_grad=False))
+        self._kept: dict[str, tuple[list[int], Tensor]] = {}
 
-    def set_(self, codes: Tensor, scales: Tensor) -> None:
-        """Take over what a method decided: int8 [rows, columns] and float32 [rows]."""
-        self.codes.data, self.scales.data, self._sums = codes, scales, None
+    def set_(self, decided: Codes) -> None:
+        """Take over what a method decided."""
+        for name, tensor in self.scheme.pack(decided, self.options).items():
+            self.get_parameter(name).data = tensor
+        self._kept.clear()
+        self._buffers.clear()  # the graph's form of what was
+
+    def decided(self) -> Codes:
+        """Return the codes one by one, and their grid."""
+        return self.scheme.unpack(self)
 
     def dequantize(self) -> Tensor:
-        """Return the values, float32 [rows, columns]."""
-        return self.codes.float() * self.scales[:, None]
+        """Return the values, float32 [N, K]."""
+        codes, grid = self.decided()
+        return self.scheme.values(codes, grid, self.options).flatten(1)[:, : self.width]
 
-    def row_sums(self) -> Tensor:
-        """Return the sum of each row's codes, int32 [rows]; computed once for the same memory."""
-        place = self.codes.data_ptr()
-        if self._sums is None or self._sums[0] != place:
-            self._sums = (place, self.codes.sum(dim=1, dtype=torch.int32))
-        return self._sums[1]
+    def values(self) -> Tensor:
+        """Return `dequantize()`, computed once for the same memory."""
+        return self.once("values", self.dequantize)
 
-    def prepare_export(self) -> None:
-        """Keep the codes transposed, [columns, rows], as matrix products of ONNX want them."""
-        if self.columns is None:
-            self.columns = self.codes.detach().t().contiguous()
+    def once(self, word: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` gives, computed once for the same memory of the parameters."""
+        place = [p.data_ptr() for p in self._parameters.values() if p is not None]
+        kept = self._kept.get(word)
+        if kept is None or kept[0] != place:
+            kept = self._kept[word] = (place, make())
+        return kept[1]
 
-    def prepare_lookup(self) -> None:
-        """Keep the scales as [rows, 1], as a lookup wants them: so their name in the graph is their own."""
-        if self.lookup is None:
-            self.lookup = self.scales.detach()[:, None].clone()
+    def decided_by_row(self) -> bool:
+        """Say whether the codes and scales of a row depend on that row alone."""
+        return all(stored.by_row for stored in self.scheme.storage(1, self.width, self.options).values())
+
+    def has(self, name: str) -> bool:
+        """Say whether there is a tensor `name`, stored or in the graph's form."""
+        return name in self._parameters or name in self._buffers
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, stored or in the graph's form."""
+        found: Tensor | None = self._parameters.get(name)  # getattr of nn.Module takes a microsecond
+        found = self._buffers.get(name) if found is None else found
+        if found is None:
+            raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
+        return found
+
+    def prepare_export(self, use: Use) -> None:
+        """Keep what the graph wants in the form that it wants: so constants have names of their own."""
+        for name, tensor in self.scheme.graph_tensors(self, use).items():
+            if not self.has(name):
+                self.register_buffer(name, tensor, persistent=False)
+        for name in sorted(self._buffers):  # whoever asked first: graphs list constants in this order
+            self._buffers[name] = self._buffers.pop(name)
+
+    def said(self) -> str:
+        """Return the scheme and its options, for the representation of a layer."""
+        return ", ".join([self.scheme.name, *([str(self.options)] if self.options else [])])
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W^T + b with int8 weights and int8 activations found while running."""
+    """y = x W^T + b with the weights, and perhaps the activations, of a scheme."""
 
     weight = None  # T5 asks its layers for the type of their weight, and goes on where there is none
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, in_features: int, bias: bool, matrix: Matrix) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.matrix = Int8Matrix(out_features, in_features, device)
-        self.bias = nn.Parameter(torch.zeros(out_features, device=device)) if bias else None
-
-    def options(self) -> dict[str, int | bool]:
-        """Return what the structure says of this layer besides its scheme: nothing."""
-        return {}
+        self.in_features, self.out_features = in_features, matrix.codes.shape[0]
+        self.matrix = matrix
+        self.bias = nn.Parameter(torch.zeros(self.out_features, device=matrix.codes.device)) if bias else None
 
     def like(self, out_features: int, bias: bool) -> QuantizedLinear:
         """Return a layer of the same kind with other outputs, on the meta device."""
-        return QuantizedLinear(self.in_features, out_features, bias, torch.device("meta"))
+        old = self.matrix
+        matrix = Matrix(old.scheme, out_features, self.in_features, old.options, torch.device("meta"))
+        return QuantizedLinear(self.in_features, bias, matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 [..., K] to float32 [..., N]."""
-        if emit.export_target() is not None:
-            assert self.matrix.columns is not None, "prepare_export comes before the export"
-            return emit.dynamic_quantize_matmul(x, self.matrix.columns, self.matrix.scales, self.bias)
-        rows = x.detach().reshape(-1, self.in_features)
-        scale, zero = activation_range(rows)
-        # torch multiplies int8 by int8: take 128 off the codes, give it back with the zero point
-        shifted = rows.div(scale).round_().add_(zero - 128).clamp_(-128, 127).to(torch.int8)
-        sums = int8_product(shifted, self.matrix.codes)
-        sums = torch.add(sums, self.matrix.row_sums(), alpha=128 - zero)
-        out = sums.float().mul_(self.matrix.scales * scale)
-        out = out if self.bias is None else out + self.bias
-        return out.reshape(*x.shape[:-1], self.out_features)
+        matrix, target = self.matrix, emit.export_target()
+        if target is not None:
+            return matrix.scheme.emit_product(matrix, x, self.bias, target)
+        return matrix.scheme.product(matrix, x, self.bias)
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, int8-dynamic"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.matrix.said()}"
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding of int8 rows, dequantized when looked up; a row of zeros stays one."""
+    """An embedding of rows of codes, dequantized when looked up."""
 
-    def __init__(
-        self, rows: int, width: int, padding_idx: int | None, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, width: int, padding_idx: int | None, matrix: Matrix) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = rows, width, padding_idx
-        self.matrix = Int8Matrix(rows, width, device)
-
-    def options(self) -> dict[str, int | bool]:
-        """Return what the structure says of this layer besides its scheme: nothing."""
-        return {}
+        self.num_embeddings, self.embedding_dim = matrix.codes.shape[0], width
+        self.padding_idx = padding_idx
+        self.matrix = matrix
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map int64 [...] to float32 [..., D]."""
-        columns = self.matrix.columns
-        if emit.export_target() is not None and columns is not None:
-            # the head of the same graph holds the transposed matrix: store it once. Rows are looked up in
-            # what the runtime makes of it, since a row of a column's matrix lies all over the memory (an
-            # eighth of a step of a small Marian)
-            codes = F.embedding(ids, emit.transposed(columns))
-        else:
-            codes = F.embedding(ids, self.matrix.codes)
-        scales = self.matrix.scales[:, None] if self.matrix.lookup is None else self.matrix.lookup
-        return codes.float() * F.embedding(ids, scales)
+        matrix, target = self.matrix, emit.export_target()
+        if target is not None:
+            return matrix.scheme.emit_lookup(matrix, ids, target)
+        return matrix.scheme.lookup(matrix, ids)
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, int8-dynamic"
-
-
-def int8_product(x: Tensor, codes: Tensor) -> Tensor:
-    """Return x W^T exactly, int32 [rows, N], for int8 x [rows, K] and codes W [N, K]."""
-    if multiplies_exactly():
-        return torch._int_mm(x, codes.t())
-    sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32)
-    for at in range(0, x.shape[1], _EXACT_TERMS):
-        part = slice(at, at + _EXACT_TERMS)
-        sums += F.linear(x[:, part].float(), codes[:, part].float()).to(torch.int32)
-    return sums
-
-
-@cache
-def multiplies_exactly() -> bool:
-    """Say whether torch sums int8 products in 32 bits here.
-
-    On x86 processors without VNNI instructions its library adds pairs of them in 16 bits first, where large
-    ones overflow: of random codes 99 % of the sums were wrong.
-    """
-    exact = True
-    for rows in (1, 32):  # other kernels serve single rows
-        ones = torch.full((rows, 64), 127, dtype=torch.int8)
-        found = torch._int_mm(ones, torch.full((64, 32), 127, dtype=torch.int8))
-        exact = exact and bool((found == 64 * 127 * 127).all())
-    return exact
-
-
-def activation_range(x: Tensor) -> tuple[float, int]:
-    """Return the scale (a float32 number) and the zero point that DynamicQuantizeLinear finds for `x`."""
-    low, high = (np.float32(t.item()) for t in torch.aminmax(x))
-    low, high = min(low, np.float32(0)), max(high, np.float32(0))
-    scale = (high - low) / np.float32(255) or np.float32(1)
-    return float(scale), int(np.clip(np.rint(-low / scale), 0, 255))
-
-
-def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, float, int]:
-    """Quantize float32 `x` as ONNX's DynamicQuantizeLinear does.
-
-    Returns:
-        Codes (uint8) in the shape of `x`, the scale, the zero point.
-    """
-    scale, zero = activation_range(x)
-    return x.div(scale).round_().add_(zero).clamp_(0, 255).to(torch.uint8), scale, zero
-
-
-AnyLinear: TypeAlias = QuantizedLinear | Int4Linear | BinaryLinear
-AnyEmbedding: TypeAlias = QuantizedEmbedding | Int4Embedding
-LINEAR: dict[str, Callable[..., AnyLinear]] = {
-    "int8-dynamic": QuantizedLinear,
-    "int4": Int4Linear,
-    "binary": BinaryLinear,
-}
-EMBEDDING: dict[str, Callable[..., AnyEmbedding]] = {
-    "int8-dynamic": QuantizedEmbedding,
-    "int4": Int4Embedding,
-}
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.matrix.said()}"
 
 
 def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
@@ -230,56 +169,48 @@ def _times(scale: float, module: nn.Module, inputs: tuple[Tensor, ...], rows: Te
     return rows * scale
 
 
+def is_quantized(module: nn.Module) -> TypeGuard[QuantizedLinear | QuantizedEmbedding]:
+    """Say whether `module` is a layer of codes."""
+    return isinstance(module, QuantizedLinear | QuantizedEmbedding)
+
+
 def scheme_of(module: nn.Module) -> str | None:
-    """Return the scheme of a quantized layer, None for any other module."""
-    kinds = [*LINEAR.items(), *EMBEDDING.items()]
-    return next((scheme for scheme, kind in kinds if type(module) is kind), None)
+    """Return the name of a quantized layer's scheme, None for any other module."""
+    return module.matrix.scheme.name if is_quantized(module) else None
 
 
-def empty_quantized(module: nn.Module, scheme: str, **options: int | bool) -> AnyLinear | AnyEmbedding:
+def empty_quantized(module: nn.Module, scheme: str, options: Options) -> QuantizedLinear | QuantizedEmbedding:
     """Return the quantized counterpart of `module` with room for its codes, on the same device.
 
     Args:
         module: a Linear or an Embedding.
         scheme: how its weights are stored.
-        options: what the scheme wants to know besides: group_size and accuracy_level (int4, binary),
-            symmetric (int4).
+        options: all that the scheme wants to know besides.
 
     Raises:
         InputError: an unknown scheme or option, or a module that the scheme does not know.
     """
-    if scheme not in SCHEMES:
-        known = f"Known: {', '.join(SCHEMES)}.{nearest(scheme, SCHEMES)}"
-        raise InputError(f"unknown quantization scheme '{scheme}'. {known}")
-    try:
-        if isinstance(module, nn.Linear):
-            bias, device = module.bias is not None, module.weight.device
-            linear: AnyLinear = LINEAR[scheme](
-                module.in_features, module.out_features, bias, device, **options
-            )
-            return linear
-        if is_table(module) and scheme in EMBEDDING:
-            rows, width, device = module.num_embeddings, module.embedding_dim, module.weight.device
-            table: AnyEmbedding = EMBEDDING[scheme](rows, width, module.padding_idx, device, **options)
-            keep_scale(table, module)
-            return table
-    except TypeError as error:
-        raise InputError(f"scheme {scheme} cannot be made with {options}: {error}") from error
-    fit = "a Linear" if scheme not in EMBEDDING else "a Linear or an Embedding"
+    kind = find(scheme)
+    if isinstance(module, nn.Linear):
+        matrix = Matrix(kind, module.out_features, module.in_features, options, module.weight.device)
+        return QuantizedLinear(module.in_features, module.bias is not None, matrix)
+    if is_table(module) and kind.tables:
+        matrix = Matrix(kind, module.num_embeddings, module.embedding_dim, options, module.weight.device)
+        table = QuantizedEmbedding(module.embedding_dim, module.padding_idx, matrix)
+        keep_scale(table, module)
+        return table
+    fit = "a Linear or an Embedding" if kind.tables else "a Linear"
     raise InputError(f"scheme {scheme}: a {type(module).__name__} cannot be quantized; expected {fit}.")
 
 
 def matrix_types(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the types in which codes and scales are stored, by tensor name.
-
-    Scales of groups are float16; those of int8's rows float32, as the runtime multiplies by them.
-    """
+    """Return the types in which the tensors of quantized matrices are stored, by tensor name."""
     types = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Int8Matrix | Int4Matrix | BinaryMatrix):
-            for part, tensor in module.named_parameters():
-                half = part == "scales" and not isinstance(module, Int8Matrix)
-                types[f"{name}.{part}"] = torch.float16 if half else tensor.dtype
+        if isinstance(module, Matrix):
+            stored = module.scheme.storage(len(module.codes), module.width, module.options)
+            for part, one in stored.items():
+                types[f"{name}.{part}"] = getattr(torch, one.filed or one.dtype)
     return types
 
 
@@ -289,19 +220,23 @@ def matrix_bytes(model: nn.Module) -> int:
     return sum(p.numel() * types[n].itemsize for n, p in model.named_parameters() if n in types)
 
 
-def joined(linears: Sequence[nn.Module]) -> AnyLinear | None:
+def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     """Return several quantized layers of one input as one, or None where they are not of one kind."""
-    parts = [m for m in linears if isinstance(m, AnyLinear)]
-    first = parts[0] if parts else None
-    if first is None or len(parts) < len(linears):
+    parts = [m for m in linears if isinstance(m, QuantizedLinear)]
+    if not parts or len(parts) < len(linears):
         return None  # low-rank factors, or a layer that quantization skipped
-    if any(type(m) is not type(first) or m.options() != first.options() for m in parts):
+    matrices = [m.matrix for m in parts]
+    first, options = matrices[0], matrices[0].options
+    if any(m.scheme.name != first.scheme.name or m.options != options for m in matrices):
         return None
     biases = [m.bias for m in parts]
-    new = first.like(sum(m.out_features for m in parts), any(b is not None for b in biases))
-    for name, like in first.matrix.named_parameters():
-        whole = torch.cat([m.matrix.get_parameter(name) for m in parts])
-        setattr(new.matrix, name, nn.Parameter(whole, requires_grad=like.requires_grad))
+    new = parts[0].like(sum(m.out_features for m in parts), any(b is not None for b in biases))
+    for name, stored in first.scheme.storage(len(first.codes), first.width, options).items():
+        tensors = [m.tensor(name) for m in matrices]
+        if not stored.by_row and not all(t.equal(tensors[0]) for t in tensors):
+            return None
+        whole = torch.cat(tensors) if stored.by_row else tensors[0]
+        setattr(new.matrix, name, nn.Parameter(whole, requires_grad=False))
     if new.bias is not None:
         zeros = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in parts]
         new.bias = nn.Parameter(torch.cat(zeros), requires_grad=False)

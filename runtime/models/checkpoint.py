@@ -23,10 +23,11 @@ from smelt.core.stage import StoredDtype
 from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
-from smelt.runtime.models.structure import Edit, apply_edits, read_edits, write_edits
+from smelt.runtime.models.structure import Edit, apply_edits, read_edits, scheme_options, write_edits
 from smelt.runtime.models.unread_tensors import is_unread
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
 from smelt.runtime.models.weights_fit import require_all_read, require_all_there
+from smelt.runtime.schemes.registry import check_options, find
 from smelt.runtime.text.rules import apply_text_rules, read_text_rules
 
 _NOT_TOKENIZER = {
@@ -265,18 +266,27 @@ def copy_tokenizer(src: Path, out: Path) -> None:
 def count_parameters(folder: Path) -> int:
     """Return the number of values in the weights of `folder`, read from their headers.
 
-    A byte of packed codes holds two 4-bit values or eight bits. What no model reads (masks and positions that
+    Packed codes count as what they hold (see `Stored.packs`). What no model reads (masks and positions that
     old checkpoints hold) is none of it.
     """
-    per_byte = {"int4": 2, "binary": 8}
-    edits = [edit for edit in read_edits(folder) if edit.get("op") == "quantize"]
-    packed = {f"{e.get('module')}.matrix.codes": per_byte.get(str(e.get("scheme")), 1) for e in edits}
+    packed = _packed(read_edits(folder))
     family = str(read_json(folder / "config.json").get("model_type"))
     return sum(
         packed.get(name, 1) * values_in(entry)
         for _, name, entry in weight_tensors(folder)
         if not is_unread(family, name)
     )
+
+
+def _packed(edits: list[Edit]) -> dict[str, int]:
+    """Return how many values an element holds, by the names of quantized matrices' tensors."""
+    found: dict[str, int] = {}
+    for edit in (e for e in edits if e.get("op") == "quantize"):
+        scheme, options = find(edit.get("scheme")), scheme_options(edit)
+        check_options(scheme, options)
+        for name, stored in scheme.storage(1, 1, options).items():
+            found[f"{edit.get('module')}.matrix.{name}"] = stored.packs
+    return found
 
 
 @contextlib.contextmanager

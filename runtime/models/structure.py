@@ -80,6 +80,11 @@ def write_edits(folder: Path, edits: list[Edit]) -> None:
         write_json(folder / FILE, {"schema": 1, "edits": edits})
 
 
+def scheme_options(edit: Edit) -> dict[str, Any]:
+    """Return what an edit `quantize` says besides the module and the scheme."""
+    return {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
+
+
 def _linear(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     new = nn.Linear(
@@ -116,8 +121,7 @@ def _low_rank(model: nn.Module, edit: Edit) -> None:
 def _quantize(model: nn.Module, edit: Edit) -> None:
     from smelt.runtime.layers.quantized import empty_quantized
 
-    options = {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
-    new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], **options)
+    new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], scheme_options(edit))
     replace_module(model, edit["module"], new)
 
 

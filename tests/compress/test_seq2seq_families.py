@@ -16,7 +16,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.train.data import collate, encode_split
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
-from smelt.runtime.layers.quantized import AnyEmbedding
+from smelt.runtime.layers.quantized import QuantizedEmbedding
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtime.models.structure import read_edits
 from smelt.runtime.text.rules import TextRules
@@ -213,7 +213,7 @@ def test_quantized_model_stays_near_and_is_loaded_as_it_was(folder, tmp_path, sc
     model, _ = load_model(ctx.out)
     floats = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear]
     assert floats == []
-    tables = [m for m in model.modules() if isinstance(m, AnyEmbedding)]
+    tables = [m for m in model.modules() if isinstance(m, QuantizedEmbedding)]
     assert len(tables) == 3
     assert len({id(t.matrix) for t in tables}) == 1
     expected, got = logits(theirs(folder), folder), logits(model, ctx.out)

@@ -12,6 +12,7 @@ from transformers import MarianConfig, MarianMTModel
 from smelt.core.artifact import Artifact, FileRecord, Manifest
 from smelt.core.errors import InputError
 from smelt.evaluate.footprint import footprint, onnx_parameters, parameters
+from smelt.runtime.schemes.registry import operators
 
 
 def artifact(path: Path, kind: str, **facts: Any) -> Artifact:
@@ -99,6 +100,21 @@ def test_onnx_counts_weights_once_and_no_scales_or_shapes(tmp_path: Path, extern
     assert onnx_parameters(tmp_path) == 16 * 8 + 8
     _write(tmp_path / "decoder_with_past_model.onnx", weights | {"bias": np.ones(8, np.float32)}, external)
     assert onnx_parameters(tmp_path) == 16 * 8 + 8 + 8, "the codes are the same, the bias is another"
+
+
+@pytest.mark.parametrize(("operator", "places"), operators().items())
+def test_scales_and_zero_points_of_our_schemes_are_not_counted(
+    tmp_path: Path, operator: str, places: tuple[int, ...]
+) -> None:
+    names = ["x", "codes", *(f"helper{place}" for place in places)]
+    nodes = [helper.make_node(operator, names, ["y"], domain="com.microsoft")]
+    sizes = {"codes": 100} | {f"helper{place}": 200 for place in places}
+    arrays = [
+        numpy_helper.from_array(np.full(size, i, np.float32), n) for i, (n, size) in enumerate(sizes.items())
+    ]
+    graph = helper.make_graph(nodes, "g", [], [], arrays)
+    onnx.save(helper.make_model(graph), tmp_path / "model.onnx")
+    assert onnx_parameters(tmp_path) == 100
 
 
 def test_onnx_file_that_is_none_is_an_input_error(tmp_path: Path) -> None:

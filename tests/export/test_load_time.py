@@ -2,15 +2,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.load_time import spell_out, spell_out_file, two_bit_table
+from smelt.export.load_time import spell_out, spell_out_file
 from smelt.runtime.layers.emit import LOAD_TIME
-
-
-def test_the_table_spreads_a_byte_into_eight_codes():
-    table = two_bit_table()
-    for byte in (0, 1, 0b10010110, 255):
-        codes = [int(table[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
-        assert codes == [3 if byte >> i & 1 else 1 for i in range(8)]
 
 
 def test_a_constant_that_two_products_read_is_widened_once():

@@ -9,7 +9,7 @@ import torch
 import transformers
 from pydantic import ValidationError
 
-from smelt.compress.quantize.schemes import quantize_module
+from smelt.compress.quantize.coding import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

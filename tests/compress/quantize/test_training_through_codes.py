@@ -1,15 +1,14 @@
 from functools import partial
 
-import numpy as np
 import pytest
+import schemes
 import tiny
 import torch
 from torch import nn
 
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.quantize import int8_dynamic
-from smelt.compress.quantize.schemes import quantize_module
+from smelt.compress.quantize.coding import fake_activations, quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import (
     LatentEmbedding,
@@ -21,7 +20,7 @@ from smelt.compress.quantize.through_codes import (
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.stage import Context
-from smelt.runtime.layers.quantized import dynamic_quantize_linear, scheme_of
+from smelt.runtime.layers.quantized import QuantizedEmbedding, scheme_of
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 SETTINGS = {"learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "evals": 0, "dropout": 0.0}
@@ -147,15 +146,16 @@ def test_int8_layers_train_on_the_activations_that_the_runtime_will_have():
     again = x.clone().requires_grad_(True)
     latent(again).sum().backward()
     assert again.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
-    assert latent.weight.grad.allclose(int8_dynamic.fake_activations(x).sum(dim=0).expand(8, -1), atol=1e-4)
+    assert latent.weight.grad.allclose(
+        fake_activations(x, quantized.matrix.scheme).sum(dim=0).expand(8, -1), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("scheme", ["int4", "binary"])
 def test_layers_of_few_bits_train_on_whole_activations(scheme):
     torch.manual_seed(0)
     whole = nn.Linear(64, 8)
-    symmetric = {"symmetric": True} if scheme == "int4" else {}
-    quantized = quantize_module(whole, scheme, group_size=32, accuracy_level=4, **symmetric)
+    quantized = quantize_module(whole, scheme)
     x = 3 * torch.randn(5, 64)
     latent = LatentLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
     assert latent(x).equal(nn.functional.linear(x, quantized.matrix.dequantize(), latent.bias))
@@ -176,6 +176,20 @@ def test_an_int8_model_in_training_computes_what_it_will_compute(tmp_path):
         assert not model(ids).logits.allclose(expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_rows_that_are_looked_up_train_as_parts_of_the_whole_table(alone):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 32)
+    weight[5] *= 10  # which decides the one scale of a whole matrix, and is not looked up
+    matrix = schemes.filled("int8-dynamic", weight) if alone else schemes.per_tensor(weight).matrix
+    assert matrix.decided_by_row() == alone
+    latent = LatentEmbedding(QuantizedEmbedding(32, None, matrix), nn.Parameter(weight.clone()))
+    ids = torch.tensor([[0, 2], [2, 1]])
+    assert latent(ids).equal(matrix.dequantize()[ids])
+    latent(ids).sum().backward()
+    assert latent.weight.grad.equal(torch.tensor([1.0, 1, 2, 0, 0, 0])[:, None].expand(6, 32))
+
+
 def test_without_its_parent_training_starts_from_the_codes(tmp_path):
     _, second = quantized(tmp_path, "bert", "text-classification", scheme="binary", group_size=32)
     ctx = context(tmp_path / "out", "text-classification", {})
@@ -183,20 +197,3 @@ def test_without_its_parent_training_starts_from_the_codes(tmp_path):
     assert ctx.facts["latent_weights"] == "codes"
     stored, _ = load_model(second.path)
     assert model.bert.pooler.dense.weight.equal(stored.bert.pooler.dense.matrix.dequantize())
-
-
-def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight():
-    x = torch.linspace(-3.7, 2.2, 97, requires_grad=True)
-    codes, scale, zero = dynamic_quantize_linear(x.detach())
-    got = int8_dynamic.fake_activations(x)
-    assert np.allclose(got.detach().numpy(), (codes.numpy().astype(np.float32) - zero) * scale, atol=1e-6)
-    got.mul(torch.arange(97.0)).sum().backward()
-    assert x.grad.equal(torch.arange(97.0))
-
-
-def test_fake_int8_weights_are_those_of_the_codes():
-    weight = torch.tensor([[1.27, -0.5], [0.0, 0.0]], requires_grad=True)
-    got = int8_dynamic.fake(weight)
-    assert got.detach().allclose(torch.tensor([[1.27, -0.5], [0.0, 0.0]]))
-    got.sum().backward()
-    assert weight.grad.eq(1).all()

@@ -20,12 +20,12 @@ def test_failed_parity_names_graph_output_difference_and_tolerance():
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_values_that_are_not_finite_are_refused_whatever_the_tolerance(wrong):
     with pytest.raises(ParityError, match="not finite"):
-        check_parity("decoder", "logits", EXPECTED, EXPECTED * wrong, "int8")
+        check_parity("decoder", "logits", EXPECTED, EXPECTED * wrong, "int8-dynamic")
 
 
 def test_another_shape_is_refused():
     with pytest.raises(ParityError, match=r"the shape \(1, 2\), its parent gives \(2, 2\)"):
-        check_parity("decoder", "logits", EXPECTED, EXPECTED[:1], "int8")
+        check_parity("decoder", "logits", EXPECTED, EXPECTED[:1], "int8-dynamic")
 
 
 def test_differences_are_told_when_they_are_allowed():

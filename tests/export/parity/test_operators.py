@@ -10,7 +10,7 @@ from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operators
 from smelt.export.parity.operators import check_operators
-from smelt.runtime.layers.quantized_groups import blocks_as_int8
+from smelt.runtime.schemes.parts.groups import blocks_as_int8
 
 
 def asked(scheme, graph=0):

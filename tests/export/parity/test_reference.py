@@ -11,7 +11,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.parity.reference import Reference, exact_of, reference_of, round_weights_
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.causal import positions
-from smelt.runtime.layers.quantized import AnyLinear
+from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.models.checkpoint import load_model
 
 SETTINGS = {"int8": {}, "int4": {"scheme": "int4", "symmetric": False}, "binary": {"scheme": "binary"}}
@@ -29,7 +29,7 @@ def plain(folder):
 
     model, _ = load_model(folder)
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(layer, AnyLinear):
+        if isinstance(layer, QuantizedLinear):
             new = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
             new.weight.data = layer.matrix.dequantize()
             if layer.bias is not None:
@@ -69,7 +69,7 @@ def test_layers_and_attention_are_as_before_afterwards(tmp_path):
     batch = exports.exported("bert", "fp32").reference.batch
     exact_of(model, Reference(batch, np.zeros(1)))
     assert model.config._attn_implementation == "smelt"
-    assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, AnyLinear))
+    assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, QuantizedLinear))
 
 
 def test_a_language_model_is_asked_with_its_padding(tmp_path):

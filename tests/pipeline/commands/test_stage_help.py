@@ -9,6 +9,7 @@ from smelt.commands.stage_help import _settings, describe_stage, list_stages
 from smelt.core.errors import InputError
 from smelt.core.stage import Settings, StepName
 from smelt.recipe.stage_table import TABLE
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
 
 
 class _Inner(Settings):
@@ -50,6 +51,16 @@ def test_each_stage_is_explained_within_80_columns(word: str) -> None:
         assert len(line) <= 80 or line.startswith("    - "), line  # an example is copied, not read
     for odd in ("typing.", "smelt.", "Literal[", "NoneType", "PydanticUndefined"):
         assert odd not in text
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_each_scheme_is_explained_with_its_bits_its_targets_and_what_it_needs(name: str) -> None:
+    scheme, text = SCHEMES[name], " ".join(describe_stage("quantize").split())
+    bits = f"{bits_per_weight(scheme, defaults(scheme)):.3g} bits a weight"
+    assert f"{name} ({bits}; runs on {', '.join(targets_of([scheme]))}): {scheme.summary}" in text
+    told = text.partition(scheme.summary)[2].partition(".")[0]
+    assert ("needs training afterwards" in told) == scheme.trained
+    assert (f"embeddings and output layer become {scheme.vocabulary}" in told) == (not scheme.tables)
 
 
 def test_the_list_fits_and_names_every_stage() -> None:

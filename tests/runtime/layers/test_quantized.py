@@ -1,114 +1,20 @@
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
+import schemes
 import torch
-from onnx import TensorProto, helper
 from torch import nn
 
-from smelt.compress.quantize.int8_dynamic import fill_
-from smelt.compress.quantize.schemes import quantize_module
 from smelt.core.errors import InputError
-from smelt.runtime.layers import quantized
 from smelt.runtime.layers.quantized import (
-    Int8Matrix,
     QuantizedEmbedding,
     QuantizedLinear,
-    dynamic_quantize_linear,
     empty_quantized,
-    multiplies_exactly,
+    joined,
+    matrix_bytes,
+    matrix_types,
+    scheme_of,
 )
 from smelt.runtime.models.structure import apply_edits
-
-
-def ort_session(nodes, inputs, outputs, initializers=()):
-    import onnxruntime
-
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info(n, t, None) for n, t in inputs],
-        [helper.make_tensor_value_info(n, t, None) for n, t in outputs],
-        list(initializers),
-    )
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-
-
-CASES = {
-    "both signs": torch.linspace(-3.7, 2.2, 97),
-    "positive only": torch.linspace(0.5, 9.0, 33),
-    "negative only": torch.linspace(-4.0, -0.25, 41),
-    "zeros": torch.zeros(5),
-    "halves round to even": torch.arange(0, 256, dtype=torch.float32) / 2,
-}
-
-
-@pytest.mark.parametrize("x", CASES.values(), ids=CASES.keys())
-def test_dynamic_quantize_linear_equals_the_onnx_operator(x):
-    session = ort_session(
-        [helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])],
-        [("x", TensorProto.FLOAT)],
-        [("y", TensorProto.UINT8), ("s", TensorProto.FLOAT), ("z", TensorProto.UINT8)],
-    )
-    y, s, z = session.run(None, {"x": x.numpy()})
-    codes, scale, zero = dynamic_quantize_linear(x)
-    assert np.array_equal(codes.numpy(), y)
-    assert int(zero) == int(z)
-    if x.any():  # of zeros ONNX Runtime gives scale 1 in some versions and 0 in others
-        assert float(scale) == pytest.approx(float(s), rel=1e-7)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_equals_dynamic_quantize_matmul(bias):
-    torch.manual_seed(0)
-    layer = quantize_module(nn.Linear(48, 40, bias=bias), "int8-dynamic")
-    x = torch.randn(3, 5, 48)
-    from onnx import numpy_helper
-
-    constants = [
-        numpy_helper.from_array(np.ascontiguousarray(layer.matrix.codes.numpy().T), "b"),
-        numpy_helper.from_array(layer.matrix.scales.numpy(), "s"),
-    ]
-    names = ["x", "b", "s"]
-    if bias:
-        constants.append(numpy_helper.from_array(layer.bias.detach().numpy(), "c"))
-        names += ["", "c"]
-    node = helper.make_node("DynamicQuantizeMatMul", names, ["y"], domain="com.microsoft")
-    session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
-    expected = session.run(None, {"x": x.numpy()})[0]
-    assert np.abs(layer(x).detach().numpy() - expected).max() < 1e-6
-
-
-def test_weight_codes_are_symmetric_per_row_by_hand():
-    matrix = Int8Matrix(3, 2)
-    fill_(matrix, torch.tensor([[1.27, -0.50], [0.0, 0.0], [-254.0, 127.0]]))
-    assert matrix.codes.tolist() == [[127, -50], [0, 0], [-127, 64]]  # 63.5 rounds to the even 64
-    assert torch.allclose(matrix.scales, torch.tensor([0.01, 1.0, 2.0]))
-
-
-def test_embedding_looks_up_rows_and_keeps_the_zero_row():
-    torch.manual_seed(1)
-    table = nn.Embedding(10, 8, padding_idx=9)
-    layer = quantize_module(table, "int8-dynamic")
-    ids = torch.tensor([[0, 9], [3, 4]])
-    assert (layer(ids)[0, 1] == 0).all()
-    step = table.weight.abs().amax(1)[ids][..., None] / 127
-    assert ((layer(ids) - table(ids)).abs() <= step / 2 + 1e-7).all()
-
-
-def test_codes_sums_follow_new_codes():
-    torch.manual_seed(2)
-    layer = quantize_module(nn.Linear(16, 4), "int8-dynamic")
-    x = torch.rand(2, 16)
-    layer(x)
-    other = nn.Linear(16, 4)
-    fill_(layer.matrix, other.weight)
-    layer.bias.data = other.bias.detach()
-    assert torch.allclose(layer(x), other(x), atol=0.05)
+from smelt.runtime.schemes.registry import defaults, find
 
 
 def test_edits_make_room_on_the_meta_device_and_share_codes():
@@ -128,39 +34,78 @@ def test_edits_make_room_on_the_meta_device_and_share_codes():
 
 def test_unknown_scheme_and_module_are_refused():
     with pytest.raises(InputError, match="unknown quantization scheme 'int3'"):
-        empty_quantized(nn.Linear(2, 2), "int3")
-    with pytest.raises(InputError, match="LayerNorm cannot be quantized"):
-        empty_quantized(nn.LayerNorm(2), "int8-dynamic")
+        empty_quantized(nn.Linear(2, 2), "int3", {})
+    with pytest.raises(InputError, match="LayerNorm cannot be quantized; expected a Linear or an Embedding"):
+        empty_quantized(nn.LayerNorm(2), "int8-dynamic", {})
 
 
-CODES = torch.Generator().manual_seed(0)
+def test_scheme_of_tells_quantized_layers_from_others():
+    assert scheme_of(empty_quantized(nn.Linear(2, 2), "int8-dynamic", {})) == "int8-dynamic"
+    assert scheme_of(nn.Linear(2, 2)) is None
 
 
-@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (5, 1024), (33, 3000)])
-@pytest.mark.parametrize("exactly", [True, False])
-def test_sums_of_products_are_exact_for_any_codes(rows, inputs, exactly, monkeypatch):
-    if not exactly or not multiplies_exactly():
-        monkeypatch.setattr(quantized, "multiplies_exactly", lambda: False)
-    x = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=CODES)
-    codes = torch.randint(-127, 128, (40, inputs), dtype=torch.int8, generator=CODES)
-    x[0], codes[0] = -128, -127  # the largest sum there can be
-    found = quantized.int8_product(x, codes)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long(), x.long() @ codes.long().t())
+def test_what_was_computed_from_codes_is_forgotten_with_them():
+    matrix = schemes.filled("int8-dynamic", torch.rand(3, 4))
+    first = matrix.values()
+    assert matrix.values() is first
+    matrix.prepare_export("product")
+    assert matrix.has("columns")
+    matrix.set_(schemes.filled("int8-dynamic", -torch.rand(3, 4)).decided())
+    assert (matrix.values() <= 0).all()
+    assert not matrix.has("columns")
 
 
-def test_sums_are_exact_where_torch_has_no_instructions_for_them():
-    """What torch's library does on x86 without VNNI, where it adds pairs of products in 16 bits."""
-    code = """
-import torch
-from smelt.runtime.layers.quantized import int8_product, multiplies_exactly
-for rows in (1, 40):
-    x = torch.randint(-128, 128, (rows, 300), dtype=torch.int8)
-    codes = torch.randint(-127, 128, (50, 300), dtype=torch.int8)
-    assert torch.equal(int8_product(x, codes).long(), x.long() @ codes.long().t()), multiplies_exactly()
-"""
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+def test_codes_that_were_changed_in_place_and_handed_back_are_seen():
+    matrix = schemes.filled("int8-dynamic", torch.rand(3, 4))
+    before, decided = matrix.values(), matrix.decided()
+    decided.codes.neg_()
+    matrix.set_(decided)
+    assert matrix.values().equal(-before)
+
+
+def test_loaded_codes_take_the_place_of_what_was_computed():
+    matrix, other = (schemes.filled("int4", torch.randn(3, 64)) for _ in range(2))
+    matrix.values()
+    matrix.load_state_dict(other.state_dict(), assign=True)
+    assert matrix.values().equal(other.values())
+
+
+@pytest.mark.parametrize("first", ["product", "lookup"])
+def test_the_graphs_constants_are_in_one_order_whoever_asks_first(first):
+    matrix = schemes.filled("int8-dynamic", torch.rand(3, 4))
+    for use in (first, "product", "lookup"):
+        matrix.prepare_export(use)
+    assert [name for name, _ in matrix.named_buffers()] == ["columns", "lookup"]
+
+
+def test_types_in_files_are_those_of_the_scheme():
+    model = nn.ModuleDict(
+        {name: schemes.filled(name, torch.randn(4, 128)) for name in ("int8-dynamic", "int4")}
     )
-    assert done.returncode == 0, done.stderr
+    assert matrix_types(model) == {
+        "int8-dynamic.codes": torch.int8,
+        "int8-dynamic.scales": torch.float32,
+        "int4.codes": torch.uint8,
+        "int4.scales": torch.float16,
+    }
+    assert matrix_bytes(model) == 4 * 128 + 4 * 4 + 4 * 64 + 4 * 2 * 2
+
+
+def test_matrices_with_something_that_is_not_by_row_are_joined_where_it_is_equal():
+    weight = torch.randn(4, 8)
+    one, equal, other = (schemes.per_tensor(w) for w in (weight, weight.flip(0), 2 * weight))
+    assert not one.matrix.decided_by_row()
+    x = torch.randn(3, 8)
+    whole = joined([one, equal])
+    assert whole(x).allclose(torch.cat([one(x), equal(x)], dim=1), atol=1e-5)
+    assert joined([one, other]) is None
+
+
+def test_layers_of_different_options_or_schemes_are_not_joined():
+    def layer(scheme, **options):
+        return empty_quantized(nn.Linear(64, 8), scheme, defaults(find(scheme)) | options)
+
+    assert joined([layer("int4"), layer("int4")]) is not None
+    assert joined([layer("int4"), layer("int4", symmetric=False)]) is None
+    assert joined([layer("int4"), layer("binary")]) is None
+    assert joined([layer("int4"), nn.Linear(64, 8)]) is None

@@ -1,20 +1,18 @@
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
 
-from smelt.compress.quantize.binary import decide, fake, fill_
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
-from smelt.runtime.layers.quantized_binary import BinaryLinear, BinaryMatrix, unpack_bits
+from smelt.runtime.layers.quantized import scheme_of
 from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.schemes.parts.packing import unpack_bits
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 REAL = Path(__file__).resolve().parents[4] / "shared" / "models" / "marian-small-en-de"
@@ -44,54 +42,13 @@ def exported(contexts, task="translation"):
     return contexts[1].facts
 
 
-def test_signs_and_scales_are_those_of_binary_weight_networks():
-    """arXiv:1603.05279, eq. 6: B = sign(W), alpha = ||W||_1 / n, here for each group."""
-    torch.manual_seed(0)
-    weight = torch.randn(5, 96)
-    weight[2, :32] = 0
-    matrix = BinaryMatrix(5, 96, 32)
-    fill_(matrix, weight)
-    for row in range(5):
-        for start in (0, 32, 64):
-            group = weight[row, start : start + 32].numpy().astype(np.float64)
-            alpha = np.abs(group).sum() / 32
-            expected = np.where(group >= 0, 1, -1) * np.float16(alpha)
-            assert np.array_equal(matrix.dequantize()[row, start : start + 32].numpy(), expected)
-
-
-def test_alpha_is_the_best_scale_for_the_signs():
-    torch.manual_seed(0)
-    weight = torch.randn(1, 64)
-    _, scales = decide(weight, 64)
-    losses = [(weight - a * scales * weight.sign()).square().sum() for a in (0.98, 1.0, 1.02)]
-    assert losses[1] < min(losses[0], losses[2])
-
-
-def test_a_group_that_is_filled_up_averages_over_its_own_weights():
-    positive, scales = decide(torch.full((1, 40), -0.5), 32)
-    assert scales.tolist() == [[0.5, 0.5]]
-    assert not positive.flatten()[:40].any()
-
-
-def test_gradient_passes_straight_whatever_the_size_of_a_weight():
-    weight = torch.tensor([[0.2, -0.4, 1.0, -1.5] + 28 * [0.0]], requires_grad=True)
-    matrix = BinaryMatrix(1, 32, 32)
-    fill_(matrix, weight)
-    values = fake(weight, matrix)
-    assert values.equal(matrix.dequantize())
-    slope = torch.arange(1.0, 33)[None]
-    (values * slope).sum().backward()
-    # BiT's BwnQuantizer: d/dw = d/db
-    assert weight.grad.equal(slope)
-
-
 def test_stage_leaves_embeddings_and_output_layer_int8(tmp_path):
     src = tiny.bert(tmp_path / "model")
     ctx, _ = quantized(src, tmp_path / "out", "text-classification", group_size=32)
     model, _ = load_model(ctx.out)
-    assert isinstance(model.bert.embeddings.word_embeddings, QuantizedEmbedding)
-    assert isinstance(model.classifier, QuantizedLinear)
-    assert isinstance(model.bert.pooler.dense, BinaryLinear)
+    assert scheme_of(model.bert.embeddings.word_embeddings) == "int8-dynamic"
+    assert scheme_of(model.classifier) == "int8-dynamic"
+    assert scheme_of(model.bert.pooler.dense) == "binary"
     assert ctx.facts["linear_layers"] == 2 * 6 + 2
     assert ctx.facts["padded_layers"] == []
 
@@ -101,7 +58,7 @@ def test_bytes_on_disk_are_what_the_bits_per_weight_predict(tmp_path):
     ctx, _ = quantized(src, tmp_path / "out", head=False, embeddings=False)
     assert ctx.facts["bits_per_weight"] == 1 + 16 / 64
     model, _ = load_model(ctx.out)
-    binary = [m for m in model.modules() if isinstance(m, BinaryLinear)]
+    binary = [m for m in model.modules() if scheme_of(m) == "binary"]
     weights = sum(m.in_features * m.out_features for m in binary)
     rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
     floats = sum(p.numel() for p in rest)

@@ -1,27 +1,26 @@
-import itertools
-
 import numpy as np
 import pytest
+import schemes
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from smelt.compress.quantize.coding import round_to_nearest
 from smelt.core.errors import InputError
 from smelt.export.load_time import spell_out
 from smelt.runtime.layers.emit import LOAD_TIME
 from smelt.runtime.layers.quantized import empty_quantized, joined
-from smelt.runtime.layers.quantized_binary import BinaryLinear, pack_bits, unpack_bits
+from smelt.runtime.schemes.binary import Binary
+from smelt.runtime.schemes.scheme import Codes
 
 
 def random_layer(inputs=100, outputs=24, group=32, level=4, bias=True):
     torch.manual_seed(0)
-    layer = BinaryLinear(inputs, outputs, bias, group_size=group, accuracy_level=level).eval()
-    rows, groups, _ = layer.matrix.codes.shape
-    positive = torch.rand(rows, groups, group) < 0.5
-    layer.matrix.set_(positive, torch.rand(rows, groups) + 0.5)
-    if bias:
-        layer.bias.data = torch.randn(outputs)
-    return layer, positive
+    groups = -(-inputs // group)
+    positive = torch.rand(outputs, groups, group) < 0.5
+    decided = Codes(positive, {"scales": torch.rand(outputs, groups) + 0.5})
+    options = {"group_size": group, "accuracy_level": level}
+    return schemes.random_layer("binary", decided, inputs, bias, **options), positive
 
 
 def spelled_out(layer):
@@ -36,8 +35,8 @@ def spelled_out(layer):
         helper.make_node("FloatScales", ["half"], ["scales"], domain=LOAD_TIME),
         helper.make_node(
             "MatMulNBits", ["x", "codes", "scales", "", "", "bias"], ["y"], domain="com.microsoft",
-            K=layer.in_features, N=layer.out_features, bits=2, block_size=layer.matrix.group_size,
-            accuracy_level=layer.accuracy_level,
+            K=layer.in_features, N=layer.out_features, bits=2, block_size=layer.matrix.options["group_size"],
+            accuracy_level=layer.matrix.options["accuracy_level"],
         ),
     ]  # fmt: skip
     value = helper.make_tensor_value_info
@@ -49,18 +48,6 @@ def spelled_out(layer):
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     assert spell_out(model) == 2
     return model
-
-
-def test_bit_i_of_byte_j_is_weight_8j_plus_i():
-    bits = torch.zeros(1, 16, dtype=torch.bool)
-    bits[0, [0, 3, 15]] = True
-    assert pack_bits(bits).tolist() == [[0b00001001, 0b10000000]]
-
-
-def test_all_bytes_survive_packing():
-    bits = torch.tensor(list(itertools.product([False, True], repeat=8)))
-    assert unpack_bits(pack_bits(bits)).equal(bits)
-    assert sorted(pack_bits(bits).flatten().tolist()) == list(range(256))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -110,9 +97,9 @@ def test_embeddings_and_groups_without_a_kernel_are_refused():
     with pytest.raises(
         InputError, match=r"scheme binary: a Embedding cannot be quantized; expected a Linear\."
     ):
-        empty_quantized(nn.Embedding(4, 8), "binary", **options)
+        empty_quantized(nn.Embedding(4, 8), "binary", options)
     with pytest.raises(InputError, match="group size 16; expected one of 32, 64, 128"):
-        empty_quantized(nn.Linear(64, 8), "binary", **options | {"group_size": 16})
+        empty_quantized(nn.Linear(64, 8), "binary", options | {"group_size": 16})
 
 
 def test_layers_of_one_input_are_joined():
@@ -122,3 +109,43 @@ def test_layers_of_one_input_are_joined():
     whole = joined([first, second])
     assert whole is not None
     assert whole(x).allclose(torch.cat([first(x), second(x)], dim=1), atol=1e-5)
+
+
+def test_the_table_spreads_a_byte_into_eight_codes():
+    (table,) = Binary().load_tables().values()
+    for byte in (0, 1, 0b10010110, 255):
+        codes = [int(table[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
+        assert codes == [3 if byte >> i & 1 else 1 for i in range(8)]
+
+
+def test_signs_and_scales_are_those_of_binary_weight_networks():
+    """arXiv:1603.05279, eq. 6: B = sign(W), alpha = ||W||_1 / n, here for each group."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, 96)
+    weight[2, :32] = 0
+    matrix = schemes.filled("binary", weight, group_size=32)
+    for row in range(5):
+        for start in (0, 32, 64):
+            group = weight[row, start : start + 32].numpy().astype(np.float64)
+            alpha = np.abs(group).sum() / 32
+            expected = np.where(group >= 0, 1, -1) * np.float16(alpha)
+            assert np.array_equal(matrix.dequantize()[row, start : start + 32].numpy(), expected)
+
+
+def test_alpha_is_the_best_scale_for_the_signs():
+    torch.manual_seed(0)
+    weight = torch.randn(1, 64)
+    scales = round_to_nearest(weight, Binary(), {"group_size": 64}).grid["scales"]
+    losses = [(weight - a * scales * weight.sign()).square().sum() for a in (0.98, 1.0, 1.02)]
+    assert losses[1] < min(losses[0], losses[2])
+
+
+def test_a_group_that_is_filled_up_averages_over_its_own_weights():
+    positive, grid = round_to_nearest(torch.full((1, 40), -0.5), Binary(), {"group_size": 32})
+    assert grid["scales"].tolist() == [[0.5, 0.5]]
+    assert not positive.flatten()[:40].any()
+
+
+def test_a_zero_among_other_weights_counts_as_positive():
+    matrix = schemes.filled("binary", torch.tensor([[0.0, -1.0] * 16]), group_size=32)
+    assert matrix.dequantize().tolist() == [[0.5, -0.5] * 16]

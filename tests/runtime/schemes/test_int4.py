@@ -1,14 +1,17 @@
 import numpy as np
 import pytest
+import schemes
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from smelt.compress.quantize.coding import round_to_nearest
 from smelt.core.errors import InputError
-from smelt.runtime.layers.quantized import empty_quantized, joined
-from smelt.runtime.layers.quantized_groups import blocks_as_int8
-from smelt.runtime.layers.quantized_int4 import Int4Embedding, Int4Linear, pack_nibbles, unpack_nibbles
+from smelt.runtime.layers.quantized import QuantizedEmbedding, empty_quantized, joined, scheme_of
 from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.schemes.int4 import Int4
+from smelt.runtime.schemes.parts.packing import unpack_nibbles
+from smelt.runtime.schemes.scheme import Codes
 
 LAYOUTS = [
     (group, symmetric, level)
@@ -20,16 +23,17 @@ LAYOUTS = [
 
 def random_layer(inputs=100, outputs=24, group=32, symmetric=True, level=4, bias=True):
     torch.manual_seed(0)
-    layer = Int4Linear(
-        inputs, outputs, bias, group_size=group, symmetric=symmetric, accuracy_level=level
-    ).eval()
-    rows, groups, _ = layer.matrix.codes.shape
-    codes = torch.randint(0, 16, (rows, groups, group), dtype=torch.uint8)
-    zeros = None if symmetric else torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
-    layer.matrix.set_(codes, torch.rand(rows, groups) + 0.5, zeros)
-    if bias:
-        layer.bias.data = torch.randn(outputs)
-    return layer, codes, zeros
+    groups = -(-inputs // group)
+    codes = torch.randint(0, 16, (outputs, groups, group), dtype=torch.uint8)
+    zeros = None if symmetric else torch.randint(0, 16, (outputs, groups), dtype=torch.uint8)
+    grid = {"scales": torch.rand(outputs, groups) + 0.5} | ({} if symmetric else {"zeros": zeros})
+    options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
+    return schemes.random_layer("int4", Codes(codes, grid), inputs, bias, **options), codes, zeros
+
+
+def decide(weight, group, symmetric):
+    decided = round_to_nearest(weight, Int4(), {"group_size": group, "symmetric": symmetric})
+    return decided.codes, decided.grid["scales"], decided.grid.get("zeros")
 
 
 def run_matmul_nbits(layer, x):
@@ -38,13 +42,14 @@ def run_matmul_nbits(layer, x):
 
     constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
     names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
-    if layer.matrix.zeros is not None:
+    if layer.matrix.has("zeros"):
         names[3], constants["z"] = "z", layer.matrix.zeros.numpy()
     if layer.bias is not None:
         constants["bias"] = layer.bias.detach().numpy()
     node = helper.make_node(
         "MatMulNBits", names, ["y"], domain="com.microsoft", bits=4, K=layer.in_features,
-        N=layer.out_features, block_size=layer.matrix.group_size, accuracy_level=layer.accuracy_level,
+        N=layer.out_features, block_size=layer.matrix.options["group_size"],
+        accuracy_level=layer.matrix.options["accuracy_level"],
     )  # fmt: skip
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
@@ -55,18 +60,6 @@ def run_matmul_nbits(layer, x):
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x.numpy()})[0]
-
-
-def test_two_codes_lie_in_a_byte_the_first_in_the_low_half():
-    codes = torch.tensor([[1, 2, 15, 0, 7]], dtype=torch.uint8)
-    packed = pack_nibbles(codes)
-    assert packed.tolist() == [[0x21, 0x0F, 0x07]]
-    assert unpack_nibbles(packed)[:, :5].equal(codes)
-
-
-def test_all_codes_survive_packing():
-    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16) % 16
-    assert unpack_nibbles(pack_nibbles(codes)).equal(codes)
 
 
 @pytest.mark.parametrize(("group", "symmetric", "level"), LAYOUTS)
@@ -90,19 +83,13 @@ def test_values_by_hand():
     assert matrix.dequantize().shape == (24, 100)
 
 
-def test_blocks_as_int8_by_hand():
-    x = torch.tensor([[1.27, -0.633, 0.0, 254.0, 1.0, 0.0]])
-    # blocks of 3: scales 0.01 and 2; 0.633 rounds to 63, 0.5 to the even 0
-    assert blocks_as_int8(x, 3).allclose(torch.tensor([[1.27, -0.63, 0.0, 254.0, 0.0, 0.0]]))
-    assert blocks_as_int8(torch.zeros(2, 5), 3).equal(torch.zeros(2, 5))
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_embedding_looks_up_the_rows_of_its_matrix(symmetric):
     layer, _, _ = random_layer(symmetric=symmetric, inputs=40)
     options = {"group_size": 32, "symmetric": symmetric, "accuracy_level": 4}
-    table = empty_quantized(nn.Embedding(24, 40, padding_idx=2), "int4", **options)
-    assert isinstance(table, Int4Embedding)
+    table = empty_quantized(nn.Embedding(24, 40, padding_idx=2), "int4", options)
+    assert isinstance(table, QuantizedEmbedding)
+    assert scheme_of(table) == "int4"
     table.matrix = layer.matrix
     ids = torch.tensor([[3, 0, 23], [7, 7, 1]])
     assert table(ids).equal(layer.matrix.dequantize()[ids])
@@ -111,7 +98,7 @@ def test_embedding_looks_up_the_rows_of_its_matrix(symmetric):
 def test_new_codes_are_seen_after_the_first_forward():
     layer, codes, _ = random_layer(bias=False, level=0)
     before = layer(torch.eye(100))
-    layer.matrix.set_(codes, 2 * layer.matrix.scales.float(), None)
+    layer.matrix.set_(Codes(codes, {"scales": 2 * layer.matrix.scales}))
     assert layer(torch.eye(100)).allclose(2 * before)
 
 
@@ -155,3 +142,73 @@ def test_layers_of_one_input_are_joined_only_when_of_one_kind():
     assert whole(x).allclose(torch.cat([first(x), second(x)], dim=1), atol=1e-5)
     assert joined([first, random_layer(group=64)[0]]) is None
     assert joined([first, nn.Linear(100, 8)]) is None
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_and_scales_are_those_of_onnx_runtimes_quantizer(symmetric):
+    from onnxruntime.capi._pybind_state import quantize_matmul_4bits
+
+    rows, columns, group = 24, 100, 32
+    groups = -(-columns // group)
+    weight = np.random.default_rng(0).normal(size=(rows, columns)).astype(np.float32)
+    codes = np.zeros((rows, groups, group // 2), np.uint8)
+    scales, zeros = np.zeros(rows * groups, np.float32), np.zeros(rows * groups // 2, np.uint8)
+    transposed = np.ascontiguousarray(weight.T)
+    quantize_matmul_4bits(codes, transposed, scales, zeros, group, rows, columns, symmetric)
+
+    found = decide(torch.from_numpy(weight), group, symmetric)
+    expected = unpack_nibbles(torch.from_numpy(codes)).flatten(1)[:, :columns]
+    # a scale rounded to float16 may move a value that lies halfway between two codes
+    assert (found[0].flatten(1)[:, :columns] == expected).float().mean() > 0.995
+    assert np.allclose(found[1].flatten(), scales, rtol=2**-11)
+    if symmetric:
+        assert found[2] is None
+    else:
+        assert found[2].equal(unpack_nibbles(torch.from_numpy(zeros).view(rows, -1)))
+
+
+def test_symmetric_codes_by_hand():
+    # the largest magnitude, -4, becomes -8: scale 0.5; 3.7 is 7.4 -> 7; 4.0 would be 8 and is cut to 7
+    codes, scales, zeros = decide(torch.tensor([[-4.0, 3.7, 0.0, 0.26] + 12 * [0.0]]), 16, symmetric=True)
+    assert scales.tolist() == [[0.5]]
+    assert zeros is None
+    assert codes[0, 0, :4].tolist() == [0, 15, 8, 9]
+
+
+def test_asymmetric_codes_by_hand():
+    # from 0 (it must be exact) to 3: scale 0.2, zero point 0
+    codes, scales, zeros = decide(torch.tensor([[1.0, 3.0] + 14 * [2.0]]), 16, symmetric=False)
+    assert scales[0, 0] == pytest.approx(0.2, rel=1e-3)
+    assert zeros.tolist() == [[0]]
+    assert codes[0, 0, :3].tolist() == [5, 15, 10]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_values_are_half_a_step_off_and_what_is_cut_a_step_at_most(symmetric):
+    torch.manual_seed(0)
+    weight = torch.randn(20, 72)
+    weight[3] = 0
+    weight[5, 32:64] = torch.tensor([-2.0, 2.0] * 16)  # the ends of a range are equally far
+    matrix = schemes.filled("int4", weight, group_size=32, symmetric=symmetric)
+    steps = matrix.scales.float().abs().repeat_interleave(32, dim=1)[:, :72]
+    off = (matrix.dequantize() - weight).abs()
+    signed = weight / matrix.scales.float().repeat_interleave(32, dim=1)[:, :72]
+    cut = signed > 7.5 if symmetric else torch.zeros_like(weight, dtype=torch.bool)
+    assert (off <= torch.where(cut, 1.01, 0.51) * steps).all()
+    # of a symmetric range one end has 8 steps, the other 7
+    assert (off[cut] > 0.49 * steps[cut]).all()
+    assert int((off > 0.9 * steps).sum()) >= (16 if symmetric else 0)
+    assert matrix.dequantize()[3].eq(0).all()
+    assert torch.isfinite(matrix.scales).all()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_cutting_one_end_errs_less_than_a_scale_that_cuts_nothing(group):
+    torch.manual_seed(0)
+    weight = torch.randn(200, 1024)
+    matrix = schemes.filled("int4", weight, group_size=group)
+    groups = weight.unflatten(1, (-1, group))
+    scale = groups.abs().amax(dim=-1, keepdim=True) / 7
+    whole = torch.round(groups / scale) * scale
+    ours, other = ((w - weight).square().mean() for w in (matrix.dequantize(), whole.flatten(1)))
+    assert 1.25 < other / ours < 1.32

@@ -1,0 +1,90 @@
+"""From float weights to codes: a coder decides them, the scheme knows the rest."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.quantize.straight_through import straight_through
+from smelt.core.errors import InputError
+from smelt.runtime.layers.quantized import Matrix, QuantizedEmbedding, QuantizedLinear, empty_quantized
+from smelt.runtime.schemes.parts.groups import groups_of
+from smelt.runtime.schemes.registry import defaults, find
+from smelt.runtime.schemes.scheme import Codes, Options, Scheme
+
+# Scales are kept as float16, which ends there.
+_LARGEST = 60_000.0
+
+
+class Coder(Protocol):
+    """Decides which codes of a scheme stand for a matrix; what else it looks at, it brings along."""
+
+    def __call__(self, weight: Tensor, scheme: Scheme, options: Options) -> Codes:
+        """Return codes and their grid for `weight`, float32 [N, K]."""
+
+
+def round_to_nearest(weight: Tensor, scheme: Scheme, options: Options) -> Codes:
+    """Let every weight become the nearest value on the scheme's own grid: a `Coder` that needs no data."""
+    groups = groups_of(weight, scheme.group(weight.shape[1], options))
+    grid = scheme.fit(groups, weight.shape[1], options)
+    return Codes(scheme.nearest(groups, grid, options), grid)
+
+
+def fill_(matrix: Matrix, weight: Tensor, coder: Coder = round_to_nearest) -> None:
+    """Decide codes and scales for `weight`, float [N, K], and put them into `matrix`."""
+    matrix.set_(coder(weight.detach().float(), matrix.scheme, matrix.options))
+
+
+def fake(weight: Tensor, matrix: Matrix) -> Tensor:
+    """Return what codes of `weight` would stand for in the layout of `matrix`; gradients pass straight.
+
+    Args:
+        weight: float [rows, K]; any rows, where the scheme decides row by row.
+        matrix: whose scheme and options are taken.
+
+    Returns:
+        float32 [rows, K].
+    """
+    with torch.no_grad():
+        codes, grid = round_to_nearest(weight.detach().float(), matrix.scheme, matrix.options)
+        values = matrix.scheme.values(codes, grid, matrix.options).flatten(1)[:, : weight.shape[1]]
+    return straight_through(weight, values)
+
+
+def fake_activations(x: Tensor, scheme: Scheme) -> Tensor:
+    """Return the activations that a layer of `scheme` trains on; gradients pass straight through."""
+    with torch.no_grad():
+        seen = scheme.seen_in_training(x)
+    return x if seen is x else straight_through(x, seen)
+
+
+def quantize_module(
+    module: nn.Module, scheme: str, options: Options | None = None, coder: Coder = round_to_nearest
+) -> QuantizedLinear | QuantizedEmbedding:
+    """Return the quantized counterpart of a Linear or an Embedding, codes and scales decided.
+
+    Args:
+        module: with float weights.
+        scheme: by name.
+        options: all that the scheme wants to know; None for its defaults.
+        coder: decides.
+
+    Raises:
+        InputError: a module or options that the scheme does not know, or weights that are not finite.
+    """
+    new = empty_quantized(module, scheme, defaults(find(scheme)) if options is None else options)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    if not largest < _LARGEST:
+        raise InputError(
+            f"its largest weight is {largest:g}; expected numbers below {_LARGEST:g}."
+            " The training before it has probably gone astray."
+        )
+    fill_(new.matrix, weight, coder)
+    if isinstance(new, QuantizedLinear) and new.bias is not None:
+        assert isinstance(module.bias, Tensor)
+        new.bias.data = module.bias.detach().clone()
+    return new.train(module.training)

@@ -1,0 +1,92 @@
+"""The settings of `quantize`: what is quantized, and the options of all schemes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, create_model, model_validator
+
+from smelt.core.stage import Settings
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all
+from smelt.runtime.schemes.scheme import Option, Scheme, Value
+
+_TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
+
+
+def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
+    """Return type and field of an option that these schemes have."""
+    option = found[0][1]
+    values = {value: None for _, one in found for value in one.allowed}
+    kind: Any = bool if isinstance(option.default, bool) else Literal[tuple(values)]
+    narrower: dict[tuple[Value, ...], list[str]] = {}
+    for scheme, one in found:
+        if len(one.allowed) < len(values):
+            narrower.setdefault(one.allowed, []).append(scheme.name)
+    text = f"{', '.join(scheme.name for scheme, _ in found)}: {option.description}"
+    notes = [f"{', '.join(names)}: {', '.join(map(str, allowed))}" for allowed, names in narrower.items()]
+    return kind, Field(default=option.default, description=f"{text} ({'; '.join(notes)})" if notes else text)
+
+
+def _vocabulary() -> str:
+    """Say which scheme embeddings and head have where none is named."""
+    others = [f"{s.vocabulary} under {name}" for name, s in SCHEMES.items() if s.vocabulary]
+    return f"scheme of embeddings and head; unless given, {', '.join([*others, 'else the scheme'])}"
+
+
+if TYPE_CHECKING:
+    TableScheme = str
+
+    class _FromSchemes(Settings):
+        scheme: str
+else:
+    TableScheme = Literal[_TABLES]
+    _FromSchemes = create_model(
+        "_FromSchemes",
+        __base__=Settings,
+        scheme=(Literal[tuple(SCHEMES)], DEFAULT),
+        **{name: _field(found) for name, found in options_of_all().items()},
+    )
+
+
+class QuantizeSettings(_FromSchemes):
+    """What is quantized, and how.
+
+    `head` is the output layer: the product with the vocabulary, or a classifier's last layer.
+    """
+
+    skip: list[str] = Field(
+        default_factory=list, description="patterns of module names that stay float: `*.decoder.layers.0.*`"
+    )
+    embeddings: bool = Field(default=True, description="quantize word embeddings")
+    head: bool = Field(default=True, description="quantize the output layer")
+    vocabulary: TableScheme | None = Field(default=None, description=_vocabulary())
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        schemes = [SCHEMES[name] for name in self.schemes()]
+        used = {option.name for scheme in schemes for option in scheme.settings}
+        for name in options_of_all():
+            if name in self.model_fields_set and name not in used:
+                raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
+        for scheme in schemes:
+            for option in scheme.settings:
+                value = getattr(self, option.name)
+                if not option.allows(value):
+                    allowed = f"expected one of {', '.join(map(str, option.allowed))}"
+                    raise ValueError(
+                        option.others or f"{option.name} {value} is not for scheme {scheme.name}; {allowed}"
+                    )
+        return self
+
+    @property
+    def table_scheme(self) -> str:
+        """The scheme of embeddings and head."""
+        return self.vocabulary or SCHEMES[self.scheme].vocabulary or self.scheme
+
+    def schemes(self) -> tuple[str, ...]:
+        """Return the schemes that are used, the one of the linear layers first."""
+        return tuple(dict.fromkeys((self.scheme, self.table_scheme)))
+
+    def options(self, scheme: str) -> dict[str, Value]:
+        """Return what `scheme` wants to know, as a quantized layer takes it."""
+        return {option.name: getattr(self, option.name) for option in SCHEMES[scheme].settings}

@@ -1,0 +1,102 @@
+"""The schemes that there are, and what is asked of all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from smelt.core.errors import InputError, nearest
+from smelt.runtime.schemes.binary import Binary
+from smelt.runtime.schemes.int4 import Int4
+from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
+from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored
+
+_ALL: tuple[Scheme, ...] = (
+    Int8Dynamic(),
+    Int4(),
+    Binary(),
+)
+SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
+DEFAULT = Int8Dynamic.name
+# a width of which every group size is a divisor
+_WIDTH = 4096
+
+
+def find(name: object) -> Scheme:
+    """Return the scheme called `name`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not isinstance(name, str) or name not in SCHEMES:
+        known = f"Known: {', '.join(SCHEMES)}.{nearest(str(name), SCHEMES)}"
+        raise InputError(f"unknown quantization scheme '{name}'. {known}")
+    return SCHEMES[name]
+
+
+def check_options(scheme: Scheme, options: Options) -> None:
+    """Check what a stored structure, or a caller, tells `scheme`.
+
+    Raises:
+        InputError: an option that the scheme does not have, one that is missing, or a value that it refuses.
+    """
+    names = [option.name for option in scheme.settings]
+    if set(options) != set(names):
+        takes = ", ".join(names) or "no options"
+        raise InputError(f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.")
+    for option in scheme.settings:
+        value = options[option.name]
+        if not option.allows(value):
+            expected = option.expected or f"one of {', '.join(map(str, option.allowed))}"
+            raise InputError(f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.")
+
+
+def defaults(scheme: Scheme) -> dict[str, Any]:
+    """Return the options of `scheme` where a recipe gives none."""
+    return {option.name: option.default for option in scheme.settings}
+
+
+def options_of_all() -> dict[str, list[tuple[Scheme, Option]]]:
+    """Return for each name of an option the schemes that have it, in the order of the schemes."""
+    found: dict[str, list[tuple[Scheme, Option]]] = {}
+    for scheme in SCHEMES.values():
+        for option in scheme.settings:
+            found.setdefault(option.name, []).append((scheme, option))
+    return found
+
+
+def bits_per_weight(scheme: Scheme, options: Options, width: int = _WIDTH) -> float:
+    """Return the bits that codes and all that belongs to them take in a file, for each weight of a row."""
+    return 8 * sum(filed_bytes(stored) for stored in scheme.storage(1, width, options).values()) / width
+
+
+def filed_bytes(stored: Stored) -> int:
+    """Return the bytes that a tensor takes in a file."""
+    found = re.search(
+        r"\d+", stored.filed or stored.dtype
+    )  # torch's names of types tell the bits, but bool's
+    return math.prod(stored.shape) * (int(found[0]) // 8 if found else 1)
+
+
+def targets_of(schemes: Iterable[Scheme]) -> list[str]:
+    """Return the targets of export that run all of `schemes`."""
+    refused = {target for scheme in schemes for target in scheme.refused}
+    return [target for target in TARGETS if target not in refused]
+
+
+def operators() -> dict[str, tuple[int, ...]]:
+    """Return the quantized operators of all schemes, with the inputs that hold scales and zero points."""
+    return {name: places for scheme in SCHEMES.values() for name, places in scheme.operators.items()}
+
+
+def exact_nodes(node: Any) -> list[Any] | None:
+    """Return what computes `node` of a graph with whole activations; None where no scheme made it."""
+    maker = next((scheme for scheme in SCHEMES.values() if node.op_type in scheme.operators), None)
+    return None if maker is None else maker.exact_nodes(node)
+
+
+def load_tables() -> dict[str, Any]:
+    """Return the tables of all schemes (see `Scheme.load_tables`)."""
+    return {word: table for scheme in SCHEMES.values() for word, table in scheme.load_tables().items()}

@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+import schemes
+import torch
+from torch import nn
+
+from smelt.compress.quantize.coding import fake, fake_activations, quantize_module, round_to_nearest
+from smelt.core.errors import InputError
+from smelt.runtime.schemes.int4 import Int4
+from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
+from smelt.runtime.schemes.parts.integers import dynamic_quantize_linear
+
+
+@pytest.mark.parametrize(("scheme", "options"), schemes.ALL, ids=schemes.IDS)
+def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight(scheme, options):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 40)
+    weight[0, :4] = torch.tensor([1.5, -1.5, 0.0, 100.0])  # whatever the size of a weight
+    weight.requires_grad_(True)
+    matrix = schemes.filled(scheme, weight, **options)
+    values = fake(weight, matrix)
+    assert values.equal(matrix.dequantize())
+    slope = torch.randn(6, 40)
+    (values * slope).sum().backward()
+    assert weight.grad.equal(slope)
+
+
+def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight():
+    x = torch.linspace(-3.7, 2.2, 97, requires_grad=True)
+    codes, scale, zero = dynamic_quantize_linear(x.detach())
+    got = fake_activations(x, Int8Dynamic())
+    assert np.allclose(got.detach().numpy(), (codes.numpy().astype(np.float32) - zero) * scale, atol=1e-6)
+    got.mul(torch.arange(97.0)).sum().backward()
+    assert x.grad.equal(torch.arange(97.0))
+    assert fake_activations(x, Int4()) is x
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 7e4])
+def test_weights_that_no_scale_holds_are_refused(wrong):
+    layer = nn.Linear(32, 4)
+    layer.weight.data[0, 0] = wrong
+    with pytest.raises(InputError, match=f"its largest weight is {wrong:g}; expected numbers below 60000"):
+        quantize_module(layer, "int4")
+
+
+def test_a_coder_of_ones_own_decides_the_codes():
+    def halved(weight, scheme, options):
+        return round_to_nearest(weight / 2, scheme, options)
+
+    layer = nn.Linear(64, 4)
+    ours = quantize_module(layer, "int4", coder=halved)
+    expected = quantize_module(layer, "int4")
+    assert ours.matrix.codes.equal(expected.matrix.codes)
+    assert ours.matrix.dequantize().allclose(expected.matrix.dequantize() / 2)
+    assert ours.bias.equal(layer.bias)

@@ -1,0 +1,66 @@
+"""What a recipe may say of `quantize`: the options of all schemes, and nothing that means nothing."""
+
+import pytest
+from pydantic import ValidationError
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.runtime.schemes.registry import SCHEMES, options_of_all
+
+
+def test_every_option_of_a_scheme_is_a_setting_with_its_default_and_the_names_of_its_schemes():
+    fields = QuantizeSettings.model_fields
+    for name, found in options_of_all().items():
+        assert fields[name].default == found[0][1].default
+        names = ", ".join(scheme.name for scheme, _ in found)
+        assert fields[name].description.startswith(f"{names}: {found[0][1].description}")
+
+
+def test_what_a_scheme_narrows_is_said_in_the_help():
+    assert "binary: 32, 64, 128)" in QuantizeSettings.model_fields["group_size"].description
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_options_of_a_scheme_are_what_its_layers_take(scheme):
+    settings = QuantizeSettings(scheme=scheme)
+    assert settings.options(scheme) == {o.name: o.default for o in SCHEMES[scheme].settings}
+
+
+@pytest.mark.parametrize(
+    ("given", "table"),
+    [
+        ({}, "int8-dynamic"),
+        ({"scheme": "int4"}, "int4"),
+        ({"scheme": "binary"}, "int8-dynamic"),
+        ({"scheme": "binary", "vocabulary": "int4"}, "int4"),
+        ({"scheme": "int4", "vocabulary": "int8-dynamic"}, "int8-dynamic"),
+    ],
+)
+def test_the_vocabularys_scheme_is_named_or_follows(given, table):
+    settings = QuantizeSettings(**given)
+    assert settings.table_scheme == table
+    assert settings.schemes() == tuple(dict.fromkeys((settings.scheme, table)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group_size": 64}, "group_size means nothing to scheme int8-dynamic; remove it"),
+        ({"scheme": "binary", "symmetric": False}, "symmetric means nothing to scheme binary; remove it"),
+        (
+            {"scheme": "binary", "group_size": 16},
+            "binary groups hold 32, 64 or 128 weights: ONNX Runtime has no fast 2-bit product of 16",
+        ),
+        (
+            {"scheme": "binary", "vocabulary": "binary"},
+            "Input should be 'int8-dynamic'.* input_value='binary'",
+        ),
+    ],
+)
+def test_what_a_scheme_does_not_know_is_refused(given, message):
+    with pytest.raises(ValidationError, match=message):
+        QuantizeSettings(**given)
+
+
+def test_an_option_of_the_vocabularys_scheme_may_be_given():
+    settings = QuantizeSettings(scheme="binary", vocabulary="int4", symmetric=False)
+    assert settings.options("int4")["symmetric"] is False

@@ -1,0 +1,81 @@
+"""A scheme is one file: nobody else knows its name, and whoever must speak of it does."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import golden
+import pytest
+
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, options_of_all
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
+HOME = ROOT / "runtime" / "schemes"
+SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
+PAGE = (ROOT / "docs" / "quantize.md").read_text(encoding="utf-8")
+NAMED = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, SCHEMES))})(?![\w-])")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def named(text: str) -> Iterator[str]:
+    """The schemes that strings of a source name; docstrings may."""
+    tree = ast.parse(text)
+    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield from (found[0] for found in NAMED.finditer(node.value))
+
+
+def rows(page: str, first: str) -> dict[str, list[str]]:
+    """The rows of the table whose head begins with `first`, by their first cell, without marks."""
+    table = page.split(f"| {first} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {re.sub(r"\[?`([^`]*)`.*", r"\1", row[0]): row[1:] for row in cells}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_scheme_is_named_in_its_own_file_alone(path: Path) -> None:
+    own = {name for name, scheme in SCHEMES.items() if type(scheme).__module__.endswith(f".{path.stem}")}
+    assert set(named(path.read_text(encoding="utf-8"))) <= (own if path.parent == HOME else set())
+
+
+@pytest.mark.parametrize(
+    "text", ['x = "int4"', 'def f():\n    return f"the {x} of int8-dynamic"', "if scheme == 'binary': pass"]
+)
+def test_the_check_of_names_finds_one(text: str) -> None:
+    assert list(named(text))
+
+
+@pytest.mark.parametrize("text", ['"""About int4."""', 'x = "int8"', 'x = "binary_cross_entropy"'])
+def test_the_check_of_names_leaves_other_words_alone(text: str) -> None:
+    assert not list(named(text))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_page_has_a_row_and_a_section_for_every_scheme(name: str) -> None:
+    row = rows(PAGE, "scheme")[name]
+    told = re.match(r"[\d.]+", row[1])
+    assert told, f"{name}: bits a weight in the second column"
+    assert float(told[0]) == pytest.approx(bits_per_weight(SCHEMES[name], defaults(SCHEMES[name])), abs=0.02)
+    assert f"\n## {name}\n" in PAGE
+    assert all(operator in row[-1] for operator in SCHEMES[name].operators)
+
+
+def test_the_page_has_a_row_for_every_option() -> None:
+    found = rows(PAGE, "setting")
+    for name, options in options_of_all().items():
+        assert found[name][0] == f"`{str(options[0][1].default).lower()}`"
+        assert all(scheme.name in found[name][1] for scheme, _ in options)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_has_a_golden_case_and_goes_through_the_matrix(name: str) -> None:
+    cases = [case.settings for case in golden.CASES.values() if case.stage == "quantize"]
+    assert name in {case.get("scheme", "int8-dynamic") for case in cases}
+    matrix = (ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py").read_text(encoding="utf-8")
+    assert f"scheme: {name}" in matrix

@@ -1,0 +1,36 @@
+import itertools
+
+import torch
+
+from smelt.runtime.schemes.parts.packing import (
+    nibbles_as_floats,
+    pack_bits,
+    pack_nibbles,
+    unpack_bits,
+    unpack_nibbles,
+)
+
+
+def test_two_codes_lie_in_a_byte_the_first_in_the_low_half():
+    codes = torch.tensor([[1, 2, 15, 0, 7]], dtype=torch.uint8)
+    packed = pack_nibbles(codes)
+    assert packed.tolist() == [[0x21, 0x0F, 0x07]]
+    assert unpack_nibbles(packed)[:, :5].equal(codes)
+
+
+def test_all_codes_survive_packing():
+    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16) % 16
+    assert unpack_nibbles(pack_nibbles(codes)).equal(codes)
+    assert nibbles_as_floats(pack_nibbles(codes)).equal(codes.float())
+
+
+def test_bit_i_of_byte_j_is_weight_8j_plus_i():
+    bits = torch.zeros(1, 16, dtype=torch.bool)
+    bits[0, [0, 3, 15]] = True
+    assert pack_bits(bits).tolist() == [[0b00001001, 0b10000000]]
+
+
+def test_all_bytes_survive_packing():
+    bits = torch.tensor(list(itertools.product([False, True], repeat=8)))
+    assert unpack_bits(pack_bits(bits)).equal(bits)
+    assert sorted(pack_bits(bits).flatten().tolist()) == list(range(256))

@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import schemes
+import torch
+from onnx import TensorProto, helper
+from ort import ort_session
+from torch import nn
+
+from smelt.compress.quantize.coding import fill_, quantize_module
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_equals_dynamic_quantize_matmul(bias):
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(48, 40, bias=bias), "int8-dynamic")
+    x = torch.randn(3, 5, 48)
+    from onnx import numpy_helper
+
+    constants = [
+        numpy_helper.from_array(np.ascontiguousarray(layer.matrix.codes.numpy().T), "b"),
+        numpy_helper.from_array(layer.matrix.scales.numpy(), "s"),
+    ]
+    names = ["x", "b", "s"]
+    if bias:
+        constants.append(numpy_helper.from_array(layer.bias.detach().numpy(), "c"))
+        names += ["", "c"]
+    node = helper.make_node("DynamicQuantizeMatMul", names, ["y"], domain="com.microsoft")
+    session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
+    expected = session.run(None, {"x": x.numpy()})[0]
+    assert np.abs(layer(x).detach().numpy() - expected).max() < 1e-6
+
+
+def test_weight_codes_are_symmetric_per_row_by_hand():
+    matrix = schemes.filled("int8-dynamic", torch.tensor([[1.27, -0.50], [0.0, 0.0], [-254.0, 127.0]]))
+    assert matrix.codes.tolist() == [[127, -50], [0, 0], [-127, 64]]  # 63.5 rounds to the even 64
+    assert torch.allclose(matrix.scales, torch.tensor([0.01, 1.0, 2.0]))
+
+
+def test_embedding_looks_up_rows_and_keeps_the_zero_row():
+    torch.manual_seed(1)
+    table = nn.Embedding(10, 8, padding_idx=9)
+    layer = quantize_module(table, "int8-dynamic")
+    ids = torch.tensor([[0, 9], [3, 4]])
+    assert (layer(ids)[0, 1] == 0).all()
+    step = table.weight.abs().amax(1)[ids][..., None] / 127
+    assert ((layer(ids) - table(ids)).abs() <= step / 2 + 1e-7).all()
+
+
+def test_codes_sums_follow_new_codes():
+    torch.manual_seed(2)
+    layer = quantize_module(nn.Linear(16, 4), "int8-dynamic")
+    x = torch.rand(2, 16)
+    layer(x)
+    other = nn.Linear(16, 4)
+    fill_(layer.matrix, other.weight)
+    layer.bias.data = other.bias.detach()
+    assert torch.allclose(layer(x), other(x), atol=0.05)

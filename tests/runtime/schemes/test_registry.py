@@ -1,0 +1,83 @@
+import re
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.runtime.schemes.registry import (
+    DEFAULT,
+    SCHEMES,
+    bits_per_weight,
+    check_options,
+    defaults,
+    find,
+    operators,
+    options_of_all,
+    targets_of,
+)
+
+
+def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
+    assert SCHEMES[DEFAULT].tables
+    assert not SCHEMES[DEFAULT].trained
+
+
+@pytest.mark.parametrize("word", ["itn4", "int3", 7, None, [], {}])
+def test_what_is_no_scheme_is_refused_with_those_that_there_are(word):
+    known = f"Known: {', '.join(SCHEMES)}."
+    with pytest.raises(InputError, match=f"unknown quantization scheme .*{re.escape(known)}"):
+        find(word)
+
+
+def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
+    for found in options_of_all().values():
+        assert len({(option.default, option.description) for _, option in found}) == 1
+        assert all(option.allows(option.default) for _, option in found)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "message"),
+    [
+        ("int4", {"group_size": 48}, r"group size 48; expected one of 16, 32, 64, 128\."),
+        ("binary", {"group_size": 16}, r"group size 16; expected one of 32, 64, 128\."),
+        ("int4", {"group_size": True}, "group size True; expected one of"),
+        ("int4", {"symmetric": 1}, "symmetric 1; expected one of True, False"),
+        ("int4", {"accuracy_level": 2}, r"accuracy level 2; expected 0 \(float32\) or 4 \(int8 blocks\)\."),
+        (
+            "int4",
+            {"bits": 3},
+            "scheme int4 cannot be made with .* it takes group_size, symmetric, accuracy_l",
+        ),
+        ("int8-dynamic", {"group_size": 64}, "cannot be made with .* it takes no options"),
+    ],
+)
+def test_options_that_no_matrix_has_are_refused(scheme, change, message):
+    with pytest.raises(InputError, match=message):
+        check_options(find(scheme), defaults(find(scheme)) | change)
+
+
+def test_an_option_that_is_missing_is_refused():
+    with pytest.raises(InputError, match=r"scheme int4 cannot be made with \{'group_size': 64\}"):
+        check_options(find("int4"), {"group_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "bits"),
+    [
+        ("int8-dynamic", {}, 8 + 32 / 1024),
+        ("int4", {"group_size": 64, "symmetric": True}, 4.25),
+        ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
+        ("binary", {"group_size": 64}, 1.25),
+    ],
+)
+def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):
+    assert bits_per_weight(find(scheme), options, 1024) == bits
+
+
+def test_several_schemes_run_where_each_of_them_does():
+    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt"]
+    assert targets_of([find("int4"), find("binary")]) == ["ort-cpu"]
+
+
+def test_an_operator_of_two_schemes_has_its_scales_in_one_place():
+    for scheme in SCHEMES.values():
+        assert scheme.operators.items() <= operators().items()

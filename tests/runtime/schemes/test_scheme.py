@@ -1,0 +1,185 @@
+"""What every scheme promises, whatever its codes are: a new one is tested by its line in the registry."""
+
+import inspect
+
+import numpy as np
+import pytest
+import schemes
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from smelt.compress.quantize.coding import quantize_module, round_to_nearest
+from smelt.export.graphs.graph import Graph
+from smelt.export.graphs.of_model import export_graph
+from smelt.export.load_time import spell_out
+from smelt.export.parity.twin import dequantize
+from smelt.runtime.layers.quantized import joined
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, targets_of
+from smelt.runtime.schemes.scheme import TARGETS, Scheme
+
+EACH = pytest.mark.parametrize(("scheme", "options"), schemes.ALL, ids=schemes.IDS)
+NAMES = pytest.mark.parametrize("scheme", SCHEMES)
+TABLES = [case for case in schemes.ALL if SCHEMES[case[0]].tables]
+
+
+def weights(rows=6, width=200):
+    torch.manual_seed(0)
+    weight = torch.randn(rows, width)
+    weight[2] = 0
+    return weight
+
+
+@NAMES
+def test_a_scheme_says_all_that_is_asked_of_it(scheme):
+    found = SCHEMES[scheme]
+    for name in Scheme.__annotations__:
+        assert getattr(found, name) is not None
+    empty = [
+        name
+        for name, method in inspect.getmembers(Scheme, inspect.isfunction)
+        if not name.startswith("_") and "return" not in inspect.getsource(method).rpartition('"""')[2]
+    ]
+    assert {"fit", "pack", "product", "emit_product"} <= set(empty)
+    assert [n for n in empty if getattr(type(found), n) is getattr(Scheme, n)] == []
+
+
+@NAMES
+def test_what_a_scheme_refuses_is_a_target_and_one_is_left(scheme):
+    assert set(SCHEMES[scheme].refused) <= set(TARGETS)
+    assert targets_of([SCHEMES[scheme]])
+
+
+@NAMES
+def test_a_scheme_that_cannot_code_tables_names_one_that_can(scheme):
+    found = SCHEMES[scheme]
+    assert found.tables or SCHEMES[found.vocabulary].tables
+
+
+@EACH
+def test_tensors_are_as_the_storage_says(scheme, options):
+    matrix = schemes.filled(scheme, weights(), **options)
+    storage = SCHEMES[scheme].storage(6, 200, options)
+    assert {n: (tuple(p.shape), str(p.dtype)) for n, p in matrix.named_parameters()} == {
+        n: (stored.shape, f"torch.{stored.dtype}") for n, stored in storage.items()
+    }
+    assert {len(stored.shape) and stored.shape[0] for stored in storage.values() if stored.by_row} == {6}
+    assert storage["codes"].packs * matrix.codes.numel() >= 6 * 200  # a last group may be filled up
+
+
+@EACH
+def test_codes_and_grid_survive_packing(scheme, options):
+    decided = round_to_nearest(weights(), SCHEMES[scheme], options)
+    found = schemes.filled(scheme, weights(), **options).decided()
+    assert found.codes.equal(decided.codes)
+    assert found.codes.dtype == decided.codes.dtype
+    assert {n: t.tolist() for n, t in found.grid.items()} == {n: t.tolist() for n, t in decided.grid.items()}
+
+
+@EACH
+def test_storing_in_the_files_types_loses_nothing(scheme, options):
+    matrix = schemes.filled(scheme, weights(), **options)
+    for name, stored in SCHEMES[scheme].storage(6, 200, options).items():
+        tensor = matrix.tensor(name)
+        filed = tensor.to(getattr(torch, stored.filed or stored.dtype))
+        assert filed.to(tensor.dtype).equal(tensor)
+
+
+@EACH
+def test_values_are_coded_as_themselves(scheme, options):
+    """Rounding what codes stand for, on the grid that they stand on, gives the same codes."""
+    found, matrix = SCHEMES[scheme], schemes.filled(scheme, weights(), **options)
+    codes, grid = matrix.decided()
+    again = found.nearest(found.values(codes, grid, options), grid, options)
+    assert found.values(again, grid, options).equal(found.values(codes, grid, options))
+
+
+@EACH
+def test_a_group_is_fitted_alone_as_among_others(scheme, options):
+    """What methods that go through the columns rely on."""
+    found, weight = SCHEMES[scheme], weights()
+    size = found.group(200, options)
+    whole = round_to_nearest(weight, found, options).grid
+    for at, start in enumerate(range(0, 200, size)):
+        part = round_to_nearest(weight[:, start : start + size], found, options).grid
+        for name, tensor in part.items():
+            assert tensor.equal(whole[name][:, at : at + 1])
+
+
+@EACH
+def test_products_are_those_of_the_values_but_for_rounded_activations(scheme, options):
+    layer = quantize_module(nn.Linear(200, 6), scheme, options)
+    x = torch.randn(3, 5, 200)
+    with torch.inference_mode():
+        got, exact = layer(x), F.linear(x, layer.matrix.dequantize(), layer.bias)
+    off = (got - exact).abs().mean() / exact.std()
+    assert off < (0.05 if SCHEMES[scheme].rounds_activations(options) else 1e-6)
+    assert got.shape == (3, 5, 6)
+
+
+@pytest.mark.parametrize(("scheme", "options"), TABLES)
+def test_lookups_are_rows_of_the_values(scheme, options):
+    table = nn.Embedding(12, 40, padding_idx=3)
+    layer = quantize_module(table, scheme, options)
+    ids = torch.tensor([[3, 0, 11], [7, 7, 1]])
+    assert layer(ids).equal(layer.matrix.dequantize()[ids])
+    assert layer(ids)[0, 0].eq(0).all()
+
+
+@EACH
+def test_a_file_has_the_bits_per_weight_that_are_told(scheme, options):
+    from smelt.runtime.layers.quantized import matrix_bytes
+
+    width = 1024
+    matrix = nn.ModuleList([schemes.filled(scheme, weights(4, width), **options)])
+    assert 8 * matrix_bytes(matrix) == bits_per_weight(SCHEMES[scheme], options, width) * 4 * width
+
+
+@EACH
+def test_layers_of_one_input_become_one_product(scheme, options):
+    parts = [quantize_module(nn.Linear(64, n, bias=n != 8), scheme, options) for n in (8, 12)]
+    x = torch.randn(2, 64)
+    with torch.inference_mode():
+        assert joined(parts)(x).allclose(torch.cat([m(x) for m in parts], dim=1), atol=1e-5)
+
+
+class Both(nn.Module):
+    """A lookup and a product; of one matrix, where the scheme codes tables."""
+
+    def __init__(self, scheme):
+        super().__init__()
+        self.attentions = ()  # a graph of a model has some
+        self.words = nn.Embedding(12, 64)
+        self.head = quantize_module(nn.Linear(64, 12), scheme)
+        if SCHEMES[scheme].tables:
+            self.words = quantize_module(self.words, scheme)
+            self.words.matrix = self.head.matrix
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "target"), [(s, t) for s in SCHEMES for t in targets_of([SCHEMES[s]]) if t == "ort-cpu"]
+)
+def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_do(scheme, target):
+    torch.manual_seed(0)
+    model, ids = Both(scheme).eval(), torch.tensor([[1, 3, 7]])
+    graph = Graph("model", model, (ids,), ["ids"], ["out"], ({1: "length"},))
+    with torch.inference_mode():
+        rows = model.words(ids)
+        expected = model.head(rows).numpy()
+        exact = F.linear(rows, model.head.matrix.dequantize(), model.head.bias).numpy()
+    made = export_graph(graph, target, 20)
+    spell_out(made)
+    assert {n.op_type for n in made.graph.node} & set(SCHEMES[scheme].operators)
+    assert np.abs(run(made, ids) - expected).max() < 1e-5 * expected.std()
+    assert dequantize(made) == 1
+    assert np.abs(run(made, ids) - exact).max() < 1e-5 * exact.std()
+
+
+def run(model, ids):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"ids": ids.numpy()})[0]

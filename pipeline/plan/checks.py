@@ -17,9 +17,6 @@ from smelt.recipe.recipe import Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 
-# These change float weights, which a quantized model no longer has; training goes through its codes.
-_NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
-
 
 @dataclass
 class _Draft:
@@ -199,7 +196,7 @@ class Checker:
             self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
             return
         quantized = next((d for d in above if d.entry.word == "quantize"), None)
-        if quantized and word in _NEED_FLOAT:
+        if quantized and getattr(draft.cls, "needs_float", False):
             self.mistakes.add(
                 path,
                 f"{word} cannot work after '{quantized.name}', which left {_scheme(quantized)} codes;"

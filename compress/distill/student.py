@@ -125,12 +125,17 @@ def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
         return None if head is None else ".".join([head, *parts[depth:]])
 
     while heir := next(
-        ((e["module"], e["with"]) for e in edits if "with" in e and rename(e["module"]) and not rename(e["with"])),
+        (
+            (e["module"], e["with"])
+            for e in edits
+            if "with" in e and rename(e["module"]) and not rename(e["with"])
+        ),
         None,
     ):
         edits = _inherited(edits, *heir)
     return [
-        {**edit, "module": rename(edit["module"])} | ({"with": rename(edit["with"])} if "with" in edit else {})
+        {**edit, "module": rename(edit["module"])}
+        | ({"with": rename(edit["with"])} if "with" in edit else {})
         for edit in edits
         if rename(edit["module"])
     ]

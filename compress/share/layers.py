@@ -30,7 +30,9 @@ class ShareSettings(Settings):
         default=["attention", "ffn"], min_length=1, description="products of attention, feed-forward products"
     )
     groups: int | None = Field(
-        default=None, ge=1, description="so many groups of neighbouring layers in each stack, as equal as can be"
+        default=None,
+        ge=1,
+        description="so many groups of neighbouring layers in each stack, as equal as can be",
     )
     every: int | None = Field(default=None, ge=2, description="so many neighbouring layers make a group")
     keep_ends: bool = Field(
@@ -68,9 +70,8 @@ class Share:
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = (
-        "neighbouring layers: Takase & Kiyono 2021, Lessons on Parameter Sharing across Layers in Transformers,"
-        " arXiv:2104.06022 (`sequence`); ends kept: Subformer, Reid et al. 2021, arXiv:2101.00234; attention or"
-        " feed-forward: ALBERT, Lan et al. 2019, arXiv:1909.11942"
+        "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); ends kept: Subformer, Reid"
+        " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020, arXiv:1909.11942"
     )
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
@@ -152,7 +153,11 @@ def grouped(layers: int, settings: ShareSettings) -> list[list[int]]:
     inner = range(first, layers - first)
     groups: dict[int, list[int]] = {}
     for place, number in enumerate(inner):
-        at = place // every if settings.groups is None else place * min(settings.groups, len(inner)) // len(inner)
+        at = (
+            place // every
+            if settings.groups is None
+            else place * min(settings.groups, len(inner)) // len(inner)
+        )
         groups.setdefault(at, []).append(number)
     ends = [[at] for at in sorted({0, layers - 1}) if at not in inner]
     return sorted([*groups.values(), *ends])
@@ -199,7 +204,9 @@ def _reason(model: Any, parts: list[tuple[str, ...]], take: str) -> str | None:
         if odd is not None:
             return f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
         if take == "mean" and not isinstance(modules[0], nn.Linear):
-            return f"{names[0]} is factorized, and the mean of two factors is no factor of a mean (take: first)"
+            return (
+                f"{names[0]} is factorized, and the mean of two factors is no factor of a mean (take: first)"
+            )
     return None
 
 

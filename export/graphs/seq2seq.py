@@ -42,9 +42,7 @@ class Encoder(nn.Module):
             hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
         packed = self.pack(hidden)
-        caches = [
-            split_heads(packed[at], h).contiguous() for at, h in zip(self.places, heads, strict=True)
-        ]
+        caches = [split_heads(packed[at], h).contiguous() for at, h in zip(self.places, heads, strict=True)]
         return hidden, *caches
 
 

@@ -21,11 +21,14 @@ def store_once(model: Any) -> int:
     firsts: dict[tuple[Any, ...], list[Any]] = {}
     renamed: dict[str, str] = {}
     for tensor in graph.initializer:
-        if len(tensor.dims) < 2 or not tensor.raw_data or tensor.name in outside:
+        if len(tensor.dims) < 2 or tensor.name in outside:
             continue
-        probe = (tensor.data_type, *tensor.dims, tensor.raw_data[:_PROBE], tensor.raw_data[-_PROBE:])
+        values = tensor.raw_data  # a copy, which protobuf makes each time that it is asked
+        if not values:
+            continue
+        probe = (tensor.data_type, *tensor.dims, values[:_PROBE], values[-_PROBE:])
         alike = firsts.setdefault(probe, [])
-        same = next((first for first in alike if first.raw_data == tensor.raw_data), None)
+        same = next((first for first in alike if first.raw_data == values), None)
         if same is None:
             alike.append(tensor)
         else:

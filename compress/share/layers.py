@@ -61,7 +61,7 @@ class Share:
     Layers of a trained model are not interchangeable, so quality falls by much at once; follow with
     distill (or finetune).
 
-        - share: {what: [ffn], every: 2, keep_ends: true, take: mean}
+        - share: {what: [ffn], every: 2, keep_ends: true}
         - distill: {epochs: 1}
     """
 

@@ -88,6 +88,7 @@ class Stage(Protocol[SettingsT_contra]):
     needs: all that it may need; where that depends on the settings, the class has a class method
         `needs_with(settings, given)` besides (see `needs_of`).
     settings_type: the stage's own subclass of `Settings`.
+    needs_float: optional; true for a stage that changes float weights, which a quantized model no longer has.
     version: raised whenever the stage computes something else from the same input; part of the key.
     """
 

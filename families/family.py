@@ -52,6 +52,11 @@ class Attention:
     rotary: bool = False
     norms: tuple[str, str] | None = None
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Its products, each once; the last is `out`."""
+        return tuple(dict.fromkeys((self.query, self.key, self.value, self.out)))
+
     def under(self, block: str) -> Attention:
         """Return the same with the names that it has in a model, below `block`."""
         norms = None if self.norms is None else (_below(block, self.norms[0]), _below(block, self.norms[1]))
@@ -86,6 +91,11 @@ class FeedForward:
     def inputs(self) -> tuple[str, ...]:
         """The products whose rows the neurons own."""
         return (self.up,) if self.gate in (None, self.up) else (self.up, str(self.gate))
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Its products, each once; the last is `down`."""
+        return (*self.inputs, self.down)
 
     def under(self, block: str) -> FeedForward:
         """Return the same with the names that it has in a model, below `block`."""

@@ -110,7 +110,10 @@ def _stack(model: Any, name: str) -> Stack:
 
 
 def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
-    """Return `edits` without those of dropped layers, with the new numbers of the kept ones."""
+    """Return `edits` without those of dropped layers, with the new numbers of the kept ones.
+
+    What a dropped layer owned and shared, the first kept layer that shares it owns.
+    """
     names = {f"{place}.{old}": f"{place}.{new}" for new, old in enumerate(kept)}
     depth = place.count(".") + 2
 
@@ -121,19 +124,39 @@ def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
         head = names.get(".".join(parts[:depth]))
         return None if head is None else ".".join([head, *parts[depth:]])
 
+    while heir := next(
+        (
+            (e["module"], e["with"])
+            for e in edits
+            if "with" in e and rename(e["module"]) and not rename(e["with"])
+        ),
+        None,
+    ):
+        edits = _inherited(edits, *heir)
+    return [
+        {**edit, "module": rename(edit["module"])}
+        | ({"with": rename(edit["with"])} if "with" in edit else {})
+        for edit in edits
+        if rename(edit["module"])
+    ]
+
+
+def _inherited(edits: list[Edit], heir: str, owner: str) -> list[Edit]:
+    """Return `edits` with `heir`, which shares what `owner` is, in the place of `owner`."""
+    begins = next(i for i, e in enumerate(edits) if e["module"] == heir and e.get("with") == owner)
+
+    def moved(name: str) -> str:
+        return heir + name[len(owner) :] if _within(name, owner) else name
+
     result = []
-    for edit in edits:
-        module = rename(edit["module"])
-        if module is None:
-            continue
-        changed = {**edit, "module": module}
-        if "with" in edit:
-            other = rename(edit["with"])
-            if other is None:
-                raise InputError(
-                    f"distill: {edit['module']} shares its weights with {edit['with']}, which the student"
-                    " drops. Choose the layers so that both stay or both go."
-                )
-            changed["with"] = other
-        result.append(changed)
+    for place, edit in enumerate(edits):
+        if place < begins and _within(edit["module"], heir):
+            continue  # it was of the module that the shared one then replaced
+        changed = {k: moved(v) if k in ("module", "with") else v for k, v in edit.items()}
+        if changed.get("with") != changed["module"]:
+            result.append(changed)
     return result
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")

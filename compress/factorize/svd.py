@@ -67,6 +67,7 @@ class Factorize:
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "Eckart & Young 1936, Psychometrika 1(3); Denton et al. 2014, arXiv:1404.0736"
     version: ClassVar[int] = 2
+    needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -79,7 +80,7 @@ class Factorize:
 
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         from smelt.runtime.models.checkpoint import save_model
-        from smelt.runtime.models.structure import replace_module
+        from smelt.runtime.models.structure import replace_layer
 
         model, edits = load_float(src, self.name)
         layers = list(_candidates(model, settings))
@@ -99,8 +100,8 @@ class Factorize:
                     f"rank {rank} of {rows} x {columns} saves nothing; it would have to be below {limit:.1f}"
                 )
             else:
-                replace_module(model, name, pair)
-                edits.append({"op": "low_rank", "module": name, "rank": rank})
+                edit = {"op": "low_rank", "module": name, "rank": rank}
+                replace_layer(model, edits, name, pair, edit)
                 ranks[name] = rank
                 ctx.facts.setdefault("relative_error", {})[name] = round(error, 4)
             ctx.progress(done, len(layers), name)
@@ -156,16 +157,20 @@ def factorize_layer(layer: nn.Linear, settings: FactorizeSettings) -> tuple[LowR
 
 
 def _candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers that the patterns choose; halves of a pair and tied weights are none."""
+    """Yield the linear layers that the patterns choose; halves of a pair and tied weights are none.
+
+    A layer that stands in several places is there once: chosen under one of its names, excluded under none.
+    """
     from torch import nn
 
     from smelt.runtime.layers.low_rank import LowRankLinear
+    from smelt.runtime.models.structure import names_of
 
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, module in list(model.named_modules()):
+    for module, names in names_of(model).items():
         if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:
             continue
-        wanted = any(fnmatchcase(name, pattern) for pattern in settings.include)
-        if wanted and not any(fnmatchcase(name, pattern) for pattern in settings.exclude):
-            yield name, module
+        wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
+        if wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
+            yield names[0], module

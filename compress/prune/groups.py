@@ -17,14 +17,23 @@ from smelt.runtime.layers.low_rank import LowRankLinear
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """One attention: its heads own rows of query, key, value and columns of out."""
+    """One attention: its heads own rows of query, key, value and columns of out.
+
+    also: the modules of later attentions that compute with the same products.
+    """
 
     parts: Attention
+    also: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The module that computes it."""
         return self.parts.name
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules whose heads these are."""
+        return (self.name, *self.also)
 
     def count(self, model: nn.Module) -> int:
         """Return the number of units that can go: heads, or keys with all the queries that share them."""
@@ -47,7 +56,7 @@ class AttentionGroup:
         """Return by product which rows the units `stay` (int64, rising) own; GPT-2 has one product of all."""
         count, found = self.count(model), {}
         parts = 3 if self.parts.packed else 1
-        for name in dict.fromkeys((self.parts.query, self.parts.key, self.parts.value)):
+        for name in self.parts.products[:-1]:
             width = rows_of(model, name).out_features // (count * parts)
             places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
             found[name] = torch.cat([places + part * count * width for part in range(parts)])
@@ -79,8 +88,8 @@ class FeedForwardGroup:
 def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup]]:
     """Return the attentions and feed-forward blocks of a model that can be pruned, in order.
 
-    A block that stands in several places of a stack is there once; attentions whose heads cannot go are not
-    there.
+    A block that stands in several places of a stack is there once, and so are products that several blocks
+    share; attentions whose heads cannot go are not there.
 
     Raises:
         InputError: another family.
@@ -91,10 +100,19 @@ def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup
             f" Known: {', '.join(FAMILIES)}."
         )
     blocks = blocks_of(model)
-    attentions = [
-        AttentionGroup(parts) for block in blocks for parts in block.attentions if not parts.fixed_heads
-    ]
-    return attentions, [FeedForwardGroup(block.feed_forward) for block in blocks]
+    attentions: dict[tuple[nn.Module, ...], list[Attention]] = {}
+    feeds: dict[tuple[nn.Module, ...], FeedForward] = {}
+    for block in blocks:
+        for parts in block.attentions:
+            if not parts.fixed_heads:
+                attentions.setdefault(_modules(model, parts.products), []).append(parts)
+        feeds.setdefault(_modules(model, block.feed_forward.products), block.feed_forward)
+    groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
+    return groups, [FeedForwardGroup(parts) for parts in feeds.values()]
+
+
+def _modules(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, ...]:
+    return tuple(model.get_submodule(name) for name in names)
 
 
 def rows_of(model: nn.Module, name: str) -> nn.Linear:

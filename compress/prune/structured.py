@@ -67,6 +67,7 @@ class Prune:
         " run_glue.py"
     )
     version: ClassVar[int] = 2
+    needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -230,14 +231,14 @@ def _cut_heads(
     for name, rows in group.row_places(model, stay).items():
         _cut(model, edits, name, rows, dim=0)
     _cut(model, edits, group.parts.out, places, dim=1)
-    module = model.get_submodule(group.name)
     values = {group.parts.heads: len(stay)} if group.parts.heads else {}
     values |= {group.parts.size: len(places)} if group.parts.size else {}
-    for attribute, value in values.items():
-        setattr(module, attribute, value)
-        edits.append({"op": "set", "module": group.name, "attribute": attribute, "value": value})
-    if bias is not None:
-        bias.prune(model, edits, group.name, stay)
+    for name in group.modules:
+        for attribute, value in values.items():
+            setattr(model.get_submodule(name), attribute, value)
+            edits.append({"op": "set", "module": name, "attribute": attribute, "value": value})
+        if bias is not None:
+            bias.prune(model, edits, name, stay)
 
 
 def _relative_bias(model: Any) -> RelativeBias | None:
@@ -263,7 +264,7 @@ def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> 
     from torch import nn
 
     from smelt.compress.prune.groups import columns_of, path_of, rows_of
-    from smelt.runtime.models.structure import replace_module
+    from smelt.runtime.models.structure import replace_layer
 
     old = rows_of(model, name) if dim == 0 else columns_of(model, name)
     weight = old.weight.detach().index_select(dim, places)
@@ -273,10 +274,8 @@ def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> 
         bias = old.bias.detach()
         new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
     path = path_of(model, name, "up" if dim == 0 else "down")
-    replace_module(model, path, new)
-    edits.append(
-        {"op": "linear", "module": path, "in_features": new.in_features, "out_features": new.out_features}
-    )
+    sizes = {"in_features": new.in_features, "out_features": new.out_features}
+    replace_layer(model, edits, path, new, {"op": "linear", "module": path, **sizes})
 
 
 def _say_in_config(model: Any, edits: list[Edit]) -> list[Edit]:

@@ -32,6 +32,7 @@ class Quantize:
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = "; ".join(scheme.source for scheme in SCHEMES.values())
     version: ClassVar[int] = 2
+    needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -80,15 +81,16 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
 
     from smelt.compress.quantize.coding import quantize_module
     from smelt.runtime.layers.quantized import is_table
-    from smelt.runtime.models.structure import replace_module
+    from smelt.runtime.models.structure import names_of, replace_layer
 
     head = output_layer(model)
     words = {id(m.weight) for m in word_embeddings(model)}
     # by the weight's identity: the first module quantized from it
     done: dict[int, tuple[str, Any]] = {}
     edits: list[dict[str, Any]] = []
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if any(fnmatchcase(name, pattern) for pattern in settings.skip):
+    for module, names in names_of(model).items():
+        name = names[0]
+        if any(fnmatchcase(n, pattern) for n in names for pattern in settings.skip):
             continue
         if isinstance(module, nn.Linear):
             if module is head and not settings.head:
@@ -103,8 +105,8 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
         except InputError as error:
             raise InputError(f"quantize: {name}: {error}") from error
         first_name, first = done.setdefault(id(module.weight), (name, new))
-        replace_module(model, name, new)
-        edits.append({"op": "quantize", "module": name, "scheme": scheme, **options})
+        edit = {"op": "quantize", "module": name, "scheme": scheme, **options}
+        replace_layer(model, edits, name, new, edit)
         if first is not new:
             new.matrix = first.matrix
             edits.append({"op": "share", "module": f"{name}.matrix", "with": f"{first_name}.matrix"})

@@ -104,22 +104,30 @@ def attention_modules(
     ]
 
 
-def pack_projections(one: AttentionModule) -> None:
-    """Give an attention module its packed product of queries, keys and values, and its bias, once."""
-    module, parts = one.module, one.parts
-    if parts.relative and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
-        found = one.family.relative_bias().by_distance(module)
-        if found is not None:
-            module.bias_by_distance = nn.Buffer(found[0], persistent=False)
-    if not hasattr(module, "pack") and not parts.packed:
-        module.pack = Pack([one.part(name) for name in (parts.query, parts.key, parts.value)])
+def pack_projections(attentions: Sequence[AttentionModule]) -> None:
+    """Give attention modules their packed products of queries, keys and values, and their biases, once.
+
+    Those that share their products share the packed one.
+    """
+    packs: dict[tuple[nn.Module, ...], Pack] = {}
+    for one in attentions:
+        module, parts = one.module, one.parts
+        if parts.relative and one.family.relative_bias and not hasattr(module, "bias_by_distance"):
+            found = one.family.relative_bias().by_distance(module)
+            if found is not None:
+                module.bias_by_distance = nn.Buffer(found[0], persistent=False)
+        if not hasattr(module, "pack") and not parts.packed:
+            three = tuple(one.part(name) for name in (parts.query, parts.key, parts.value))
+            if three not in packs:
+                packs[three] = Pack(three)
+            module.pack = packs[three]
 
 
 @contextmanager
 def graph_attention(modules: Sequence[AttentionModule], scope: Scope) -> Iterator[None]:
     """Let these attention modules compute as the graph should, within the block."""
+    pack_projections(modules)
     for one in modules:
-        pack_projections(one)
         one.module.forward = partial(_FORWARDS[one.parts.relative], one, scope)
     try:
         yield

@@ -83,8 +83,7 @@ def prepare_attention(model: Any, attentions: Sequence[AttentionModule]) -> None
     body = model.base_model
     if any(one.parts.rotary for one in attentions) and not hasattr(body, "tables"):
         body.tables = Tables(body.rotary_emb, int(model.config.max_position_embeddings))
-    for one in attentions:
-        pack_projections(one)
+    pack_projections(attentions)
 
 
 @contextmanager

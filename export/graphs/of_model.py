@@ -25,6 +25,7 @@ from smelt.export.graphs.attention_modules import attention_modules, graph_atten
 from smelt.export.graphs.decoder_only import causal_graph
 from smelt.export.graphs.graph import Graph
 from smelt.export.graphs.seq2seq import seq2seq_graphs
+from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.layers import emit
@@ -92,8 +93,7 @@ def _classifier(model: Any) -> Graph:
 def _prepare(graph: Graph) -> None:
     """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
     graph.module.eval()
-    for one in graph.module.attentions:
-        pack_projections(one)
+    pack_projections(graph.module.attentions)
     for module in graph.module.modules():
         if is_quantized(module):
             module.matrix.prepare_export("product" if isinstance(module, QuantizedLinear) else "lookup")
@@ -119,6 +119,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
             )  # fmt: skip
         assert program is not None
         model = program.model_proto
+        store_once(model)
         _name_kept(model.graph)
         return model
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:

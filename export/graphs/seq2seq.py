@@ -31,7 +31,9 @@ class Encoder(nn.Module):
         self.rms_norm = self.attentions[0].family.rms_norm
         crosses = attention_modules(model, "decoder_layers", cross=True)
         self.heads = [one.heads.keys for one in crosses]
-        self.pack = Pack([one.part(n) for one in crosses for n in (one.parts.key, one.parts.value)])
+        both = [one.part(n) for one in crosses for n in (one.parts.key, one.parts.value)]
+        once = list(dict.fromkeys(both))  # decoder layers may share them
+        self.pack, self.places = Pack(once), [once.index(product) for product in both]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states and each decoder layer's cross-attention keys and values."""
@@ -39,7 +41,8 @@ class Encoder(nn.Module):
         with graph_attention(self.attentions, self.scope), graph_norms(self.encoder, self.rms_norm):
             hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
-        caches = [split_heads(t, h).contiguous() for t, h in zip(self.pack(hidden), heads, strict=True)]
+        packed = self.pack(hidden)
+        caches = [split_heads(packed[at], h).contiguous() for at, h in zip(self.places, heads, strict=True)]
         return hidden, *caches
 
 

@@ -18,8 +18,6 @@ from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
 
-# These change float weights, which a quantized model no longer has; training goes through its codes.
-_NEED_FLOAT = frozenset({"prune", "factorize", "quantize"})
 _RUNTIMES = {"ort-cpu": "ONNX Runtime", "ort-cuda": "ONNX Runtime on CUDA", "tensorrt": "TensorRT"}
 
 
@@ -201,7 +199,7 @@ class Checker:
             self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
             return
         quantized = next((d for d in above if d.entry.word == "quantize"), None)
-        if quantized and word in _NEED_FLOAT:
+        if quantized and getattr(draft.cls, "needs_float", False):
             self.mistakes.add(
                 path,
                 f"{word} cannot work after '{quantized.name}', which left {_scheme(quantized)} codes;"

@@ -13,6 +13,7 @@ TABLE: dict[str, str] = {
     "distill": "smelt.compress.distill.logits:Distill",
     "prune": "smelt.compress.prune.structured:Prune",
     "factorize": "smelt.compress.factorize.svd:Factorize",
+    "share": "smelt.compress.share.layers:Share",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",

@@ -60,6 +60,37 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(owner, child, new)
 
 
+def replace_layer(model: nn.Module, edits: list[Edit], name: str, new: nn.Module, edit: Edit) -> None:
+    """Put `new` in the place of the layer called `name`, and wherever else that very layer stands.
+
+    So layers that are shared stay shared. Loading does the same: `edit` is appended to `edits`, and for
+    each other place a `share` with `name`.
+
+    Args:
+        model: changed in place.
+        edits: its structure.
+        name: one of the layer's names, dotted.
+        new: what takes its place; it may stand in `model` already.
+        edit: what makes room for `new` at `name`.
+    """
+    old = model.get_submodule(name)
+    others = [n for n, m in model.named_modules(remove_duplicate=False) if m is old and n != name]
+    replace_module(model, name, new)
+    edits.append(edit)
+    for other in others:
+        if model.get_submodule(other) is not new:  # else it stands in a module that is shared as a whole
+            replace_module(model, other, new)
+            edits.append({"op": "share", "module": other, "with": name})
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every module of `model` once, in order, with all the dotted names that it has."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found
+
+
 def read_edits(folder: Path) -> list[Edit]:
     """Return the edits stored in `folder`; an empty list where there is no structure.json."""
     path = folder / FILE

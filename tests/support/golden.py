@@ -66,6 +66,8 @@ CASES: dict[str, Case] = {
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
     "factorize marian": Case("factorize", "marian", {"ratio": 0.5}),
     "factorize bert, by energy": Case("factorize", "bert", {"energy": 0.5}),
+    "share bert": Case("share", "bert"),
+    "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
@@ -76,6 +78,7 @@ CASES: dict[str, Case] = {
     "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
     "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),
+    "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
     "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
 }

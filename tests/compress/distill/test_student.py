@@ -6,6 +6,7 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 
 from smelt.compress.distill.student import keep_layers, spread
 from smelt.core.errors import InputError
+from smelt.runtime.models.structure import apply_edits
 
 
 def marian(decoder_layers=4):
@@ -103,6 +104,47 @@ def test_edits_follow_their_layers():
     ]
     left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 2], "spread")
     assert left == [{**edits[1], "module": "model.decoder.layers.1.fc1"}, edits[2]]
+
+
+SHARED = "model.decoder.layers.{}.fc1"
+
+
+def _share(module, other):
+    return {"op": "share", "module": SHARED.format(module), "with": SHARED.format(other)}
+
+
+def test_layer_that_shares_becomes_the_owner_when_the_owner_goes():
+    whole = marian()
+    edits = [
+        # a size of its own, which the shared one then replaced
+        {"op": "linear", "module": SHARED.format(2), "in_features": 32, "out_features": 8},
+        {"op": "low_rank", "module": SHARED.format(0), "rank": 4},
+        _share(1, 0),
+        _share(2, 0),
+        _share(3, 0),
+        {"op": "linear", "module": f"{SHARED.format(0)}.up", "in_features": 4, "out_features": 24},
+    ]
+    apply_edits(whole, edits)
+    whole.model.decoder.layers[1].fc2 = torch.nn.Linear(24, 32)
+    left, _ = keep_layers(whole, edits, "decoder_layers", [2, 3], "spread")
+    assert left == [
+        {"op": "low_rank", "module": SHARED.format(0), "rank": 4},
+        _share(1, 0),
+        {"op": "linear", "module": f"{SHARED.format(0)}.up", "in_features": 4, "out_features": 24},
+    ]
+    again = MarianMTModel(whole.config)
+    apply_edits(again, left)
+    assert again.get_submodule(SHARED.format(0)) is again.get_submodule(SHARED.format(1))
+    shapes = [
+        {n: p.shape for n, p in m.model.decoder.layers[0].fc1.named_parameters()} for m in (again, whole)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_chain_of_shares_holds_when_its_middle_goes():
+    edits = [_share(3, 2), _share(2, 0), _share(3, 2)]
+    left, _ = keep_layers(marian(), edits, "decoder_layers", [0, 1, 3], "spread")
+    assert left == [_share(2, 0)]
 
 
 def test_classifiers_have_one_stack():

@@ -13,9 +13,11 @@ from transformers import AutoModelForSeq2SeqLM
 
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share.layers import ShareSettings, share_layers
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 from smelt.export.graphs.attention_modules import _bias, attention_modules, pack_projections
+from smelt.export.graphs.seq2seq import Encoder
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
 from smelt.runtime.backends.onnx_runner import OnnxRunner
@@ -148,10 +150,37 @@ def test_bias_by_distance_is_transformers_bias_at_every_distance(tmp_path):
     model, _ = load_model(make("t5", tmp_path / "model"))
     for stack in ("encoder_layers", "decoder_layers"):
         one = attention_modules(model, stack)[0]
-        pack_projections(one)
+        pack_projections([one])
         module = one.module
         for past, length in ((0, 30), (29, 1)):
             with torch.no_grad():
                 expected = module.compute_bias(length, past + length, past_seen_tokens=past)
             found = _bias(module.bias_by_distance, length, past + length)
             np.testing.assert_array_equal(found, expected)
+
+
+def test_keys_and_values_of_layers_that_share_them_are_computed_once(tmp_path):
+    model, _ = load_model(tiny.marian(tmp_path / "model", decoder_layers=3))
+    ids = torch.randint(5, 20, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    share_layers(model, [], ShareSettings(stacks=["decoder_layers"]))
+    encoder = Encoder(model)
+    assert encoder.pack.sizes == [32] * 4
+    with torch.no_grad():
+        hidden, *caches = encoder(ids, mask)
+        for number, layer in enumerate(model.model.decoder.layers):
+            for cache, product in zip(
+                caches[2 * number : 2 * number + 2],
+                (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj),
+                strict=True,
+            ):
+                torch.testing.assert_close(cache.transpose(1, 2).flatten(2), product(hidden))
+
+
+def test_layers_that_share_products_share_the_packed_one(tmp_path):
+    model, _ = load_model(tiny.marian(tmp_path / "model", encoder_layers=3))
+    share_layers(model, [], ShareSettings(stacks=["encoder_layers"]))
+    pack_projections(attention_modules(model, "encoder_layers"))
+    first, second, third = (layer.self_attn.pack for layer in model.model.encoder.layers)
+    assert first is second
+    assert first is not third

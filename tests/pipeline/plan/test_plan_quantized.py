@@ -47,6 +47,11 @@ def advice(made: Plan) -> list[str]:
             " 'quantize'; give `from: model`.",
         ),
         (
+            "[quantize: {}, share: {}]",
+            "4: stages[1].share: share cannot work after 'quantize', which left int8-dynamic codes;"
+            " move it before 'quantize', or give `from: model`.",
+        ),
+        (
             "[quantize: {scheme: binary}, prune: {}]",
             "prune cannot work after 'quantize', which left binary codes; move it before 'quantize',"
             " or give `from: model`.",

@@ -54,11 +54,13 @@ STAGES = {
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "factorize": ["factorize: {rank: 6}"],
+    "share": ["share: {}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
 }
 STAGES["chain"] = [*STAGES["distill"], *STAGES["prune"], *STAGES["factorize"], *STAGES["int4"]]
+STAGES["chain-shared"] = [*STAGES["share"], *STAGES["finetune"], *STAGES["prune"], *STAGES["int8-dynamic"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
@@ -70,6 +72,7 @@ FAST |= {
     ("gemma", "chain"),
     ("modernbert", "chain"),
 }
+FAST |= {("bart", "chain-shared"), ("t5-gated", "chain-shared"), ("mpnet", "chain-shared")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 CELLS = (
     sorted((m, s) for m in MODELS for s in STAGES)

@@ -1,0 +1,227 @@
+"""Sharing: neighbouring layers of a stack multiply with the same matrices, which are stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from smelt.compress.float_model import load_float, stored_parameters
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TASKS, Task
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, Need, Settings, StoredDtype
+from smelt.families.registry import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smelt.families.walk import Block
+    from smelt.runtime.models.structure import Edit
+
+_DEFAULT_EVERY = 2
+
+
+class ShareSettings(Settings):
+    """Settings of `share`. At most one of groups and every; none means every: 2."""
+
+    what: list[Literal["attention", "ffn"]] = Field(
+        default=["attention", "ffn"], min_length=1, description="products of attention, feed-forward products"
+    )
+    groups: int | None = Field(
+        default=None,
+        ge=1,
+        description="so many groups of neighbouring layers in each stack, as equal as can be",
+    )
+    every: int | None = Field(default=None, ge=2, description="so many neighbouring layers make a group")
+    keep_ends: bool = Field(
+        default=False, description="the first and the last layer of each stack keep their own"
+    )
+    take: Literal["first", "mean", "last"] = Field(
+        default="first", description="which weights a group gets: of one of its layers, or the mean of all"
+    )
+    stacks: list[Literal["layers", "encoder_layers", "decoder_layers"]] | None = Field(
+        default=None, min_length=1, description="the stacks whose layers share; unless given, all"
+    )
+    dtype: StoredDtype = "keep"
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.groups is not None and self.every is not None:
+            raise ValueError("give one of groups and every, not both")
+        return self
+
+
+class Share:
+    """Let neighbouring layers share the weights of their linear layers; norms stay each layer's own.
+
+    Saves bytes and not time: as many layers are computed as before. Shared weights are stored once, in
+    files and in graphs, and trained, pruned, factorized and quantized as the one thing that they are.
+    Layers of a trained model are not interchangeable, so quality falls by much at once; follow with
+    distill (or finetune).
+
+        - share: {what: [ffn], every: 2, keep_ends: true}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "share"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    source: ClassVar[str] = (
+        "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); ends kept: Subformer, Reid"
+        " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020, arXiv:1909.11942"
+    )
+    version: ClassVar[int] = 1
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[ShareSettings]] = ShareSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def check_model(
+        cls, settings: ShareSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        family = FAMILIES.get(str(config.get("model_type")))
+        known = [stack.name for stack in family.stacks(config)] if family else []
+        found = [
+            ("stacks", f"a {config.get('model_type')} model has {' and '.join(known)}, not '{name}'")
+            for name in settings.stacks or ()
+            if known and name not in known
+        ]
+        return found, dict(config)
+
+    def __call__(self, src: Artifact, settings: ShareSettings, ctx: Context) -> None:
+        """Share weights among the layers of `src` and write the model to `ctx.out`."""
+        from smelt.compress.train.state import threads
+        from smelt.runtime.models.checkpoint import save_model
+
+        with threads(ctx.threads):
+            model, edits = load_float(src, self.name)
+            ctx.facts["parameters_before"] = stored_parameters(model)
+            shared, apart = share_layers(model, edits, settings)
+            ctx.facts["parameters_after"] = stored_parameters(model)
+            ctx.facts["groups"] = shared
+            ctx.warnings.extend(apart)
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+
+def share_layers(
+    model: Any, edits: list[Edit], settings: ShareSettings
+) -> tuple[dict[str, list[list[int]]], list[str]]:
+    """Share weights among the layers of `model` in place; append what changed to `edits`.
+
+    Returns:
+        By stack the numbers of the layers that were put together, and what the user should know: layers
+        that stay apart, and why.
+
+    Raises:
+        InputError: a family that smelt does not know, or none of the stacks that the settings name.
+    """
+    from smelt.families.walk import blocks_of
+
+    if family_of(model) is None:
+        raise InputError(
+            f"share: the layers of a {model.config.model_type} model are not known."
+            f" Known: {', '.join(FAMILIES)}."
+        )
+    mistakes, _ = Share.check_model(settings, model.config.to_dict())
+    if mistakes:
+        raise InputError(f"share: {'; '.join(message for _, message in mistakes)}.")
+    stacks: dict[str, list[Block]] = {}
+    for block in blocks_of(model):
+        if settings.stacks is None or block.stack.name in settings.stacks:
+            stacks.setdefault(block.stack.name, []).append(block)
+    shared: dict[str, list[list[int]]] = {}
+    notes: list[str] = []
+    for name, blocks in stacks.items():
+        together = [g for g in grouped(len(blocks), settings) if len(g) > 1]
+        shared[name] = [[blocks[at].number for at in group] for group in together]
+        if not together:
+            notes.append(f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.")
+        for group in together:
+            for parts in _parts([blocks[at] for at in group], settings):
+                notes.extend(_share(model, edits, parts, settings.take))
+    return shared, notes
+
+
+def grouped(layers: int, settings: ShareSettings) -> list[list[int]]:
+    """Return the numbers of `layers` layers in groups of neighbours; one that stays alone is a group."""
+    every = settings.every or _DEFAULT_EVERY
+    first = 1 if settings.keep_ends else 0
+    inner = range(first, layers - first)
+    groups: dict[int, list[int]] = {}
+    for place, number in enumerate(inner):
+        at = (
+            place // every
+            if settings.groups is None
+            else place * min(settings.groups, len(inner)) // len(inner)
+        )
+        groups.setdefault(at, []).append(number)
+    ends = [[at] for at in sorted({0, layers - 1}) if at not in inner]
+    return sorted([*groups.values(), *ends])
+
+
+def _parts(blocks: list[Block], settings: ShareSettings) -> list[list[tuple[str, ...]]]:
+    """Return what can be shared: for each part of a block, the names of its products in every block."""
+    found: list[list[tuple[str, ...]]] = []
+    if "attention" in settings.what:
+        found += [
+            [block.attentions[at].products for block in blocks]
+            for at in range(len(blocks[0].stack.attentions))
+        ]
+    if "ffn" in settings.what:
+        found.append([block.feed_forward.products for block in blocks])
+    return found
+
+
+def _share(model: Any, edits: list[Edit], parts: list[tuple[str, ...]], take: str) -> list[str]:
+    """Share the products of one part of several blocks, all or none; return why not."""
+    from smelt.runtime.models.structure import replace_layer
+
+    reason = _reason(model, parts, take)
+    if reason is not None:
+        return [f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}."]
+    for names in zip(*parts, strict=True):
+        owner = model.get_submodule(names[0])
+        _fill(owner, [model.get_submodule(name) for name in names], take)
+        for name in names[1:]:
+            if model.get_submodule(name) is not owner:
+                edit = {"op": "share", "module": name, "with": names[0]}
+                replace_layer(model, edits, name, owner, edit)
+    return []
+
+
+def _reason(model: Any, parts: list[tuple[str, ...]], take: str) -> str | None:
+    """Return why these products cannot be shared, None where they can."""
+    from torch import nn
+
+    for names in zip(*parts, strict=True):
+        modules = [model.get_submodule(name) for name in names]
+        sizes = [_sizes(module) for module in modules]
+        odd = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
+        if odd is not None:
+            return f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
+        if take == "mean" and not isinstance(modules[0], nn.Linear):
+            return (
+                f"{names[0]} is factorized, and the mean of two factors is no factor of a mean (take: first)"
+            )
+    return None
+
+
+def _sizes(module: nn.Module) -> str:
+    tensors = ", ".join(f"{name} {list(value.shape)}" for name, value in module.state_dict().items())
+    return f"{type(module).__name__} {tensors}"
+
+
+def _fill(owner: nn.Module, modules: list[nn.Module], take: str) -> None:
+    """Give `owner`, the first of `modules`, the values that the group gets."""
+    import torch
+
+    states = [module.state_dict() for module in modules]
+    if take == "mean":
+        mean = {n: torch.stack([s[n].double() for s in states]).mean(dim=0) for n in states[0]}
+        owner.load_state_dict(mean)
+    elif take == "last":
+        owner.load_state_dict(states[-1])

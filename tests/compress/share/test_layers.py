@@ -1,0 +1,154 @@
+"""Sharing on every family: what is shared, what it weighs, what stays apart and why."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from sharing import assert_first_two_are_one, folder_of, logits, products, run, share
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share.layers import Share, ShareSettings, grouped, share_layers
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+from smelt.families.walk import blocks_of
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(family, tmp_path):
+    source = folder_of(family)
+    plain, _ = load_model(source)
+    saved = 0
+    for blocks in products(plain).values():
+        for first, second, _ in zip(*blocks, strict=True):
+            target = plain.get_submodule(second)
+            target.load_state_dict(plain.get_submodule(first).state_dict())
+            saved += sum(t.numel() * t.element_size() for t in target.state_dict().values())
+    ctx = run(Share(), ShareSettings(), source, family, tmp_path / "out")
+    model, _ = load_model(ctx.out)
+    assert_first_two_are_one(model)
+    assert torch.equal(logits(model), logits(plain))
+    before, after = (load_file(f / "model.safetensors") for f in (source, ctx.out))
+    assert sum(t.nbytes for t in before.values()) - sum(t.nbytes for t in after.values()) == saved
+    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == saved // 4
+    assert ctx.warnings == []
+
+
+def test_gradient_of_shared_layers_is_the_sum_of_both():
+    plain, _ = load_model(folder_of("bert"))
+    model, edits = load_model(folder_of("bert"))
+    share_layers(model, edits, ShareSettings(what=["ffn"], groups=1))
+    ups = [block.feed_forward.up for block in blocks_of(plain)]
+    for name in products(plain)["layers", "ffn", 0][1:]:
+        for first, other in zip(products(plain)["layers", "ffn", 0][0], name, strict=True):
+            plain.get_submodule(other).load_state_dict(plain.get_submodule(first).state_dict())
+    for one in (plain, model):
+        one(torch.arange(5, 15)[None]).logits.sum().backward()
+    apart = sum(plain.get_submodule(name).weight.grad for name in ups)
+    torch.testing.assert_close(model.get_submodule(ups[2]).weight.grad, apart)
+
+
+def test_mean_is_the_mean_and_last_the_last():
+    plain, _ = load_model(folder_of("bert"))
+    name = "bert.encoder.layer.{}.intermediate.dense"
+    own = [plain.get_submodule(name.format(n)) for n in range(3)]
+    for take, wanted in {
+        "mean": [(own[0].weight + own[1].weight + own[2].weight) / 3, sum(m.bias for m in own) / 3],
+        "last": [own[2].weight, own[2].bias],
+        "first": [own[0].weight, own[0].bias],
+    }.items():
+        model, edits = load_model(folder_of("bert"))
+        share_layers(model, edits, ShareSettings(take=take, groups=1))
+        found = model.get_submodule(name.format(1))
+        torch.testing.assert_close(found.weight, wanted[0])
+        torch.testing.assert_close(found.bias, wanted[1])
+
+
+def test_only_what_is_named_is_shared():
+    model, edits = load_model(folder_of("marian"))
+    share_layers(model, edits, ShareSettings(what=["ffn"], stacks=["encoder_layers"]))
+    assert [e["module"] for e in edits] == ["model.encoder.layers.1.fc1", "model.encoder.layers.1.fc2"]
+    model, edits = load_model(folder_of("marian"))
+    share_layers(model, edits, ShareSettings(what=["attention"], stacks=["decoder_layers"]))
+    assert len(edits) == 8
+    assert {e["module"].split(".")[4] for e in edits} == {"self_attn", "encoder_attn"}
+    norms = [layer.final_layer_norm for layer in model.model.decoder.layers]
+    assert len(set(norms)) == 3
+
+
+@pytest.mark.parametrize(("layers", "settings", "wanted"), [
+    (6, {}, [[0, 1], [2, 3], [4, 5]]),
+    (7, {"every": 3}, [[0, 1, 2], [3, 4, 5], [6]]),
+    (6, {"groups": 2}, [[0, 1, 2], [3, 4, 5]]),
+    (7, {"groups": 3}, [[0, 1, 2], [3, 4], [5, 6]]),
+    (6, {"groups": 1, "keep_ends": True}, [[0], [1, 2, 3, 4], [5]]),
+    (2, {"keep_ends": True}, [[0], [1]]),
+    (1, {"groups": 4}, [[0]]),
+    (3, {"groups": 9}, [[0], [1], [2]]),
+])  # fmt: skip
+def test_groups_are_neighbours(layers, settings, wanted):
+    assert grouped(layers, ShareSettings(**settings)) == wanted
+
+
+def test_groups_and_every_together_are_refused():
+    with pytest.raises(ValidationError, match="one of groups and every"):
+        ShareSettings(groups=2, every=2)
+
+
+def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
+    model, edits = load_model(folder_of("bert"))
+    first = model.bert.encoder.layer[0]
+    first.intermediate.dense, first.output.dense = torch.nn.Linear(32, 40), torch.nn.Linear(40, 32)
+    shared, notes = share_layers(model, edits, ShareSettings())
+    assert len(notes) == 1
+    assert "bert.encoder.layer.0.intermediate.dense has Linear weight [40, 32]" in notes[0]
+    assert "bert.encoder.layer.1.intermediate.dense has Linear weight [64, 32]" in notes[0]
+    assert {e["module"].split(".")[4] for e in edits} == {"attention"}
+    assert shared == {"layers": [[0, 1]]}
+
+
+def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
+    pairs = run(Factorize(), FactorizeSettings(rank=4), folder_of("bert"), "bert", tmp_path / "pairs").out
+    model, edits = load_model(pairs)
+    known = len(edits)
+    _, notes = share_layers(model, edits, ShareSettings(take="mean"))
+    assert len(notes) == 2
+    assert "is factorized" in notes[0]
+    assert len(edits) == known
+    shared = run(Share(), ShareSettings(take="last"), pairs, "bert", tmp_path / "shared").out
+    again, _ = load_model(shared)
+    assert_first_two_are_one(again)
+    assert torch.equal(
+        again.bert.encoder.layer[0].output.dense.up.weight, model.bert.encoder.layer[1].output.dense.up.weight
+    )
+
+
+def test_nothing_to_share_is_said():
+    model, edits = load_model(folder_of("bert"))
+    shared, notes = share_layers(model, edits, ShareSettings(groups=3))
+    assert (shared, edits) == ({"layers": []}, [])
+    assert notes == ["share: the 3 layers stay apart: no two of them fall into one group."]
+
+
+def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():
+    settings = ShareSettings(stacks=["decoder_layers"])
+    model, edits = load_model(folder_of("bert"))
+    found, after = Share.check_model(settings, model.config.to_dict())
+    assert found == [("stacks", "a bert model has layers, not 'decoder_layers'")]
+    assert after == model.config.to_dict()
+    with pytest.raises(InputError, match="share: a bert model has layers, not 'decoder_layers'"):
+        share_layers(model, edits, settings)
+
+
+def test_quantized_layers_are_refused(tmp_path):
+    codes = run(Quantize(), QuantizeSettings(), folder_of("bert"), "bert", tmp_path / "codes").out
+    with pytest.raises(InputError, match="Put 'share' before 'quantize'"):
+        run(Share(), ShareSettings(), codes, "bert", tmp_path / "shared")
+
+
+def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
+    once = share("bert", tmp_path / "once")
+    twice = run(Share(), ShareSettings(groups=1), once, "bert", tmp_path / "twice").out
+    model, _ = load_model(twice)
+    assert len({model.get_submodule(names[0]) for names in products(model)["layers", "ffn", 0]}) == 1

@@ -1,0 +1,171 @@
+"""What sharing made one stays one in every stage after it, on models of several families."""
+
+import hashlib
+from collections import Counter
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharing import assert_first_two_are_one, folder_of, logits, products, run, share
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.families.walk import blocks_of
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_layers_stay_one_when_trained(family, tmp_path):
+    source = share(family, tmp_path / "shared")
+    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=1, precision="fp32", learning_rate=1e-2)
+    trained = run(Finetune(), settings, source, family, tmp_path / "trained").out
+    model, _ = load_model(trained)
+    assert_first_two_are_one(model)
+    before, after = (load_file(f / "model.safetensors") for f in (source, trained))
+    assert before.keys() == after.keys()
+    name = blocks_of(model)[0].feed_forward.down
+    assert not torch.equal(before[f"{name}.weight"], after[f"{name}.weight"])
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_pruning_cuts_shared_layers_once(family, tmp_path):
+    source = share(family, tmp_path / "shared")
+    settings = PruneSettings(importance="magnitude", keep=0.5)
+    pruned = run(Prune(), settings, source, family, tmp_path / "pruned").out
+    model, _ = load_model(pruned)
+    assert_first_two_are_one(model)
+    before, _ = load_model(source)
+    for block in blocks_of(model):
+        name = block.feed_forward.down
+        # half of it, to a multiple of 8; cut twice it would be a quarter
+        assert model.get_submodule(name).in_features == before.get_submodule(name).in_features // 2
+    assert torch.isfinite(logits(model)).all()
+    # and the same as when the copies are cut apart, where magnitude finds the same units
+    apart, edits = load_model(source)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for module in set(apart.modules()):  # each layer gets a module of its own again
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear) and child is not apart.get_output_embeddings():
+                setattr(module, name, _own(child))
+    save_model(apart, [e for e in edits if e["op"] != "share"], copies, source)
+    cut = run(Prune(), settings, copies, family, tmp_path / "cut").out
+    torch.testing.assert_close(logits(model), logits(load_model(cut)[0]), atol=1e-5, rtol=1e-5)
+
+
+def _own(linear):
+    new = torch.nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+    new.load_state_dict(linear.state_dict())
+    return new
+
+
+def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
+    source = share("bert", tmp_path / "shared", groups=1)
+    ctx = run(Prune(), PruneSettings(keep=0.5, rows=4), source, "bert", tmp_path / "pruned")
+    assert list(ctx.facts["kept_heads"].values()) == [2]
+    model, _ = load_model(ctx.out)
+    heads = [model.get_submodule(b.attentions[0].name).num_attention_heads for b in blocks_of(model)]
+    assert heads == [2, 2, 2]
+    assert torch.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_factorized_layers_are_one_pair(family, tmp_path):
+    source = share(family, tmp_path / "shared")
+    ctx = run(Factorize(), FactorizeSettings(rank=4), source, family, tmp_path / "pairs")
+    model, _ = load_model(ctx.out)
+    assert_first_two_are_one(model)
+    assert all(
+        hasattr(model.get_submodule(n), "down") for b in products(model).values() for ns in b for n in ns
+    )
+    count = sum(len(blocks[0]) + len(blocks[2]) for blocks in products(model).values())
+    assert sum(name.startswith(_place(model)) for name in ctx.facts["ranks"]) == count
+
+
+def _place(model):
+    return tuple({f"{block.stack.place}." for block in blocks_of(model)})
+
+
+def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_path):
+    source = share("bert", tmp_path / "shared", groups=1)
+    settings = FactorizeSettings(
+        rank=4, include=["*.1.intermediate*", "*.output.dense"], exclude=["*.2.output*"]
+    )
+    ctx = run(Factorize(), settings, source, "bert", tmp_path / "pairs")
+    assert sorted(ctx.facts["ranks"]) == [
+        "bert.encoder.layer.0.attention.output.dense",
+        "bert.encoder.layer.0.intermediate.dense",
+    ]
+
+
+def test_pairs_that_are_shared_are_cut_once(tmp_path):
+    source = share("marian", tmp_path / "shared")
+    pairs = run(Factorize(), FactorizeSettings(rank=4), source, "marian", tmp_path / "pairs").out
+    settings = PruneSettings(importance="magnitude")
+    pruned = run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
+    model, _ = load_model(pruned)
+    assert_first_two_are_one(model)
+    assert model.get_submodule("model.encoder.layers.1.fc2").in_features == 32
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
+@pytest.mark.parametrize("family", ["marian", "t5", "qwen3"])
+def test_codes_are_stored_once(family, scheme, tmp_path):
+    source = share(family, tmp_path / "shared")
+    options = {} if scheme == "int8-dynamic" else {"group_size": 32}
+    settings = QuantizeSettings(scheme=scheme, **options)
+    both = [run(Quantize(), settings, s, family, tmp_path / f"{n}").out
+            for n, s in enumerate((folder_of(family), source))]  # fmt: skip
+    model, edits = load_model(both[1])
+    assert_first_two_are_one(model)
+    whole, once = (load_file(f / "model.safetensors") for f in both)
+    seconds = {n for blocks in products(model).values() for n in blocks[1]}
+    assert whole.keys() - once.keys() == {
+        n for n in whole if n.rpartition(".matrix.")[0] in seconds or n.rpartition(".bias")[0] in seconds
+    }
+    assert sum(e["op"] == "quantize" and e["module"] in seconds for e in edits) == 0
+    trained = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32")
+    if scheme == "binary":  # through the codes
+        model, _ = load_model(run(Finetune(), trained, both[1], family, tmp_path / "trained").out)
+        assert_first_two_are_one(model)
+
+
+def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_path):
+    source = share("bert", tmp_path / "shared")
+    settings = QuantizeSettings(skip=["*.layer.1.output.dense"])
+    ctx = run(Quantize(), settings, source, "bert", tmp_path / "codes")
+    assert ctx.facts["float_linear_layers"] == ["bert.encoder.layer.0.output.dense"]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "simplify"),
+    [
+        ("bert", None, True),
+        ("bert", None, False),
+        ("marian", None, False),
+        ("gpt2", None, True),
+        ("phi3", None, False),
+        ("t5", "int8-dynamic", True),
+        ("marian", "int4", False),
+    ],
+)
+def test_graphs_hold_shared_matrices_once_and_agree(family, scheme, simplify, tmp_path):
+    source = share(family, tmp_path / "shared")
+    if scheme:
+        settings = QuantizeSettings(scheme=scheme)
+        source = run(Quantize(), settings, source, family, tmp_path / "codes").out
+    ctx = run(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
+    assert set(ctx.facts["parity"]) == set(ctx.facts["graphs"])  # a graph that disagrees raises
+    for path in ctx.out.glob("*.onnx"):
+        found = Counter(
+            (tuple(t.dims), hashlib.sha256(t.raw_data).hexdigest())
+            for t in onnx.load(path).graph.initializer
+            if len(t.dims) > 1 and len(t.raw_data) >= 256
+        )
+        assert max(found.values()) == 1

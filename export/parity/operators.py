@@ -84,8 +84,9 @@ def _quantized(model: Any) -> Iterator[Any]:
 
 
 def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator:
-    """Find the layer that a node was made from by the name of a tensor of its matrix."""
-    before, names = makers_of(model, node.input[1:])
+    """Find the layer that a node was made from by the name of its codes, whatever the scheme calls them."""
+    before, _ = makers_of(model, node.input[1:])
+    _, names = makers_of(model, node.input[1:2])
     layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
     try:

@@ -48,7 +48,7 @@ def test_runners_say_what_transformers_says(family):
         with open_runner(artifact, threads=1) as runner:
             found = generate_texts(runner, TEXTS, Generation(max_new_tokens=8, beams=1), batch_size=2)
         assert found == [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
-    assert len({tuple(row) for row in expected}) > 1  # or the model says the same of everything
+    assert len(set(found)) > 1  # or the model says the same of everything
 
 
 def _same_classes(model, tokenizer, source, graphs):

@@ -13,7 +13,7 @@ from smelt.families.llama import refuses, stacks
 def _refuses(config: Config) -> list[str]:
     found = refuses(config)
     if config.get("use_bidirectional_attention"):
-        found.append("use_bidirectional_attention is not supported; each token must see those before it only.")
+        found.append("use_bidirectional_attention is not supported; a token must see no later one.")
     return found
 
 

@@ -68,7 +68,7 @@ def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp
         return rules(tmp_path, "translation", languages, kind="m2m_100", params=None)[1]
 
     assert said("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
-    with pytest.raises(InputError, match="knows no language 'eng_Latin'.*Did you mean 'eng_Latn'"):
+    with pytest.raises(InputError, match=r"knows no language 'eng_Latin'.*Did you mean 'eng_Latn'"):
         said("eng_Latin", "old_XX")
     with pytest.raises(InputError, match="knows no language 'de_DE'"):
         said("eng_Latn", "de_DE")

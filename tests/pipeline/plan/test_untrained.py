@@ -80,7 +80,7 @@ def test_a_config_that_its_family_cannot_follow_is_said_before_any_work(home):
     config = {"model_type": "modernbert", "rope_parameters": rope}
     (home / "modern.json").write_text(json.dumps(config))
     (home / "recipe.yaml").write_text(CLASSIFIER.replace("config: bert.json", "config: modern.json"))
-    with pytest.raises(InputError, match="model.config: rotary positions of type 'dynamic'"):
+    with pytest.raises(InputError, match=r"model.config: rotary positions of type 'dynamic'"):
         load_plan(home / "recipe.yaml")
 
 

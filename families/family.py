@@ -219,7 +219,7 @@ class Family:
     starts_with: what its decoder begins with; forces_end: checkpoints force the last token to be the end;
     bars_pad: they forbid padding as a word; holds_pad_row: padding's embedding stays where it is in training.
     languages: "codes" where the tokenizer knows languages, "prefix" where a word before the text names the
-    target language.
+    target language. codes: a source and a target as such a tokenizer writes them.
     turned: how the names of linear layers end whose weights lie turned around in the file (GPT-2).
     relative_bias: gives what knows the bias of its `relative` attentions (imports torch).
     rms_norm: how its root-mean-square norms are written, where it has any.
@@ -246,6 +246,7 @@ class Family:
     bars_pad: bool = False
     holds_pad_row: bool = False
     languages: Literal["codes", "prefix"] | None = None
+    codes: tuple[str, str] = ("en_XX", "de_DE")
     turned: tuple[str, ...] = ()
     relative_bias: Callable[[], RelativeBias] | None = None
     rms_norm: RmsNorm = RmsNorm()

@@ -6,8 +6,16 @@ and are other families.
 
 from __future__ import annotations
 
-from smelt.families.family import Family, RmsNorm, TokenizerFiles, TokenizerForm
+from smelt.families.family import Config, Family, RmsNorm, TokenizerFiles, TokenizerForm
 from smelt.families.llama import refuses, stacks
+
+
+def _refuses(config: Config) -> list[str]:
+    found = refuses(config)
+    if config.get("use_bidirectional_attention"):
+        found.append("use_bidirectional_attention is not supported; a token must see no later one.")
+    return found
+
 
 FAMILY = Family(
     name="gemma",
@@ -24,5 +32,5 @@ FAMILY = Family(
         "<bos> $A $B",
     ),
     rms_norm=RmsNorm(epsilon="eps", plus_one=True),
-    refuses=refuses,
+    refuses=_refuses,
 )

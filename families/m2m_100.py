@@ -25,4 +25,5 @@ FAMILY = Family(
     starts_with="eos",
     forces_end=True,
     languages="codes",
+    codes=("eng_Latn", "deu_Latn"),  # NLLB's; M2M100's are en, de
 )

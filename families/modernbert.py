@@ -11,6 +11,9 @@ from dataclasses import replace
 from smelt.families.bert import TOKENIZER
 from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Stack
 
+# Rotations are traced, with angles that are the same for every text; `dynamic_rope_update` changes these.
+_BY_LENGTH = ("dynamic", "longrope")
+
 
 def stacks(config: Config) -> tuple[Stack, ...]:
     """Return the encoder's blocks."""
@@ -41,9 +44,14 @@ def window(config: Config, number: int) -> int | None:
 def refuses(config: Config) -> list[str]:
     """Say what of a config smelt cannot follow."""
     found = []
-    for kind, rope in (config.get("rope_parameters") or {}).items():
-        if isinstance(rope, dict) and rope.get("rope_type", "default") != "default":
-            found.append(f"rotary positions of type '{rope['rope_type']}' ({kind}) are not supported.")
+    ropes = {**(config.get("rope_parameters") or {}), "all layers": config.get("rope_scaling")}
+    for layers, rope in ropes.items():
+        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+        if kind in _BY_LENGTH:
+            found.append(
+                f"rotary positions of type '{kind}' ({layers}), which depend on the length of a text, are not"
+                " supported by this version."
+            )
     return found
 
 

@@ -35,7 +35,9 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 
 def _refuses(config: Config) -> list[str]:
     found = refuses(config)
-    if config.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
+    rope = config.get("rope_parameters")  # transformers 5 writes it there, 4 beside it
+    said = [part.get("partial_rotary_factor") for part in (config, rope) if isinstance(part, dict)]
+    if any(factor not in (None, 1) for factor in said):
         found.append("partial_rotary_factor is not supported by this version; all of a head is rotated.")
     return found
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.prune.fit import check_units, heads_that_stay
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
@@ -78,6 +79,13 @@ class Prune:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
+    @classmethod
+    def check_model(
+        cls, settings: PruneSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        return check_units(settings.what, config), dict(config)
+
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""
         from smelt.compress.train.state import threads
@@ -92,10 +100,10 @@ class Prune:
         model, edits = load_float(src, self.name)
         before = stored_parameters(model)
         attentions, blocks = find_groups(model)
+        ctx.warnings.extend(heads_that_stay(settings.what, model.config.to_dict()))
         attentions = attentions if "heads" in settings.what else []
         blocks = blocks if "ffn" in settings.what else []
         scores = _score(model, src, settings, ctx, attentions=attentions, blocks=blocks)
-        ctx.warnings.extend(_fixed_heads(model, settings))
         ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
         for group in attentions:
             _cut_heads(model, edits, group, scores.heads[group.name], settings)
@@ -123,23 +131,6 @@ def neurons_kept(count: int, settings: PruneSettings) -> int:
 def _nearest(wanted: float) -> int:
     """Return the nearest whole number; of two that are equally near the larger one."""
     return math.floor(wanted + 0.5)
-
-
-def _fixed_heads(model: Any, settings: PruneSettings) -> list[str]:
-    """Say why the heads of a family stay.
-
-    Raises:
-        InputError: nothing but heads was to go.
-    """
-    from smelt.families.walk import attentions_of
-
-    reasons = sorted({a.fixed_heads for a in attentions_of(model) if a.fixed_heads})
-    if "heads" not in settings.what or not reasons:
-        return []
-    said = f"the heads of a {model.config.model_type} model cannot be taken away: {'; '.join(reasons)}."
-    if settings.what == ["heads"]:
-        raise InputError(f"prune: {said} Say what: [ffn].")
-    return [f"prune: {said} They stay."]
 
 
 def _nothing_to_cut(

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.core.errors import InputError
 from smelt.export.graphs.attention_modules import attention_modules
 from smelt.export.graphs.causal_attention import (
     causal_forwards,
     prepare_attention,
     scope_of,
 )
-from smelt.families.registry import family_of
 from smelt.runtime.causal import KEEP
 
 
@@ -79,14 +77,7 @@ class _Past:
 
 
 def causal_graph(model: Any) -> tuple[nn.Module, tuple[Any, ...], list[str], list[str], tuple[Any, ...]]:
-    """Return module, example inputs, names of inputs and outputs, and dynamic axes of the one graph.
-
-    Raises:
-        InputError: the config asks for what the graph does not compute.
-    """
-    family = family_of(model)
-    if family and (problems := family.refuses(model.config.to_dict())):
-        raise InputError(f"onnx: config.json: {' '.join(problems)}")
+    """Return module, example inputs, names of inputs and outputs, and dynamic axes of the one graph."""
     step = CausalStep(model)
     kind = model.get_input_embeddings()
     dtype = next((p.dtype for p in kind.parameters() if p.is_floating_point()), torch.float32)

@@ -63,12 +63,15 @@ def graphs_of(model: Any) -> list[Graph]:
     """Return the graphs of `model`, with small example inputs.
 
     Raises:
-        InputError: a family of models that this stage does not know.
+        InputError: a family of models that this stage does not know, or a config that asks for what no graph
+            computes.
     """
+    family = family_of(model)
+    if family and (problems := family.refuses(model.config.to_dict())):
+        raise InputError(f"onnx: config.json: {' '.join(problems)}")
     for module in model.modules():  # T5's stacks have configs of their own
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _ATTENTION
-    family = family_of(model)
     kind = family.kind if family else None
     if kind == "seq2seq" and model.can_generate():
         return seq2seq_graphs(model)

@@ -126,15 +126,16 @@ def init_recipe(
 
 def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]:
     """Return the languages that the recipe has to say: of a multilingual model both."""
-    if FAMILIES[seen.family].languages != "codes":
+    family = FAMILIES[seen.family]
+    if family.languages != "codes":
         if any(wishes.languages):
             raise InputError(f"--source-language, --target-language: a {seen.family} model takes none.")
         return None, None
     source, target = (mine or its for mine, its in zip(wishes.languages, seen.languages, strict=True))
     if source is None or target is None:
         raise InputError(
-            f"a {seen.family} model has to be told its languages, as its tokenizer writes them:"
-            " --source-language en_XX --target-language de_DE."
+            f"a {seen.family} model has to be told its languages, as its tokenizer writes them, for instance:"
+            f" --source-language {family.codes[0]} --target-language {family.codes[1]}."
         )
     return source, target
 

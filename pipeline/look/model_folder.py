@@ -95,8 +95,9 @@ def check_model_folder(
     families = BY_TASK[task] if task else ()
     if config and families and kind not in families:
         problems.append(f"{folder / 'config.json'}: {unknown_family(kind, task)}")
-    elif task == "language-modeling":
-        problems += _no_language_model(config, folder)
+    else:
+        problems += _no_language_model(config, folder) if task == "language-modeling" else []
+        problems += [f"{folder / 'config.json'}: {problem}" for problem in refused(config)]
     problems += check_tokenizer(folder, kind)
     if problems:
         return problems, []
@@ -125,16 +126,18 @@ def unknown_family(kind: str, task: Task | None = None) -> str:
 
 
 def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
-    """Say what of a decoder-only model's config smelt cannot follow."""
-    where, problems = folder / "config.json", []
+    """Say why the model of a config is no language model, if it is none."""
     named = [str(name) for name in config.get("architectures") or []]
-    if config and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
-        problems.append(
-            f"{where}: 'architectures' is {named}; a language model ends in ForCausalLM or LMHeadModel."
-        )
+    if not config or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        return []
+    where = folder / "config.json"
+    return [f"{where}: 'architectures' is {named}; a language model ends in ForCausalLM or LMHeadModel."]
+
+
+def refused(config: dict[str, Any]) -> list[str]:
+    """Say what of a config smelt cannot follow, as its family knows."""
     family = find_family(config)
-    problems += [f"{where}: {problem}" for problem in (family.refuses(config) if family else ())]
-    return problems
+    return family.refuses(config) if family else []
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:

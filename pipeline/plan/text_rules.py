@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.data import TEXT_TO_TEXT
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, nearest
+from smelt.families.family import Family
 from smelt.families.registry import find_family
 from smelt.recipe.recipe import Recipe
 from smelt.runtime.text.rules import FILE, TextRules, read_text_rules
@@ -32,8 +33,8 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
     kind = config.get("model_type")
     family = find_family(config)
     languages = family.languages if family else None
-    if languages == "codes":
-        return _languages(recipe, folder, str(kind))
+    if family and languages == "codes":
+        return _languages(recipe, folder, family)
     if data.prefix is not None:
         return TextRules(prefix=data.prefix), [f"prefix {data.prefix!r} (the recipe's)"]
     if (folder / FILE).is_file():
@@ -47,19 +48,41 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
     return _from_params(recipe, config)
 
 
-def _languages(recipe: Recipe, folder: Path, kind: str) -> tuple[TextRules, list[str]]:
+def _languages(recipe: Recipe, folder: Path, family: Family) -> tuple[TextRules, list[str]]:
     data, known = recipe.data, read_text_rules(folder)
     source = data.source_language or known.source_language
     target = data.target_language or known.target_language
     if source is None or target is None:
         raise InputError(
-            f"a {kind} model has to be told its languages, as its tokenizer writes them:"
-            " data: {source_language: en_XX, target_language: de_DE}."
+            f"a {family.name} model has to be told its languages, as its tokenizer writes them, for instance:"
+            f" data: {{source_language: {family.codes[0]}, target_language: {family.codes[1]}}}."
         )
+    for code in (source, target):
+        _check_code(code, folder)
     prefix = known.prefix if data.prefix is None else data.prefix
     rules = TextRules(prefix=prefix, source_language=source, target_language=target)
     said = [f"languages {source} to {target}"] + ([f"prefix {prefix!r}"] if prefix else [])
     return rules, said
+
+
+def _check_code(code: str, folder: Path) -> None:
+    """Require that the tokenizer knows the language `code`, where its files say what it knows.
+
+    Raises:
+        InputError: tokenizer.json has no such token.
+    """
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]  # a unigram model lists its pieces with their scores
+        pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+        added = [token["content"] for token in content["added_tokens"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # without such a file the tokenizer itself says it, when it is loaded
+    if code not in added and code not in pieces:
+        raise InputError(
+            f"{folder}: the model's tokenizer knows no language {code!r}: tokenizer.json has no such token."
+            f"{nearest(code, added)}"
+        )
 
 
 def _from_params(recipe: Recipe, config: dict[str, Any]) -> tuple[TextRules, list[str]]:

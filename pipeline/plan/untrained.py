@@ -12,6 +12,7 @@ from smelt.look.model_folder import (
     local_folder,
     read_config,
     read_config_file,
+    refused,
     unknown_family,
 )
 from smelt.plan.plan import Step
@@ -51,7 +52,7 @@ def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, b
     if "model" in bad or not isinstance(model, Untrained):
         return
     config, problems = read_config_file(config_file(model, recipe.base))
-    for problem in () if touches(bad, "model.config") else problems:
+    for problem in () if touches(bad, "model.config") else [*problems, *refused(config)]:
         mistakes.add(("model", "config"), problem)
     kind = str(config.get("model_type", ""))
     if config and not touches(bad, "task") and kind not in BY_TASK[recipe.task]:

@@ -111,3 +111,31 @@ def test_a_block_that_stands_in_two_places_is_there_once(made):
 def test_the_config_of_each_model_is_one_that_smelt_follows(made):
     family, _, folder = made
     assert family.refuses(read_json(folder / "config.json")) == []
+
+
+FACTORS = [1.0] * 8
+REFUSED = {
+    "part of a head, as transformers 4 says it": ("phi3", {"partial_rotary_factor": 0.5}),
+    "part of a head, as transformers 5 says it": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "factors by length": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}},
+    ),
+    "what comes after": ("gemma", {"use_bidirectional_attention": True}),
+    "scaled positions": ("modernbert", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "scaled positions by kind": (
+        "modernbert",
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "rope_theta": 1e4}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_is_refused_when_smelt_cannot_follow_it(name):
+    family, config = REFUSED[name]
+    assert len(FAMILIES[family].refuses(config)) == 1
+    plain = {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_scaling": None}
+    assert FAMILIES[family].refuses(plain | {"use_bidirectional_attention": False}) == []

@@ -59,7 +59,7 @@ def _once(family: str, task: Task | None) -> Path:
 def _make(folder: Path, family: str, task: Task | None, **config: Any) -> Path:
     import torch
 
-    from smelt.runtime.models.checkpoint import load_model, save_model
+    from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
     from smelt.runtime.models.new_model import make_model
 
     known = FAMILIES[family]
@@ -80,6 +80,8 @@ def _make(folder: Path, family: str, task: Task | None, **config: Any) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith(("out_proj.weight", "fc2.weight")):
                 parameter.mul_(3)  # or the last token alone says what comes next
+        if known.languages == "codes":  # or it says nothing but codes, which no text shows
+            model.get_input_embeddings().weight[list(load_tokenizer(folder).all_special_ids)] *= 0.2
     drawn = folder / "drawn"
     drawn.mkdir()
     save_model(model, edits, drawn, folder)

@@ -162,6 +162,14 @@ def test_family_must_fit_the_task(marian: Path) -> None:
     assert found.endswith("Supported for text-classification: bert, distilbert, roberta, mpnet, modernbert.")
 
 
+def test_a_config_that_its_family_cannot_follow_is_refused_for_every_task(bert: Path) -> None:
+    rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
+    named = ["ModernBertForSequenceClassification"]
+    config = {"model_type": "modernbert", "architectures": named, "rope_parameters": rope}
+    (bert / "config.json").write_text(json.dumps(config))
+    assert "positions of type 'dynamic' (full_attention)" in problem(bert, "text-classification")
+
+
 def test_encoder_without_classifier_is_warned_about(bert: Path) -> None:
     (bert / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     problems, [warning] = check_model_folder(bert, "text-classification")

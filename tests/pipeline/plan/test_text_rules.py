@@ -59,6 +59,26 @@ def test_a_multilingual_model_has_to_be_told_its_languages(tmp_path):
     assert said == ["languages en_XX to de_DE"]
 
 
+def test_a_language_that_the_tokenizer_does_not_know_is_told_before_any_work(tmp_path):
+    words = {"model": {"vocab": {"<s>": 0, "old_XX": 1}}, "added_tokens": [{"content": "eng_Latn", "id": 2}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+
+    def said(source, target):
+        languages = f", source_language: {source}, target_language: {target}"
+        return rules(tmp_path, "translation", languages, kind="m2m_100", params=None)[1]
+
+    assert said("eng_Latn", "old_XX") == ["languages eng_Latn to old_XX"]
+    with pytest.raises(InputError, match=r"knows no language 'eng_Latin'.*Did you mean 'eng_Latn'"):
+        said("eng_Latin", "old_XX")
+    with pytest.raises(InputError, match="knows no language 'de_DE'"):
+        said("eng_Latn", "de_DE")
+    with pytest.raises(InputError, match="source_language: eng_Latn, target_language: deu_Latn"):
+        rules(tmp_path, "translation", kind="m2m_100", params=None)
+    words["model"]["vocab"] = [["<s>", 0.0], ["deu_Latn", -1.0]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    assert said("eng_Latn", "deu_Latn") == ["languages eng_Latn to deu_Latn"]
+
+
 def test_marian_s_target_language_becomes_its_prefix(tmp_path):
     found, _ = rules(tmp_path, "translation", ", target_language: fra", kind="marian", params=None)
     assert found == TextRules(prefix=">>fra<< ")

@@ -75,6 +75,15 @@ score: {latency: false}
 """
 
 
+def test_a_config_that_its_family_cannot_follow_is_said_before_any_work(home):
+    rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4}}
+    config = {"model_type": "modernbert", "rope_parameters": rope}
+    (home / "modern.json").write_text(json.dumps(config))
+    (home / "recipe.yaml").write_text(CLASSIFIER.replace("config: bert.json", "config: modern.json"))
+    with pytest.raises(InputError, match=r"model.config: rotary positions of type 'dynamic'"):
+        load_plan(home / "recipe.yaml")
+
+
 @pytest.fixture
 def bare(home):
     """A folder with an encoder that has no classifier yet."""

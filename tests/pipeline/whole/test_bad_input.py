@@ -5,6 +5,7 @@ import shutil
 import struct
 import time
 
+import every_family
 import pytest
 import tiny
 from click.testing import CliRunner
@@ -95,6 +96,23 @@ def test_stages_that_cannot_be(home, stages, words):
 )
 def test_stages_that_do_not_fit_the_model(home, stages, words):
     _refused(home, f"{HEAD}stages: {stages}\n", "recipe.yaml:4: ", *words)
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "words"),
+    [
+        ("mpnet", "[{prune: {what: [heads]}}]", "stages[0].prune.what: the heads of a mpnet model cannot be"),
+        (
+            "modernbert",
+            "[{distill: {student: {layers: [1]}}}]",
+            "stages[0].distill.student.layers: a modernbert student keeps the first layer",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_the_family(home, family, stages, words):
+    every_family.make(home / "other", family)
+    recipe = f"{HEAD}stages: {stages}\n".replace("model: m", "model: other")
+    _refused(home, recipe, "recipe.yaml:4: ", words)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""What is said of units before torch is imported is what cutting them would say."""
+
+import pytest
+
+from smelt.compress.prune.fit import check_units, heads_that_stay
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_only_heads_that_cannot_go_are_refused_when_nothing_else_is_to_go(kind):
+    config = {"model_type": kind}
+    fixed = any(a.fixed_heads for s in FAMILIES[kind].stacks(config) for a in s.attentions)
+    assert bool(check_units(["heads"], config)) == fixed == bool(heads_that_stay(["heads", "ffn"], config))
+    assert check_units(["ffn"], config) == check_units(["heads", "ffn"], config) == []
+    assert heads_that_stay(["ffn"], config) == []
+
+
+def test_the_message_says_why_and_what_to_write():
+    config = {"model_type": "mpnet"}
+    [(setting, message)] = check_units(["heads"], config)
+    assert setting == "what"
+    assert "all layers add one bias" in message
+    assert message.endswith("Say what: [ffn].")
+    with pytest.raises(InputError, match=r"prune: the heads of a mpnet model"):
+        heads_that_stay(["heads"], config)
+
+
+def test_a_family_that_is_not_known_is_left_to_the_stage():
+    assert check_units(["heads"], {"model_type": "mamba"}) == []

@@ -44,10 +44,15 @@ class _OnnxSettings(Settings):
     target: Literal["ort-cpu", "tensorrt"] = "ort-cpu"
 
 
+class _QuantizeSettings(_TrainSettings):
+    def schemes(self) -> tuple[str, ...]:
+        return ("int8-dynamic",)
+
+
 def _stand_in(word: str) -> Any:
     """A class with the contract of a stage, so that these tests are about plans alone."""
     trains = word in ("finetune", "distill", "prune")
-    settings = {"onnx": _OnnxSettings, "distill": _DistillSettings}
+    settings = {"onnx": _OnnxSettings, "distill": _DistillSettings, "quantize": _QuantizeSettings}
     return type(
         word,
         (),
@@ -56,6 +61,7 @@ def _stand_in(word: str) -> Any:
             "accepts": frozenset({"onnx" if word == "tensorrt" else "torch"}),
             "produces": word if word in ("onnx", "tensorrt") else "torch",
             "needs": frozenset({"train"} if trains else {"tensorrt"} if word == "tensorrt" else ()),
+            "needs_float": word in ("prune", "factorize", "quantize"),
             "tasks": frozenset({"translation"}) if word == "factorize" else BOTH,
             "settings_type": settings.get(word, _TrainSettings),
         },

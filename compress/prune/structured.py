@@ -82,9 +82,9 @@ class Prune:
     @classmethod
     def check_model(
         cls, settings: PruneSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
-        return check_units(settings.what, config), dict(config)
+        return check_units(settings.what, config), config
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""

@@ -81,7 +81,7 @@ class Share:
     @classmethod
     def check_model(
         cls, settings: ShareSettings, config: Mapping[str, Any]
-    ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         family = FAMILIES.get(str(config.get("model_type")))
         known = [stack.name for stack in family.stacks(config)] if family else []
@@ -90,7 +90,7 @@ class Share:
             for name in settings.stacks or ()
             if known and name not in known
         ]
-        return found, dict(config)
+        return found, config
 
     def __call__(self, src: Artifact, settings: ShareSettings, ctx: Context) -> None:
         """Share weights among the layers of `src` and write the model to `ctx.out`."""

@@ -1,12 +1,13 @@
 """Does each stage fit the model that it will get? Known from the model's config, without torch.
 
 A stage that can tell has a class method `check_model(settings, config)`, which returns its mistakes as
-(setting, message) and the config of the model that it leaves; all others leave the config as it is.
+(setting, message) and the config of the model that it leaves: the very same where it says nothing of it. All
+others leave the config as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def check_fit(
     config, problems = read_config(folder)
     if problems:
         return
-    configs: dict[str, dict[str, Any]] = {ROOT: config}
+    configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:
         before = configs.get(step.parent)
         if before is None:
@@ -44,5 +45,6 @@ def check_fit(
         found, after = check(step.settings, before) if check else ([], before)
         for setting, message in found:
             mistakes.add((*places[step.name], *setting.split(".")), message)
-        if check is None or not step.wrong:  # what a mistaken setting would have left nobody knows
+        # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
+        if after is before or not step.wrong:
             configs[step.name] = after

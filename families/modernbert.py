@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.families.bert import TOKENIZER
-from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Stack
+from smelt.families.family import Attention, Config, Family, FeedForward, Stack
 
 # Rotations are traced, with angles that are the same for every text; `dynamic_rope_update` changes these.
 _BY_LENGTH = ("dynamic", "longrope")
@@ -62,7 +62,6 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("tok_embeddings.weight",),
     width="hidden_size",
-    positions=Positions(),
     new_tokenizer=replace(TOKENIZER, types=False),
     other_heads=(r"(head|decoder)\..+",),
     window=window,

@@ -5,8 +5,6 @@ Source: transformers' modeling_mpnet.py. Positions count from the pad id, as RoB
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Stack
 from smelt.families.roberta import TOKENIZER
 
@@ -39,7 +37,7 @@ FAMILY = Family(
     embedding=("word_embeddings.weight",),
     width="hidden_size",
     positions=Positions(after_pad=True),
-    new_tokenizer=replace(TOKENIZER),
+    new_tokenizer=TOKENIZER,
     unread=(r"(.+\.)?embeddings\.position_ids", r"(mpnet\.)?pooler\.dense\.(weight|bias)"),
     other_heads=(r"lm_head\..+", r"qa_outputs\..+"),
 )

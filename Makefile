@@ -5,6 +5,7 @@
 #
 # make PYTHON=python3.12 ...   takes another Python for a new environment
 # make test ARGS="-k layers"   passes ARGS on to pytest, mypy or the benchmark
+# make test ARGS="-m quick"    of every room what takes little: under a minute on two cores
 # make test WORKERS=4          so many tests at once (default: one a core); 0: one process, for a debugger
 
 PYTHON ?= python3
@@ -47,7 +48,7 @@ bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 golden: $(DEV_READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/support/golden.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models $(BIN)/python tests/support/golden.py $(ARGS)
 
 clean:
 	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

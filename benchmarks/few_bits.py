@@ -110,7 +110,7 @@ def _feeds(session: Any, batch: int) -> dict[str, Any]:
 
 
 def _time(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
-    from smelt.runtime.backends.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_session import open_session
 
     sessions = {name: open_session(path, threads=1) for name, path in graphs.items()}
     for batch in (1, 8):

@@ -76,7 +76,7 @@ def main() -> None:
     batches = make_batches(texts, tokenizer, options.batch_size, limit)
     for beams in options.beams:
         wishes = Generation(beams=beams, max_new_tokens=128)
-        systems = {"transformers": transformers_generate(first.model, beams)}
+        systems = {"transformers": transformers_generate(first.backend.model, beams)}
         for name, runner in runners.items():
             systems[f"{name} ({runner.name})"] = smelt_generate(runner, wishes)
         compare(systems, batches, tokenizer, split, f"beams {beams}", options.rounds)

@@ -82,8 +82,7 @@ def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
 
 def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
     from smelt.core.data import Columns, read_split
-    from smelt.runtime.backends.onnx_runner import OnnxRunner
-    from smelt.runtime.backends.torch_runner import TorchRunner
+    from smelt.runtime.backends.open_runner import open_folder, open_runner
 
     split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)
     texts = [example.text for example in split.examples]
@@ -98,10 +97,12 @@ def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
         ]
         title = f"greedy, {len(texts)} sentences, batches of {batch_size}"
         results.append(
-            _report(f"{title}, torch", _score(TorchRunner(_artifact(model)), texts, batch_size), 60)
+            _report(f"{title}, torch", _score(open_runner(_artifact(model)), texts, batch_size), 60)
         )
         results.append(
-            _report(f"{title}, onnxruntime", _score(OnnxRunner.over(out, "ort-cpu"), texts, batch_size), 30)
+            _report(
+                f"{title}, onnxruntime", _score(open_folder(out, "onnx", "ort-cpu"), texts, batch_size), 30
+            )
         )
         results += [_stopwatch(out, data / "test.jsonl.gz", size) for size in (1, 8)]
     return results

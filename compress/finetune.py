@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-from smelt.compress.train.run import train
+from smelt.compress.train.run import scores_lacking, train
 from smelt.compress.train.settings import TrainingSettings, training_needs
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
+from smelt.core.data import TASKS, Split, Task
 from smelt.core.stage import Context, Need
 
 
@@ -22,7 +22,8 @@ class Finetune:
     Helps to fit a model to its task, to recover from pruning or factorization where no teacher is at
     hand, and as a control: the same training without any compression. After `quantize` it trains
     through the codes, which are decided again at the end. The checkpoint with the lowest
-    loss on the validation rows is kept.
+    loss on the validation rows is kept. A sentence embedder learns the order of the scores of pairs
+    (CoSENT).
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
     """
@@ -31,7 +32,10 @@ class Finetune:
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
-    source: ClassVar[str] = "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer"
+    source: ClassVar[str] = (
+        "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
+        " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32"
+    )
     version: ClassVar[int] = 2
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
@@ -40,6 +44,13 @@ class Finetune:
     def needs_with(cls, settings: FinetuneSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs with these settings."""
         return training_needs(settings)
+
+    @classmethod
+    def check_rows(
+        cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what does not fit the rows: a sentence embedder learns from scores."""
+        return scores_lacking(task, data, ("train", "validation"))
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""

@@ -7,7 +7,7 @@ per line. Which column means what is a setting; several references per example a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +18,18 @@ from pydantic import BaseModel, ConfigDict
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.core.rows.reading import Rows, hub_rows, read_file
+from smelt.core.rows.scores import read_score, require_alike
 from smelt.core.rows.text_files import file_kind, read_text_file
 from smelt.core.text import half_character
 from smelt.core.windows import Windows
 
 SplitName = Literal["train", "validation", "calibration", "test"]
-Task = Literal["translation", "summarization", "text-classification", "language-modeling"]
+Task = Literal[
+    "translation", "summarization", "text-classification", "language-modeling", "sentence-similarity"
+]
 TASKS: tuple[Task, ...] = get_args(Task)
+# The task in which a text becomes a vector; its rows are texts, or pairs of them, which are read one by one.
+SIMILARITY: Task = "sentence-similarity"
 # Tasks in which a text becomes another text.
 TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})
 
@@ -47,7 +52,10 @@ class Columns(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row. Translation, summarization: `text` and `references`; classification: `text` and `label`.
+    """One row: a text, and what belongs to it in the task.
+
+    Translation, summarization: `references`; classification: `label`, maybe `text_pair`; sentence similarity:
+    maybe `text_pair`, and then maybe as `label` a float, how similar the two are.
 
     line: where it stands in its file, None where that has no lines or more than one row in this one; row: its
     number in the file, from 1; None where it is of no file. Neither is a part of what the row says.
@@ -88,6 +96,22 @@ class Split:
     def head(self, rows: int | None) -> Split:
         """Return the first `rows` rows (all for None)."""
         return self if rows is None else Split(self.origin, self.examples[:rows], self.windows)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the rows have labels; of one split all have, or none."""
+        return bool(self.examples) and self.examples[0].label is not None
+
+
+def texts_read(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:
+    """Return the texts that a model reads for `examples`, and the second text that it reads with each.
+
+    For sentence similarity the two texts of a pair are read alone: first all first ones, then the others.
+    """
+    texts = [e.text for e in examples]
+    if task == SIMILARITY:
+        return texts + [e.text_pair for e in examples if e.text_pair is not None], None
+    return texts, [e.text_pair for e in examples]
 
 
 def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str = "test") -> Split:
@@ -139,6 +163,10 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
         others = len(mistakes) - _NAMED
         named = mistakes[:_NAMED] + ([f"{others} more rows of this file are wrong."] if others > 0 else [])
         raise InputError("\n".join(named))
+    if task == SIMILARITY:
+        lines = [example.line or number for number, example in enumerate(found, start=1)]
+        require_alike((e.text_pair is not None for e in found), lines, columns.text_pair, "second text")
+        require_alike((e.label is not None for e in found), lines, columns.label, "score")
     return tuple(found)
 
 
@@ -168,6 +196,16 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
         raise _missing(row, columns.text_pair, where, "text_pair")
     there = row.get(columns.text_pair) is not None
     pair = (_text(row, columns.text_pair, where, "text_pair") or None) if there else None
+    if task == SIMILARITY:
+        if "label" in columns.model_fields_set and columns.label not in row:
+            raise _missing(row, columns.label, where, "label")
+        score = read_score(row.get(columns.label), where, columns.label)
+        if score is not None and pair is None:
+            raise InputError(
+                f"{where}: a score ('{columns.label}') says how similar two texts are, and there is no second"
+                f" one in '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair: NAME}}}}."
+            )
+        return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=score, line=line)
     if columns.label not in row:
         raise _missing(row, columns.label, where, "label")
     label = _label(row[columns.label], where, columns.label)

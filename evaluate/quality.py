@@ -37,6 +37,7 @@ _UNITS = {
     "pearson": "Pearson",
     "spearman": "Spearman",
     "mse": "MSE",
+    "agreement": "cosine",
 }
 _BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
 

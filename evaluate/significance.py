@@ -36,8 +36,9 @@ class Statistics(BaseModel):
     n-grams, 4 counts of n-grams (sacrebleu's segment statistics); chrf: 6 times the counts of n-grams
     in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label;
     f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
-    the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; perplexity and
-    bits_per_byte, where a row is a window: nats, tokens, bytes.
+    the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
+    where a row is a text: the cosine with the baseline's vector; perplexity and bits_per_byte, where a row is
+    a window: nats, tokens, bytes.
     examples: a hash of the references or gold labels; only equal ones can be compared in pairs.
     """
 

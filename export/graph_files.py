@@ -14,7 +14,7 @@ from typing import Any
 # of weights, in one file with the graph; above it they lie beside it
 LARGEST_INLINE = 1_500_000_000
 # what is smaller stays in the graph: shapes and axes, which shape inference and preflights read
-_LEAST_OUTSIDE = 1024
+LEAST_OUTSIDE = 1024
 # Runtimes map the data file into memory; the ONNX documentation asks for whole pages there.
 _LARGE, _PAGE, _LINE = 1 << 20, 4096, 64
 
@@ -26,9 +26,15 @@ def data_file(path: Path) -> Path:
 
 def has_data_file(model: Any) -> bool:
     """Say whether weights of an onnx.ModelProto, as it was read, lie outside of it."""
-    from onnx.external_data_helper import uses_external_data
+    return bool(data_names(model))
 
-    return any(uses_external_data(tensor) for tensor in model.graph.initializer)
+
+def data_names(model: Any) -> set[str]:
+    """Return the names of the files in which weights of an onnx.ModelProto lie, as it was read."""
+    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+    outside = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
+    return {ExternalDataInfo(tensor).location for tensor in outside}
 
 
 def read_graph(path: Path, values: bool = True) -> Any:
@@ -87,8 +93,13 @@ def _put_outside(model: Any, location: str) -> None:
     end = 0
     for tensor in model.graph.initializer:
         size = len(tensor.raw_data)
-        if size >= _LEAST_OUTSIDE:
-            boundary = _PAGE if size >= _LARGE else _LINE
-            begin = -(-end // boundary) * boundary
+        if size >= LEAST_OUTSIDE:
+            begin = aligned(end, size)
             set_external_data(tensor, location, offset=begin, length=size)
             end = begin + size
+
+
+def aligned(end: int, size: int) -> int:
+    """Return where a tensor of `size` bytes begins in a data file that ends at `end`."""
+    boundary = _PAGE if size >= _LARGE else _LINE
+    return -(-end // boundary) * boundary

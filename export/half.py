@@ -1,9 +1,9 @@
 """From a float32 graph to a float16 one.
 
 Precision lives in the file: TensorRT 11 takes it as it is, and two types into one operator are a parse
-error there. So everything becomes float16, the caches too; only `logits` leave as float32. The graph
-is converted instead of the torch model because transformers' encoder layers branch on the data in
-float16, which cannot be traced.
+error there. So everything becomes float16, the caches too; only `logits` and the vectors of texts leave
+as float32. The graph is converted instead of the torch model because transformers' encoder layers branch
+on the data in float16, which cannot be traced.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import RunError
+from smelt.runtime.batch import ENCODED
 
 
 def to_half(model: Any, name: str) -> None:
@@ -33,14 +34,13 @@ def to_half(model: Any, name: str) -> None:
             if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
                 attribute.i = TensorProto.FLOAT16
     for value in [*graph.input, *graph.output]:
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT and value.name != "logits":
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT and value.name not in ENCODED:
             value.type.tensor_type.elem_type = TensorProto.FLOAT16
     del graph.value_info[:]
-    for node in graph.node:
-        if "logits" in node.output:
-            node.output[list(node.output).index("logits")] = "logits_half"
-            graph.node.append(helper.make_node("Cast", ["logits_half"], ["logits"], to=TensorProto.FLOAT))
-            break
+    for node in list(graph.node):
+        for out in set(ENCODED).intersection(node.output):
+            node.output[list(node.output).index(out)] = f"{out}_half"
+            graph.node.append(helper.make_node("Cast", [f"{out}_half"], [out], to=TensorProto.FLOAT))
 
 
 def _convert(tensor: Any, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -18,6 +19,7 @@ from smelt.core.stage import Context, Need, Settings
 
 if TYPE_CHECKING:
     from smelt.export.graphs.graph import Graph
+    from smelt.export.parity.check import Subject
     from smelt.runtime.batch import Batch, Tokens
     from smelt.runtime.schemes.scheme import Scheme
 
@@ -27,13 +29,15 @@ class OnnxSettings(Settings):
 
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda or tensorrt (standard operators).
     dtype: fp16 is for GPUs. simplify: run onnxsim, keep the result only where it computes the same.
-    opset: of the standard operators.
+    opset: of the standard operators. loop: also write the whole generation as one graph, which is what smelt
+    then runs; on ort-cpu, for models that generate.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt"] = "ort-cpu"
     dtype: Literal["fp32", "fp16"] = "fp32"
     simplify: bool = True
     opset: int = Field(default=20, ge=19, le=23)
+    loop: bool = True
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -46,9 +50,11 @@ class Onnx:
     """Export to ONNX graphs that one runtime executes fast, and prove that they compute the same.
 
     A translator leaves as `encoder_model.onnx`, which also computes the keys and values of
-    cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier or a
-    language model as `model.onnx`. Batch and lengths are dynamic. Each output is compared with the
-    parent's on real inputs; a difference above the tolerance is an error.
+    cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier, a sentence
+    embedder (whose output is the pooled vector, `sentence_embedding`) or a language model as `model.onnx`.
+    For ort-cpu a model that generates leaves as `generate.onnx` and `generate_beams.onnx` too, which go from
+    texts to texts in one call. Batch and lengths are dynamic. Each output is compared with the parent's on
+    real inputs; a difference above the tolerance is an error.
 
         - onnx: {target: ort-cpu}
         - onnx: {target: tensorrt, dtype: fp16}
@@ -62,7 +68,7 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -73,25 +79,29 @@ class Onnx:
         from smelt.export.parity.reference import reference_of
         from smelt.runtime.backends.open_runner import open_runner
         from smelt.runtime.models.checkpoint import copy_tokenizer
+        from smelt.runtime.text.sentence_files import MODULES
 
         with open_runner(src, ctx.threads, "cpu") as opened:
             parent: Any = opened
-            kind = _kind(parent.model, settings)
+            model = parent.backend.model
+            kind = _kind(model, settings)
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
             reference = reference_of(parent, _batch(parent, src.path, ctx))
             tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
-            graphs = graphs_of(parent.model)
-            _require_memory(parent.model, settings)
+            graphs = graphs_of(model)
+            _require_memory(model, settings)
             facts: dict[str, Any] = {}
             for at, graph in enumerate(graphs):
                 ctx.progress(at, len(graphs) + 1, graph.name)
                 facts[graph.name] = _write(graph, settings, tokens, ctx)
             ctx.progress(len(graphs), len(graphs) + 1, "parity")
-            for name in ("config.json", "generation_config.json"):
+            for name in ("config.json", "generation_config.json", MODULES):
                 if (src.path / name).is_file():
                     shutil.copyfile(src.path / name, ctx.out / name)
-            subject = Subject(ctx.out, graphs, parent.model, kind, settings.target, ctx.threads)
+            subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads)
             ctx.facts["parity"] = check_graphs(subject, reference)
+            if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
+                _write_loops(ctx, subject, reference.batch)
         copy_tokenizer(src.path, ctx.out)
         _export_tokenizer(src.path, ctx)
         ctx.facts["graphs"] = facts
@@ -106,6 +116,24 @@ def _export_tokenizer(folder: Path, ctx: Context) -> None:
     ctx.facts["tokenizer"] = found.reader
     if found.reason:
         ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")
+
+
+def _write_loops(ctx: Context, subject: Subject, batch: Batch) -> None:
+    """Write the graphs of whole generations; all graphs then share their weights. Compare them in float32."""
+    from smelt.export.loop.write import check_loops, run_loops, write_loops
+    from smelt.export.parity.twin import exact_twin
+    from smelt.runtime.backends.open_runner import open_folder
+
+    names = [graph.name for graph in subject.graphs]
+    folders = [ctx.out]
+    with ExitStack() as stack:
+        if subject.kind != "fp32":
+            folders.insert(0, stack.enter_context(exact_twin(ctx.out, names, half=False)))
+        for folder in folders:
+            write_loops(folder, names)
+            with open_folder(folder, "onnx", subject.target, ctx.threads) as runner:
+                ask = check_loops if folder is folders[0] else run_loops
+                ask(runner, batch)
 
 
 def _require_memory(model: Any, settings: OnnxSettings) -> None:
@@ -168,8 +196,11 @@ def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:
     from smelt.runtime.text.limits import length_limit
 
     tokenizer = load_tokenizer(folder)
-    choose = causal_batch if is_causal(parent.config) else parity_batch
-    batch, real = choose(ctx.data, tokenizer, parent.config, length_limit(tokenizer, parent.config))
+    limit = length_limit(tokenizer, parent.config)
+    if is_causal(parent.config):
+        batch, real = causal_batch(ctx.data, tokenizer, parent.config, limit)
+    else:
+        batch, real = parity_batch(ctx.data, tokenizer, parent.config, limit, ctx.task)
     if not real:
         ctx.warnings.append("parity was checked on made-up token ids: there is no train or validation data")
     return batch

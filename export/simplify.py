@@ -87,7 +87,7 @@ def _simplified(path: Path, folder: Path) -> Any:
 def _difference(first: Path, second: Path, tokens: NDArray[np.int64]) -> float:
     """Run both graphs on the same inputs; return the largest difference relative to an output's spread."""
     from smelt.export.example_feeds import example_feeds, of_text
-    from smelt.runtime.backends.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_session import open_session
 
     worst = 0.0
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.families.encoder_decoder import stacks
+from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
 from smelt.families.family import Family, TokenizerFiles
 from smelt.families.roberta import TOKENIZER
 
@@ -11,9 +11,12 @@ FAMILY = Family(
     name="bart",
     kind="seq2seq",
     tasks=("summarization", "translation"),
-    stacks=stacks,
+    stacks=Plan(norms_first=False, opening=True, closing=False).stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    head=HEAD,
+    logits_bias=LOGITS_BIAS,
+    embedding_scale=embedding_scale,
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     new_tokenizer=TOKENIZER,
     unread=(FAIRSEQ_VERSION,),

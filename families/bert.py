@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smelt.families.family import Attention, Config, Family, FeedForward, Stack, TokenizerForm
+from smelt.families.stream import Stream
 
 # Numbers 0, 1, 2 ... that BERT and its relatives stored before transformers 4.31.
 POSITION_IDS = r"(.+\.)?embeddings\.position_ids"
@@ -27,9 +28,18 @@ def encoder_stack(prefix: str) -> tuple[Stack, ...]:
         heads="num_attention_heads",
         width="attention_head_size",
         size="all_head_size",
+        setting="num_attention_heads",
     )
-    block = FeedForward("", "intermediate.dense", "output.dense", "intermediate_size")
-    return (Stack("layers", "num_hidden_layers", f"{prefix}.encoder.layer", (attention,), block),)
+    block = FeedForward("", "intermediate.dense", "output.dense", "intermediate_size", "hidden_act")
+    embeddings = f"{prefix}.embeddings"
+    tables = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+    stream = Stream(
+        tuple(f"{embeddings}.{table}.weight" for table in tables),
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+        norms_first=False,
+        opening=f"{embeddings}.LayerNorm",
+    )
+    return (Stack("layers", "num_hidden_layers", f"{prefix}.encoder.layer", (attention,), block, stream),)
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -40,10 +50,11 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 FAMILY = Family(
     name="bert",
     kind="encoder",
-    tasks=("text-classification",),
+    tasks=("text-classification", "sentence-similarity"),
     stacks=stacks,
     embedding=("word_embeddings.weight",),
     width="hidden_size",
+    head=("bert.pooler.dense", "classifier"),
     new_tokenizer=TOKENIZER,
     unread=(POSITION_IDS,),
     other_heads=(r"cls\..+", r"qa_outputs\..+"),

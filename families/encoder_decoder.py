@@ -2,28 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from smelt.families.family import Attention, Config, FeedForward, Stack
+from smelt.families.stream import Stream
+
+HEAD = ("lm_head",)
+LOGITS_BIAS = "final_logits_bias"
 
 
-def stacks(config: Config) -> tuple[Stack, ...]:
-    """Return the encoder's and the decoder's blocks."""
-    return (
-        _stack("encoder", (_attention("self_attn"),)),
-        _stack("decoder", (_attention("self_attn"), _attention("encoder_attn", cross=True))),
-    )
+@dataclass(frozen=True)
+class Plan:
+    """In what those that are built like BART differ.
+
+    norms_first: see `Stream`. opening, closing: each side norms what its blocks begin with, and what they
+    give. positions: the tensor of a side's table of positions.
+    """
+
+    norms_first: bool
+    opening: bool
+    closing: bool
+    positions: str = "embed_positions.weight"
+
+    def stacks(self, config: Config) -> tuple[Stack, ...]:
+        """Return the encoder's and the decoder's blocks."""
+        return (
+            self._stack("encoder", (_attention("encoder", "self_attn"),)),
+            self._stack(
+                "decoder",
+                (_attention("decoder", "self_attn"), _attention("decoder", "encoder_attn", cross=True)),
+            ),
+        )
+
+    def _stack(self, side: str, attentions: tuple[Attention, ...]) -> Stack:
+        at = f"model.{side}"
+        stream = Stream(
+            (f"{at}.embed_tokens.weight", f"{at}.{self.positions}"),
+            norms=(*(f"{attention.name}_layer_norm" for attention in attentions), "final_layer_norm"),
+            norms_first=self.norms_first,
+            opening=f"{at}.layernorm_embedding" if self.opening else None,
+            closing=f"{at}.layer_norm" if self.closing else None,
+        )
+        return Stack(
+            name=f"{side}_layers",
+            setting=f"{side}_layers",
+            place=f"{at}.layers",
+            attentions=attentions,
+            feed_forward=FeedForward(
+                "", "fc1", "fc2", setting=f"{side}_ffn_dim", activation="activation_function"
+            ),
+            stream=stream,
+            causal=side == "decoder",
+        )
 
 
-def _stack(side: str, attentions: tuple[Attention, ...]) -> Stack:
-    return Stack(
-        name=f"{side}_layers",
-        setting=f"{side}_layers",
-        place=f"model.{side}.layers",
-        attentions=attentions,
-        feed_forward=FeedForward("", "fc1", "fc2", setting=f"{side}_ffn_dim"),
-    )
+def embedding_scale(config: Config) -> float:
+    """Return what the rows of the word embedding are multiplied with."""
+    return float(config["d_model"]) ** 0.5 if config.get("scale_embedding") else 1.0
 
 
-def _attention(name: str, cross: bool = False) -> Attention:
+def _attention(side: str, name: str, cross: bool = False) -> Attention:
     return Attention(
         name,
         query=f"{name}.q_proj",
@@ -32,5 +70,6 @@ def _attention(name: str, cross: bool = False) -> Attention:
         out=f"{name}.out_proj",
         heads="num_heads",
         width="head_dim",
+        setting=f"{side}_attention_heads",
         cross=cross,
     )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from smelt.core.data import Task
+from smelt.families.relative_bias import RelativeBias
+from smelt.families.stream import Stream
 
 Config = Mapping[str, Any]
 Kind = Literal["encoder", "seq2seq", "decoder"]
@@ -27,12 +29,17 @@ class Attention:
     heads: the attribute that counts its heads; None where the rows of `key` do, because several queries share
     a key (Llama). size: the attribute that holds heads times width, where there is one. width: the attribute
     with the width of a head. key_heads: the attribute that counts the keys of a "grouped" product.
+    setting, key_setting, width_setting: the config's words for its heads, its keys and the width of a head,
+    one number for all attentions that name the word. Without a word for keys, there are as many as heads;
+    without one for the width, or a number, it is the model's width divided by the heads.
     fixed_heads: why heads cannot be taken away, None where they can. scale: the attribute that scores are
     multiplied with; "width" where it is the inverse root of the width; None where they are not scaled (T5).
     relative: a bias per head and distance is added to the scores; "handed_on" where a stack's
     first block computes it and each returns it for the next, "given" where the model computes it.
     rotary: queries and keys are rotated by their places. norms: of each head's queries and keys, where they
-    are normed (Qwen3).
+    are normed (Qwen3). interface: it calls the function that transformers' AttentionInterface holds, with
+    queries, keys, values, mask and scale, so that one registered there sees the scores before their softmax;
+    without it they are made inside of its forward.
     """
 
     name: str
@@ -42,6 +49,9 @@ class Attention:
     out: str
     heads: str | None
     width: str
+    setting: str
+    key_setting: str | None = None
+    width_setting: str | None = None
     size: str | None = None
     cross: bool = False
     packed: Literal["equal", "grouped"] | None = None
@@ -51,6 +61,7 @@ class Attention:
     relative: Literal["handed_on", "given"] | None = None
     rotary: bool = False
     norms: tuple[str, str] | None = None
+    interface: bool = True
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -75,17 +86,20 @@ class Attention:
 class FeedForward:
     """The feed-forward part of a block: a neuron owns a row of `up` (and of `gate`) and a column of `down`.
 
-    setting: the config's word for the width of all parts of this kind. gate: a second product of the input,
-    which the first is multiplied with; the same name as `up` where one product makes both, the gate's rows
-    first or last as `gate_first` says.
+    setting: the config's word for the width of all parts of this kind; activation: that for the function in
+    the middle, as transformers' ACT2FN calls it. gate: a second product of the input, which the first is
+    multiplied with; the same name as `up` where one product makes both, the gate's rows first or last as
+    `gate_first` says. activated: which of the two goes through the function.
     """
 
     name: str
     up: str
     down: str
     setting: str
+    activation: str
     gate: str | None = None
     gate_first: bool = True
+    activated: Literal["up", "gate"] = "gate"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -110,7 +124,9 @@ class Stack:
 
     name: layers, encoder_layers or decoder_layers, as settings call it. setting: the config's word for how
     many there are; count: how many a config says, None where it does not. place: the list of blocks in the
-    model that the family's tasks use.
+    model that the family's tasks use. stream: the hidden states that they hand on. causal: no token sees a
+    later one in the attentions that are not cross. by_layer: the config's words whose value, where there is
+    one, is a list with an entry for each block; all others say one thing for all blocks.
     """
 
     name: str
@@ -118,6 +134,9 @@ class Stack:
     place: str
     attentions: tuple[Attention, ...]
     feed_forward: FeedForward
+    stream: Stream
+    causal: bool = False
+    by_layer: tuple[str, ...] = ()
     setting_else: str | None = None  # the word that a config may say it with instead
 
     def count(self, config: Config) -> int | None:
@@ -143,11 +162,13 @@ class Positions:
 
     table: the config's word for the rows of its table of positions; None where there is no table, so that
     nothing limits the length of a text. after_pad: the first token has the place pad_token_id + 1, so that so
-    many rows belong to no token.
+    many rows belong to no token. computed: the table is sines, which the model draws up for its width; no
+    file holds them, so that a model of another width has others.
     """
 
     table: str | None = "max_position_embeddings"
     after_pad: bool = False
+    computed: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,31 +201,6 @@ class TokenizerForm:
     sentencepiece: bool = False
 
 
-class RelativeBias(Protocol):
-    """A bias per head and distance that is added to the scores of attention.
-
-    A stack owns one table for all of its blocks, so that all have the same heads, until each gets its own.
-    """
-
-    def hand_on(self, old: Any, new: Any) -> None:
-        """Give the block `new`, which becomes the first of its stack, the table of the block `old`."""
-
-    def own(self, attention: Any, heads: int, name: str) -> None:
-        """Let the attention called `name`, of `heads` heads, compute its own bias; values are left open."""
-
-    def own_all(self, model: Any, edits: list[dict[str, Any]]) -> None:
-        """Give every attention of `model` its own bias, once; append the edits that say so."""
-
-    def prune(self, model: Any, edits: list[dict[str, Any]], name: str, stay: Any) -> None:
-        """Keep the heads `stay` (int64 tensor, rising) of the bias that the attention `name` owns."""
-
-    def by_distance(self, attention: Any) -> tuple[Any, int] | None:
-        """Return the bias by distance, float32 [H, 2 f + 1], and f, beyond which all is as at f.
-
-        None where the attention has no table: it is given its bias.
-        """
-
-
 @dataclass(frozen=True)
 class Family:
     """A family of models.
@@ -212,8 +208,14 @@ class Family:
     name: the config's model_type. tasks: what it is for, what most of its models are for first.
     stacks: from a config. embedding: how the name of its word embedding may end, [vocabulary, width]; width:
     the config's word for that width.
+    embedding_scale, output_scale: from a config, what the rows of the word embedding are multiplied with, and
+    the hidden states before the output layer; both may depend on the width.
+    head: the modules between the last hidden states and the outputs, in order, by their names in the model;
+    each reads what the one before it gives. logits_bias: a buffer that is added to the outputs.
+    keeps_float32: how the names of linear layers end that stay float32 in a model of 16 bits.
     unread: patterns of tensors that checkpoints hold and the model does not read; other_heads: those of heads
-    that a checkpoint was trained with before, where it becomes a classifier with a new one.
+    that a checkpoint was trained with before, where it becomes a classifier with a new one, or a sentence
+    embedder with none.
     token_types: "pairs" where two texts are told apart by token types, "zero" where the model has such a
     table and reads one row of it, None where it has none.
     starts_with: what its decoder begins with; forces_end: checkpoints force the last token to be the end;
@@ -235,6 +237,11 @@ class Family:
     stacks: Callable[[Config], tuple[Stack, ...]]
     embedding: tuple[str, ...]
     width: str
+    head: tuple[str, ...]
+    logits_bias: str | None = None
+    embedding_scale: Callable[[Config], float] = lambda config: 1.0
+    output_scale: Callable[[Config], float] = lambda config: 1.0
+    keeps_float32: tuple[str, ...] = ()
     positions: Positions = Positions()
     tokenizer: TokenizerFiles = TokenizerFiles()
     new_tokenizer: TokenizerForm | None = None

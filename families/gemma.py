@@ -7,7 +7,7 @@ and are other families.
 from __future__ import annotations
 
 from smelt.families.family import Config, Family, RmsNorm, TokenizerFiles, TokenizerForm
-from smelt.families.llama import refuses, stacks
+from smelt.families.llama import HEAD, refuses, stacks
 
 
 def _refuses(config: Config) -> list[str]:
@@ -24,6 +24,8 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    head=HEAD,
+    embedding_scale=lambda config: float(config["hidden_size"]) ** 0.5,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=TokenizerForm(
         ("<pad>", "<eos>", "<bos>", "<unk>"),

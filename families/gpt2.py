@@ -16,6 +16,7 @@ from smelt.families.family import (
     TokenizerFiles,
     TokenizerForm,
 )
+from smelt.families.stream import Stream
 
 _END = "<|endoftext|>"
 BYTE_LEVEL = TokenizerForm((_END,), {"bos": _END, "eos": _END, "unk": _END, "pad": _END}, "$A", "$A $B")
@@ -33,10 +34,17 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         heads="num_heads",
         width="head_dim",
         size="split_size",
+        setting="n_head",
         packed="equal",
     )
-    block = FeedForward("mlp", "mlp.c_fc", "mlp.c_proj", "n_inner")
-    return (Stack("layers", "n_layer", "transformer.h", (attention,), block),)
+    block = FeedForward("mlp", "mlp.c_fc", "mlp.c_proj", "n_inner", "activation_function")
+    stream = Stream(
+        ("transformer.wte.weight", "transformer.wpe.weight"),
+        norms=("ln_1", "ln_2"),
+        norms_first=True,
+        closing="transformer.ln_f",
+    )
+    return (Stack("layers", "n_layer", "transformer.h", (attention,), block, stream, causal=True),)
 
 
 def refuses(config: Config) -> list[str]:
@@ -56,6 +64,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("wte.weight",),
     width="n_embd",
+    head=("lm_head",),
     positions=Positions(table="n_positions"),
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     new_tokenizer=BYTE_LEVEL,

@@ -7,9 +7,17 @@ owns a row of gate and up and a column of down.
 from __future__ import annotations
 
 from smelt.families.family import Attention, Config, Family, FeedForward, Stack, TokenizerFiles, TokenizerForm
+from smelt.families.stream import Stream
 
 # Angles of rotary positions, stored with each layer before transformers 4.32.
 INV_FREQ = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+HEAD = ("lm_head",)
+STREAM = Stream(
+    ("model.embed_tokens.weight",),
+    norms=("input_layernorm", "post_attention_layernorm"),
+    norms_first=True,
+    closing="model.norm",
+)
 _ROTARY = ("default", "linear", "llama3")
 
 
@@ -24,10 +32,15 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         out=f"{at}.o_proj",
         heads=None,
         width="head_dim",
+        setting="num_attention_heads",
+        key_setting="num_key_value_heads",
+        width_setting="head_dim",
         rotary=True,
     )
-    block = FeedForward("mlp", "mlp.up_proj", "mlp.down_proj", "intermediate_size", gate="mlp.gate_proj")
-    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block),)
+    block = FeedForward(
+        "mlp", "mlp.up_proj", "mlp.down_proj", "intermediate_size", "hidden_act", gate="mlp.gate_proj"
+    )
+    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block, STREAM, causal=True),)
 
 
 def refuses(config: Config) -> list[str]:
@@ -50,6 +63,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    head=HEAD,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=TokenizerForm(
         ("<unk>", "<s>", "</s>"),

@@ -6,17 +6,20 @@ pad_token_id + 1 on.
 
 from __future__ import annotations
 
-from smelt.families.encoder_decoder import stacks
-from smelt.families.family import TEXT_TO_TEXT, Family, TokenizerFiles
+from smelt.families.encoder_decoder import HEAD, Plan, embedding_scale
+from smelt.families.family import TEXT_TO_TEXT, Family, Positions, TokenizerFiles
 
 FAMILY = Family(
     name="m2m_100",
     kind="seq2seq",
     tasks=TEXT_TO_TEXT,
-    stacks=stacks,
+    stacks=Plan(norms_first=True, opening=False, closing=True, positions="embed_positions.weights").stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    head=HEAD,
+    embedding_scale=embedding_scale,
     # NLLB's; M2M100's own tokenizer has a vocab.json beside it
+    positions=Positions(computed=True),
     tokenizer=TokenizerFiles(("sentencepiece.bpe.model",)),
     unread=(
         r"(model\.)?(en|de)coder\.version",

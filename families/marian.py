@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from smelt.families.encoder_decoder import stacks
-from smelt.families.family import TEXT_TO_TEXT, Family, TokenizerFiles, TokenizerForm
+from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
+from smelt.families.family import TEXT_TO_TEXT, Family, Positions, TokenizerFiles, TokenizerForm
 
 FAMILY = Family(
     name="marian",
     kind="seq2seq",
     tasks=TEXT_TO_TEXT,
-    stacks=stacks,
+    stacks=Plan(norms_first=False, opening=False, closing=False).stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    head=HEAD,
+    logits_bias=LOGITS_BIAS,
+    embedding_scale=embedding_scale,
+    positions=Positions(computed=True),
     tokenizer=TokenizerFiles(("source.spm", "target.spm", "vocab.json"), fast=False),
     new_tokenizer=TokenizerForm(
         kinds=("unigram", "bpe"),

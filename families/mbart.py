@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from smelt.families.bart import FAIRSEQ_VERSION
-from smelt.families.encoder_decoder import stacks
+from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
 from smelt.families.family import TEXT_TO_TEXT, Family, TokenizerFiles
 
 FAMILY = Family(
     name="mbart",
     kind="seq2seq",
     tasks=TEXT_TO_TEXT,
-    stacks=stacks,
+    stacks=Plan(norms_first=True, opening=True, closing=True).stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    head=HEAD,
+    logits_bias=LOGITS_BIAS,
+    embedding_scale=embedding_scale,
     tokenizer=TokenizerFiles(("sentencepiece.bpe.model",)),
     unread=(FAIRSEQ_VERSION,),
     starts_with="eos",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smelt.families.family import Config, Family, TokenizerFiles
 from smelt.families.llama import FAMILY as LLAMA
-from smelt.families.llama import refuses, stacks
+from smelt.families.llama import HEAD, refuses, stacks
 
 
 def window(config: Config, number: int) -> int | None:
@@ -20,6 +20,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    head=HEAD,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=LLAMA.new_tokenizer,
     unread=LLAMA.unread,

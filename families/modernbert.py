@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from smelt.families.bert import TOKENIZER
 from smelt.families.family import Attention, Config, Family, FeedForward, Stack
+from smelt.families.stream import Stream
 
 # Rotations are traced, with angles that are the same for every text; `dynamic_rope_update` changes these.
 _BY_LENGTH = ("dynamic", "longrope")
@@ -25,12 +26,30 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         out="attn.Wo",
         heads=None,
         width="head_dim",
+        setting="num_attention_heads",
         packed="equal",
         scale="width",
         rotary=True,
     )
-    block = FeedForward("mlp", "mlp.Wi", "mlp.Wo", "intermediate_size", gate="mlp.Wi", gate_first=False)
-    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block),)
+    block = FeedForward(
+        "mlp",
+        "mlp.Wi",
+        "mlp.Wo",
+        "intermediate_size",
+        "hidden_activation",
+        gate="mlp.Wi",
+        gate_first=False,
+        activated="up",
+    )
+    stream = Stream(
+        ("model.embeddings.tok_embeddings.weight",),
+        norms=("attn_norm", "mlp_norm"),  # the first block's attn_norm does nothing
+        norms_first=True,
+        opening="model.embeddings.norm",
+        closing="model.final_norm",
+    )
+    place, by_layer = "model.layers", ("layer_types",)
+    return (Stack("layers", "num_hidden_layers", place, (attention,), block, stream, by_layer=by_layer),)
 
 
 def window(config: Config, number: int) -> int | None:
@@ -58,10 +77,11 @@ def refuses(config: Config) -> list[str]:
 FAMILY = Family(
     name="modernbert",
     kind="encoder",
-    tasks=("text-classification",),
+    tasks=("text-classification", "sentence-similarity"),
     stacks=stacks,
     embedding=("tok_embeddings.weight",),
     width="hidden_size",
+    head=("head.dense", "head.norm", "classifier"),
     new_tokenizer=replace(TOKENIZER, types=False),
     other_heads=(r"(head|decoder)\..+",),
     window=window,

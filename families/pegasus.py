@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from smelt.families.encoder_decoder import stacks
-from smelt.families.family import Family, TokenizerFiles, TokenizerForm
+from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
+from smelt.families.family import Family, Positions, TokenizerFiles, TokenizerForm
 
 FAMILY = Family(
     name="pegasus",
     kind="seq2seq",
     tasks=("summarization", "translation"),
-    stacks=stacks,
+    stacks=Plan(norms_first=True, opening=False, closing=True).stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    head=HEAD,
+    logits_bias=LOGITS_BIAS,
+    embedding_scale=embedding_scale,
+    positions=Positions(computed=True),
     tokenizer=TokenizerFiles(("spiece.model",)),
     new_tokenizer=TokenizerForm(
         ("<pad>", "</s>", "<mask_1>", "<unk>"),

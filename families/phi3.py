@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from smelt.families.family import Attention, Config, Family, FeedForward, Stack, TokenizerFiles
 from smelt.families.llama import FAMILY as LLAMA
-from smelt.families.llama import refuses
+from smelt.families.llama import HEAD, STREAM, refuses
 from smelt.families.mistral import window
 
 
@@ -23,14 +23,17 @@ def stacks(config: Config) -> tuple[Stack, ...]:
         out="self_attn.o_proj",
         heads=None,
         width="head_dim",
+        setting="num_attention_heads",
+        key_setting="num_key_value_heads",
+        width_setting="head_dim",
         packed="grouped",
         key_heads="num_key_value_heads",
         rotary=True,
         fixed_heads="its attention reads the number of heads from the config, one for all layers",
     )
     gate_up = "mlp.gate_up_proj"
-    block = FeedForward("mlp", gate_up, "mlp.down_proj", "intermediate_size", gate=gate_up)
-    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block),)
+    block = FeedForward("mlp", gate_up, "mlp.down_proj", "intermediate_size", "hidden_act", gate=gate_up)
+    return (Stack("layers", "num_hidden_layers", "model.layers", (attention,), block, STREAM, causal=True),)
 
 
 def _refuses(config: Config) -> list[str]:
@@ -49,6 +52,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    head=HEAD,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=LLAMA.new_tokenizer,
     window=window,

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.family import Config, Family, TokenizerFiles
+from smelt.families.family import Config, Family, Stack, TokenizerFiles
 from smelt.families.gpt2 import BYTE_LEVEL
-from smelt.families.llama import INV_FREQ, refuses, stacks
+from smelt.families.llama import HEAD, INV_FREQ, refuses
+from smelt.families.llama import stacks as llama_stacks
+
+
+def stacks(config: Config) -> tuple[Stack, ...]:
+    """Return the blocks."""
+    (stack,) = llama_stacks(config)
+    return (replace(stack, by_layer=("layer_types",)),)
 
 
 def window(config: Config, number: int) -> int | None:
@@ -23,6 +30,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    head=HEAD,
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     # transformers reads every tokenizer of the family as one of bytes
     new_tokenizer=replace(

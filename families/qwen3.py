@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.families.family import Config, Family, Stack, TokenizerFiles
-from smelt.families.llama import refuses
-from smelt.families.llama import stacks as llama_stacks
+from smelt.families.llama import HEAD, refuses
 from smelt.families.qwen2 import FAMILY as QWEN2
+from smelt.families.qwen2 import stacks as qwen2_stacks
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
     """Return the blocks."""
-    (stack,) = llama_stacks(config)
+    (stack,) = qwen2_stacks(config)
     (attention,) = stack.attentions
     normed = replace(attention, norms=("self_attn.q_norm", "self_attn.k_norm"))
     return (replace(stack, attentions=(normed,)),)
@@ -25,6 +25,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    head=HEAD,
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     new_tokenizer=QWEN2.new_tokenizer,
     window=QWEN2.window,

@@ -33,10 +33,11 @@ def stacks(config: Config) -> tuple[Stack, ...]:
 FAMILY = Family(
     name="roberta",
     kind="encoder",
-    tasks=("text-classification",),
+    tasks=("text-classification", "sentence-similarity"),
     stacks=stacks,
     embedding=("word_embeddings.weight",),
     width="hidden_size",
+    head=("classifier.dense", "classifier.out_proj"),
     positions=Positions(after_pad=True),
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     new_tokenizer=TOKENIZER,

@@ -14,11 +14,12 @@ from smelt.families.family import (
     Family,
     FeedForward,
     Positions,
-    RelativeBias,
     Stack,
     TokenizerFiles,
     TokenizerForm,
 )
+from smelt.families.relative_bias import RelativeBias
+from smelt.families.stream import Stream
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
@@ -26,15 +27,33 @@ def stacks(config: Config) -> tuple[Stack, ...]:
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated-")
     own, cross = _attention("layer.0.SelfAttention"), _attention("layer.1.EncDecAttention", cross=True)
     return (
-        Stack("encoder_layers", "num_layers", "encoder.block", (own,), _feed_forward("layer.1", gated)),
+        Stack(
+            "encoder_layers",
+            "num_layers",
+            "encoder.block",
+            (own,),
+            _feed_forward("layer.1", gated),
+            _stream("encoder", 2),
+        ),
         Stack(
             "decoder_layers",
             "num_decoder_layers",
             "decoder.block",
             (own, cross),
             _feed_forward("layer.2", gated),
+            _stream("decoder", 3),
+            causal=True,
             setting_else="num_layers",
         ),
+    )
+
+
+def _stream(side: str, parts: int) -> Stream:
+    return Stream(
+        (f"{side}.embed_tokens.weight",),
+        norms=tuple(f"layer.{part}.layer_norm" for part in range(parts)),
+        norms_first=True,
+        closing=f"{side}.final_layer_norm",
     )
 
 
@@ -47,6 +66,8 @@ def _attention(name: str, cross: bool = False) -> Attention:
         out=f"{name}.o",
         heads="n_heads",
         width="key_value_proj_dim",
+        setting="num_heads",
+        width_setting="d_kv",
         cross=cross,
         scale=None,
         relative="handed_on",
@@ -56,8 +77,14 @@ def _attention(name: str, cross: bool = False) -> Attention:
 def _feed_forward(layer: str, gated: bool) -> FeedForward:
     at = f"{layer}.DenseReluDense"
     if gated:
-        return FeedForward(at, f"{at}.wi_0", f"{at}.wo", "d_ff", gate=f"{at}.wi_1")
-    return FeedForward(at, f"{at}.wi", f"{at}.wo", "d_ff")
+        first, second = f"{at}.wi_0", f"{at}.wi_1"
+        return FeedForward(at, first, f"{at}.wo", "d_ff", "dense_act_fn", gate=second, activated="up")
+    return FeedForward(at, f"{at}.wi", f"{at}.wo", "d_ff", "dense_act_fn")
+
+
+def output_scale(config: Config) -> float:
+    """Return what the decoder's states are multiplied with where the word embedding is the output layer."""
+    return float(config["d_model"]) ** -0.5 if config.get("scale_decoder_outputs") else 1.0
 
 
 def relative_bias() -> RelativeBias:
@@ -74,6 +101,9 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    head=("lm_head",),
+    output_scale=output_scale,
+    keeps_float32=("wo",),
     positions=Positions(table=None),
     tokenizer=TokenizerFiles(("spiece.model",)),
     new_tokenizer=TokenizerForm(

@@ -158,6 +158,9 @@ def stages(name: str | None) -> None:
     help="Tokens a language model sees (default: as in its run).",
 )
 @click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Tokens from window to window.")
+@click.option(
+    "--baseline", type=FOLDER, help="An artifact whose vectors a sentence embedder's should agree with."
+)
 @search
 @click.option("--threads", type=click.IntRange(min=1))
 @device

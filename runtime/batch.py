@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
+# What an encoder's graph calls its output: a classifier's scores, or the vectors of texts.
+ENCODED = ("logits", "sentence_embedding")
 
 
 @dataclass(frozen=True)

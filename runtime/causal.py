@@ -1,4 +1,4 @@
-"""What all runners of decoder-only language models share: who they are, positions, losses of tokens.
+"""Decoder-only language models: which they are, positions, losses of tokens.
 
 Shapes: B = batch, L = tokens of a row, S = tokens fed at once, V = vocabulary.
 """
@@ -6,7 +6,7 @@ Shapes: B = batch, L = tokens of a row, S = tokens fed at once, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from smelt.core.errors import RunError
 from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family
 from smelt.runtime.batch import Logits, Tokens
-from smelt.runtime.runner import Runner
 from smelt.runtime.text.windows import TextWindows
 
 # The input that says of how many of the last tokens logits are wanted, 0 for all; transformers.js' word
@@ -33,23 +32,6 @@ def is_causal(config: Mapping[str, Any]) -> bool:
         and family.kind == "decoder"
         and any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in names)
     )
-
-
-class CausalRunner(Runner, Protocol):
-    """A `Runner` of a decoder-only model: prompts are padded on the left, the state is the KV cache."""
-
-    def start(self, rows: int) -> Any:
-        """Return the state of `rows` rows that have seen nothing."""
-
-    def extend(self, state: Any, ids: Tokens, mask: Tokens, last: int = 0) -> Logits:
-        """Feed int64 [B, S] with their mask, advance `state`, return float32 [B, S, V].
-
-        With `last`, only the logits of so many last tokens: [B, last, V]. S > 1 on a state that has seen
-        tokens is only for B = 1.
-        """
-
-    def reorder(self, state: Any, rows: Tokens) -> Any:
-        """Return the state whose row i is the row rows[i] (int64 [R]) of `state`, which is used up."""
 
 
 def positions(mask: Tokens) -> Tokens:

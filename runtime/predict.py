@@ -14,7 +14,6 @@ from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import is_causal
-from smelt.runtime.generate.loop import generate_with
 from smelt.runtime.generate.prompts import Cut, continue_texts
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.runner import Runner
@@ -42,6 +41,7 @@ def encode_texts(
     """
     words = text_tokenizer(tokenizer)
     texts = [words.prefix + text for text in texts] if words.prefix else list(texts)
+    texts = [text.lower() for text in texts] if words.lower else texts
     seconds = {i: p for i, p in enumerate(pairs or ()) if p is not None}
     if seconds and len(seconds) < len(texts):
         return _encode_mixed(texts, words, max_length, seconds)
@@ -125,7 +125,7 @@ def generate_texts(
     results = [""] * len(texts)
     done = endless = 0
     for part, (rows, batch) in enumerate(_batches(tools, texts, batch_size, None, cut)):
-        tokens = generate_with(runner, batch, decoding, part)
+        tokens = runner.generator(runner, batch, decoding, part)
         endless += sum(decoding.stops(row) for row in tokens)
         for i, text in zip(rows, tokenizer.decode_rows(tokens), strict=True):
             results[i] = text
@@ -134,6 +134,17 @@ def generate_texts(
     if stopped is not None:
         stopped(endless, decoding.longest(1) - 1)
     return results
+
+
+def sentence_vectors(
+    runner: Runner,
+    texts: Sequence[str],
+    batch_size: int = 32,
+    progress: Progress = silent,
+    cut: Cut | None = None,
+) -> NDArray[np.float32]:
+    """Return the vectors of `texts`, float32 [n, D], in their order; `cut` as in `generate_texts`."""
+    return _forward(runner, texts, None, batch_size, progress, cut)
 
 
 def class_logits(
@@ -145,17 +156,29 @@ def class_logits(
 ) -> NDArray[np.float32]:
     """Return float32 logits [n, C] for `examples`, in their order; `cut` as in `generate_texts`."""
     texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
+    return _forward(runner, texts, pairs, batch_size, progress, cut)
+
+
+def _forward(
+    runner: Runner,
+    texts: Sequence[str],
+    pairs: Sequence[str | None] | None,
+    batch_size: int,
+    progress: Progress,
+    cut: Cut | None,
+) -> NDArray[np.float32]:
+    """Return what `forward` gives for each text (and its pair), float32 [n, C or D]."""
     results: NDArray[np.float32] | None = None
     done = 0
     for rows, batch in _batches(runner.text, texts, batch_size, pairs, cut):
-        logits = runner.forward(batch)
+        found = runner.forward(batch)
         if results is None:
-            results = np.empty((len(examples), logits.shape[1]), dtype=np.float32)
-        results[rows] = logits
+            results = np.empty((len(texts), found.shape[1]), dtype=np.float32)
+        results[rows] = found
         done += len(rows)
-        progress(done, len(examples), "texts")
+        progress(done, len(texts), "texts")
     if results is None:
-        raise InputError("No texts to classify.")
+        raise InputError("No texts to run the model on.")
     return results
 
 

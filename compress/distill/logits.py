@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from smelt.compress.distill.fit import check_student
+from smelt.compress.distill.weights import LossWeights
 from smelt.compress.train.run import train
 from smelt.compress.train.settings import TrainingSettings, training_needs
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
+from smelt.core.data import SIMILARITY, TASKS, Split, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context, Need, Settings, StepName
 
@@ -39,19 +40,6 @@ class StudentSettings(Settings):
         return value
 
 
-class LossWeights(Settings):
-    """Weights of the parts of the loss."""
-
-    logits: float = Field(default=1.0, ge=0, description="of T^2 KL(teacher || student)")
-    labels: float = Field(default=0.5, ge=0, description="of the cross-entropy with the labels")
-
-    @model_validator(mode="after")
-    def _something(self) -> LossWeights:
-        if not self.logits and not self.labels:
-            raise ValueError("at least one weight must be above 0")
-        return self
-
-
 class DistillSettings(TrainingSettings):
     """Settings of `distill`."""
 
@@ -73,10 +61,12 @@ class Distill:
     teacher says of every word how likely it is. The loss is
     logits * T^2 * KL(softmax(teacher / T) || softmax(student / T)) + labels * cross-entropy.
     A classifier with several classes a text compares sigmoids class by class, one that gives a number
-    takes mean squared errors instead of both parts. After `quantize` the student trains through its
+    takes mean squared errors instead of both parts; a sentence embedder learns the teacher's vectors and
+    their cosines with each other, which needs only texts. After `quantize` the student trains through its
     codes, which are decided again at the end.
 
         - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
+        - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
     """
 
     name: ClassVar[str] = "distill"
@@ -106,6 +96,17 @@ class Distill:
         found, after = check_student(settings.student, config)
         return [(f"student.{setting}", message) for setting, message in found], after
 
+    @classmethod
+    def check_rows(
+        cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what of the settings does not fit the task or the rows, by setting."""
+        found = settings.losses.unfit(task)
+        lack = [data[n] for n in ("train", "validation") if n in data and not data[n].labelled]
+        if task == SIMILARITY and settings.losses.of_vectors()["scores"] and lack:
+            found.append(("losses.scores", f"the rows of {lack[0].origin} have no scores (column 'label')."))
+        return found
+
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
         from smelt.compress.quantize.through_codes import load_trainable, settle
@@ -113,7 +114,7 @@ class Distill:
 
         teacher = _load_teacher(settings.teacher, ctx)
         model, edits = load_trainable(src, ctx)
-        _check_outputs(model, teacher)
+        _check_outputs(model, teacher, settings)
         if settings.student is not None:
             from smelt.compress.distill.student import keep_layers
 
@@ -132,6 +133,13 @@ class Distill:
 def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
     """Return the mixed loss of `settings` with `teacher` (eval mode) run on the same batch."""
     import torch
+
+    from smelt.runtime.models.sentence_model import is_sentence_model
+
+    if is_sentence_model(teacher):
+        from smelt.compress.distill.sentences import vectors_objective
+
+        return vectors_objective(teacher, settings.losses)
 
     from smelt.compress.train.classifier_losses import training_loss
     from smelt.compress.train.loop import logits_of
@@ -185,10 +193,16 @@ def _load_teacher(name: str, ctx: Context) -> Any:
     return teacher.requires_grad_(False)
 
 
-def _check_outputs(model: Any, teacher: Any) -> None:
+def _check_outputs(model: Any, teacher: Any, settings: DistillSettings) -> None:
     from smelt.compress.train.classifier_losses import problem_of
     from smelt.runtime.causal import is_causal
+    from smelt.runtime.models.sentence_model import is_sentence_model
 
+    if is_sentence_model(model):
+        from smelt.compress.distill.sentences import require_fit
+
+        require_fit(model, teacher, settings.losses)
+        return
     ours, theirs = model.config, teacher.config
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
         raise InputError(f"distill: a {theirs.model_type} teacher cannot teach a {ours.model_type} student.")

@@ -95,8 +95,10 @@ def keep_layers(
             if getattr(module, "layer_idx", None) is not None:
                 module.layer_idx = new  # its place in the KV cache
     setattr(model.config, found.setting, len(kept))
-    if isinstance(getattr(model.config, "layer_types", None), list):
-        model.config.layer_types = [model.config.layer_types[i] for i in kept]
+    for word in found.by_layer:
+        values = getattr(model.config, word, None)
+        if isinstance(values, list):
+            setattr(model.config, word, [values[i] for i in kept])
     return _renamed(edits, place, kept), kept
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from smelt.compress.float_model import load_float, stored_parameters
 from smelt.compress.prune.fit import check_units, heads_that_stay
+from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
     from smelt.compress.prune.importance import Scores
-    from smelt.families.family import RelativeBias
+    from smelt.families.relative_bias import RelativeBias
     from smelt.runtime.models.structure import Edit
 
 
@@ -78,6 +79,15 @@ class Prune:
         if settings.importance == "magnitude":
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_rows(
+        cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what does not fit the rows: taylor of a sentence embedder looks at a loss made of scores."""
+        looks = settings.importance == "taylor"
+        found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
+        return [("importance", f"{text} Or take magnitude.") for _, text in found] if looks else []
 
     @classmethod
     def check_model(
@@ -182,6 +192,8 @@ def _score(
         raise InputError(
             "prune: importance: taylor needs rows with labels. Name them with data: {train: FILE}."
         )
+    if found := scores_lacking(ctx.task, {"rows": split}, ("rows",)):
+        raise InputError(f"prune: importance: taylor: {found[0][1]} Or take magnitude.")
     draw = random.Random(ctx.seed)
     if ctx.task != "language-modeling":  # whose rows are windows of one text
         drawn = sorted(draw.sample(range(len(split)), min(settings.rows, len(split))))

@@ -1,10 +1,12 @@
 """Rows as token ids, and batches of rows of similar length.
 
-Shapes: B = batch, L = source length, T = target length.
+Shapes: B = batch, L = source length, T = target length. Of pairs that are read one by one (sentence
+similarity) there are 2 B texts in a batch of B.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.train.classifier_losses import problem_of
-from smelt.core.data import TEXT_TO_TEXT, Example, Split
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Example, Split, texts_read
 from smelt.core.labels import (
     MULTI,
     REGRESSION,
@@ -36,17 +38,22 @@ TensorBatch: TypeAlias = dict[str, Tensor]
 class Row:
     """One tokenized row: source ids, type ids of a text pair, and what is to come out.
 
-    target: target ids; a class index; for several classes or a number one float for each output; None
-    for a window of running text, whose tokens are to come out one place earlier.
+    target: target ids; a class index; for several classes or a number one float for each output, for a pair
+    its score (not a number where there is none); None for a window of running text, whose tokens are to come
+    out one place earlier. second: ids of the second text of a pair that is read one by one.
     """
 
     source: list[int]
     types: list[int] | None
     target: list[int] | int | tuple[float, ...] | None
+    second: list[int] | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Source and target length, tokens."""
+        """Source and target length, tokens; of two texts that of the longer one counts twice."""
+        if self.second is not None:
+            longer = max(len(self.source), len(self.second))
+            return longer, longer
         return len(self.source), len(self.target) if isinstance(self.target, list) else 0
 
 
@@ -72,22 +79,30 @@ def encode_split(
         text = cut_windows(split, tokenizer, limit, length=max_length, strided=False)
         return [Row(ids.tolist(), None, None) for ids in text.ids]
     examples = split.examples
-    pairs = [e.text_pair for e in examples]
-    sources = encode_texts([e.text for e in examples], tokenizer, limit, pairs)
+    texts, pairs = texts_read(examples, ctx.task)
+    sources = encode_texts(texts, tokenizer, limit, pairs)
     cut = sources.truncated
     types: Sequence[list[int] | None] = sources.types or [None] * len(examples)
     if ctx.task in TEXT_TO_TEXT:
-        texts = [reference for e in examples for reference in e.references]
-        targets = encode_targets(texts, tokenizer, limit)
+        references = [reference for e in examples for reference in e.references]
+        targets = encode_targets(references, tokenizer, limit)
         cut += targets[1]
         owner = [i for i, e in enumerate(examples) for _ in e.references]
         rows = [Row(sources.ids[i], types[i], ids) for i, ids in zip(owner, targets[0], strict=True)]
+    elif ctx.task == SIMILARITY:
+        rows = [_pair(sources.ids, len(examples), i, e.label) for i, e in enumerate(examples)]
     else:
         labels = classifier_targets(examples, config, split.origin)
         rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
     if cut:
         ctx.warnings.append(f"{what}: {cut} texts of {len(examples)} rows were cut at {limit} tokens")
     return rows
+
+
+def _pair(ids: Sequence[list[int]], rows: int, at: int, score: object) -> Row:
+    """Return row `at` of `rows`; of pairs the second texts' ids stand behind those of all first ones."""
+    second = ids[rows + at] if len(ids) > rows else None
+    return Row(ids[at], None, (score if isinstance(score, float) else math.nan,), second)
 
 
 def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:
@@ -131,13 +146,15 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
     translator labels are int64 [B, T] with -100 for padding, and decoder_input_ids [B, T] are the
     labels shifted right behind the decoder's start token; for a classifier labels are int64 [B], or
     float32 [B, C] where a text has several classes or a number. For a language model labels are int64
-    [B, L], the token after each of input_ids, -100 for padding.
+    [B, L], the token after each of input_ids, -100 for padding. For pairs that are read one by one the inputs
+    are [2 B, L], first all first texts, and labels are float32 [B, 1].
     """
     if rows[0].target is None:
         return _collate_windows(rows)
     pad = int(config.pad_token_id or 0)
-    batch = {"input_ids": _pad([r.source for r in rows], pad)}
-    batch["attention_mask"] = _pad([[1] * len(r.source) for r in rows], 0)
+    texts = [r.source for r in rows] + [r.second for r in rows if r.second is not None]
+    batch = {"input_ids": _pad(texts, pad)}
+    batch["attention_mask"] = _pad([[1] * len(ids) for ids in texts], 0)
     types = [r.types for r in rows if r.types is not None]
     if types and takes_types({"model_type": config.model_type}):
         batch["token_type_ids"] = _pad(types, 0)

@@ -23,11 +23,13 @@ from smelt.compress.train.data import Row, TensorBatch, collate, group_by_length
 from smelt.compress.train.keeper import Keeper
 from smelt.compress.train.losses import IGNORE
 from smelt.compress.train.memory import require_training_memory
+from smelt.compress.train.sentence_losses import order_loss, vectors_of
 from smelt.compress.train.settings import TrainingSettings
 from smelt.compress.train.state import threads, training_state
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import bf16_works, torch_device
+from smelt.runtime.models.sentence_model import is_sentence_model
 
 # From a model and a batch to the mean loss over its labels (a float32 scalar).
 Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]
@@ -49,11 +51,17 @@ def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
 
 
 def label_objective(smoothing: float = 0.0) -> Objective:
-    """Return the mean loss with the labels (see `training_loss`); smoothed only while the model trains."""
+    """Return the mean loss with the labels (see `training_loss`), smoothed only while the model trains.
+
+    Of a sentence embedder it is `order_loss` with the scores.
+    """
 
     def objective(model: nn.Module, batch: TensorBatch) -> Tensor:
+        plain: Any = getattr(model, "module", model)
+        if is_sentence_model(plain):
+            return order_loss(vectors_of(model, batch), batch["labels"])
         return training_loss(
-            getattr(model, "module", model).config,
+            plain.config,
             logits_of(model, batch),
             batch["labels"],
             smoothing=smoothing if model.training else 0.0,

@@ -6,11 +6,12 @@ so that the table of stages is quick to read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.artifact import Artifact
-from smelt.core.data import Split
+from smelt.core.data import SIMILARITY, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
     from smelt.compress.train.data import Row
     from smelt.compress.train.loop import Objective
     from smelt.runtime.models.structure import Edit
+
+
+def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return ("", what is wrong) where a sentence embedder is to learn from pairs without scores.
+
+    names: of the splits that are asked, as far as they are in `data`.
+    """
+    lack = [data[name] for name in names if name in data and not data[name].labelled]
+    return [("", no_scores(lack[0]))] if task == SIMILARITY and lack else []
+
+
+def no_scores(split: Split) -> str:
+    """Return the sentence that says that the rows of `split` have no scores."""
+    return (
+        f"the rows of {split.origin} have no scores (column 'label'), and the loss is made of them. Take"
+        " pairs with scores; distill with losses: {embedding: 1.0, similarity: 1.0} needs only texts."
+    )
 
 
 def train(
@@ -33,13 +51,13 @@ def train(
     """Train `model` in place on `ctx.data["train"]`; afterwards it is float32, on the CPU, in eval mode.
 
     Args:
-        model: a translation or classification model of transformers, its structure already edited.
+        model: of transformers or a sentence embedder, its structure already edited.
         src: where the tokenizer lies.
         settings: length, batches, optimizer.
         ctx: data, seed, progress; gets the facts (`train_loss`, `validation_loss`, `kept_step`,
             `steps`, `precision`, `validations`) and the warnings (rows that were cut, a training that
             gave nothing).
-        objective: what is minimised; cross-entropy with the labels unless given.
+        objective: what is minimised; unless given the loss with the labels, or with the scores of pairs.
         edits: the model's structure, with which a checkpoint is stored to be scored (`select`).
         stage: the stage's word, for messages.
 
@@ -56,6 +74,8 @@ def train(
 
     if "train" not in ctx.data:
         raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
+    if objective is None and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
+        raise InputError(f"{stage}: {found[0][1]}")
     tokenizer = load_tokenizer(src.path)
 
     def encode(split: Split, name: str) -> list[Row]:

@@ -60,8 +60,11 @@ class CheckpointScore:
 
     def _artifact(self, folder: Path) -> Artifact:
         files = {
-            path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
-            for path in sorted(folder.iterdir())
+            path.relative_to(folder).as_posix(): FileRecord(
+                sha256=sha256_of(path), size_bytes=path.stat().st_size
+            )
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
         }
         manifest = Manifest(
             key=hash_of({name: record.sha256 for name, record in files.items()}),

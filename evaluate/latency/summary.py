@@ -93,6 +93,16 @@ def parts_of(calls: NDArray[np.float64], parts: list[list[float]], p50: float) -
     means = np.asarray([parts[at] for at in near]).mean(axis=0)
     if len(means) == 3:
         return dict(zip(("tokenizing_ms", "model_ms", "rest_ms"), map(float, means), strict=True))
+    if len(means) == 5:
+        before, whole, tokens, after, first = map(float, means)
+        return {
+            "tokenizing_ms": before,
+            "encoding_ms": None,
+            "first_token_ms": before + first,
+            "further_token_ms": (whole - first) / tokens if tokens else None,
+            "further_tokens": tokens,
+            "detokenizing_ms": after,
+        }
     before, encoding, first, further, tokens, after = map(float, means)
     return {
         "tokenizing_ms": before,

@@ -47,13 +47,14 @@ class Quality(_WithInterval):
 class GenerationParts(_Part):
     """What a median call of a generating model went into, ms.
 
-    encoding: the encoder, or a language model's prompt. first_token: from the texts to it, so with
-    tokenizing and encoding. further_token: each; further_tokens: how many. first_token + further_token
-    * further_tokens + detokenizing is the call, within 5 % of the p50.
+    encoding: the encoder, or a language model's prompt; None where it is inside of a graph that holds the
+    whole loop. first_token: from the texts to it, so with tokenizing and encoding. further_token: each;
+    further_tokens: how many. first_token + further_token * further_tokens + detokenizing is the call, within
+    5 % of the p50.
     """
 
     tokenizing_ms: float
-    encoding_ms: float
+    encoding_ms: float | None
     first_token_ms: float
     further_token_ms: float | None
     further_tokens: float

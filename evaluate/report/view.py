@@ -33,6 +33,7 @@ _LABELS = {
     "pearson": "Pearson",
     "spearman": "Spearman",
     "mse": "MSE",
+    "agreement": "Agreement",
     "perplexity": "Perplexity",
     "bits_per_byte": "Bits per byte",
     "size_bytes": "size",

@@ -96,7 +96,7 @@ def attention_modules(
             f"{type(model).__name__}: no attention module that the onnx stage knows how to export."
         )
     return [
-        AttentionModule(model.get_submodule(parts.name), parts, family, block.window(model))
+        AttentionModule(model.get_submodule(parts.name), parts, family, block.window)
         for block in blocks_of(model)
         if stack in (None, block.stack.name)
         for parts in block.attentions

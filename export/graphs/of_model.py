@@ -2,9 +2,11 @@
 
 Seq2seq models leave as `encoder_model`, which also computes the keys and values of cross-attention
 (once for a sentence, not at each step), and `decoder_with_past_model`, which takes one token.
-Classifiers and decoder-only language models leave as `model`. File and tensor names are Optimum's.
+Classifiers, sentence embedders and decoder-only language models leave as `model`. File and tensor names are
+Optimum's.
 
-Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary.
+Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary,
+C = classes, D = width.
 """
 
 from __future__ import annotations
@@ -28,35 +30,41 @@ from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
+from smelt.runtime.embedder import VECTOR
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
+from smelt.runtime.models.sentence_model import is_sentence_model, result_of
 from smelt.runtime.predict import takes_types
 
 _ATTENTION = "smelt"  # a name that transformers has no mask for: it then builds none
 
 
-class Classifier(nn.Module):
-    """input_ids, attention_mask (BERT: and token_type_ids) [B, L] -> logits float32 [B, C]."""
+class Encoder(nn.Module):
+    """input_ids, attention_mask [B, L] -> float32, a classifier's logits [B, C] or a text's vector [B, D].
+
+    A BERT classifier has the input token_type_ids too.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model, self.scope = model, Scope()
         self.attentions = attention_modules(model)
-        self.types = self.attentions[0].family.token_types
+        types = self.attentions[0].family.token_types
+        # an embedder reads no pairs
+        self.types = "zero" if types and is_sentence_model(model) else types
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Return the logits."""
+        """Return logits or vectors."""
         self.scope.mask = attention_mask
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         if self.types == "zero":
             # all tokens have type 0: one row that is added to all of them, instead of a gather for each
             types = {"token_type_ids": input_ids.new_zeros(1, 1)}
         with graph_attention(self.attentions, self.scope):
-            logits = self.model(input_ids, attention_mask=attention_mask, **types).logits
-        out: Tensor = logits.float()
-        return out
+            out = result_of(self.model(input_ids, attention_mask=attention_mask, **types))
+        return out.float()
 
 
 def graphs_of(model: Any) -> list[Graph]:
@@ -77,20 +85,20 @@ def graphs_of(model: Any) -> list[Graph]:
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
         return [Graph("model", *causal_graph(model), optional={KEEP: 0})]
+    if kind == "encoder" and is_sentence_model(model):
+        return [_encoder(model, ["input_ids", "attention_mask"], VECTOR)]
     if kind == "encoder" and type(model).__name__.endswith("ForSequenceClassification"):
-        return [_classifier(model)]
+        types = ["token_type_ids"] if takes_types(model.config.to_dict()) else []
+        return [_encoder(model, ["input_ids", "attention_mask", *types], "logits")]
     known = "; ".join(f"for {task} {', '.join(names)}" for task, names in BY_TASK.items())
     raise InputError(f"a {type(model).__name__} cannot be exported to ONNX yet. Known: {known}.")
 
 
-def _classifier(model: Any) -> Graph:
-    names = ["input_ids", "attention_mask"]
-    if takes_types(model.config.to_dict()):
-        names.append("token_type_ids")
+def _encoder(model: Any, names: list[str], output: str) -> Graph:
     # three tensors, not one three times: torch.export takes the same object for the same input
     ids = tuple(torch.ones(2, 7, dtype=torch.int64) for _ in names)
     axes = ({0: "batch", 1: "length"},) * len(names)
-    return Graph("model", Classifier(model), ids, names, ["logits"], axes)
+    return Graph("model", Encoder(model), ids, names, [output], axes)
 
 
 def _prepare(graph: Graph) -> None:

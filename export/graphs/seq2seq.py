@@ -53,11 +53,9 @@ class DecoderStep(nn.Module):
         super().__init__()
         self.decoder, self.head, self.scope = model.get_decoder(), model.get_output_embeddings(), Scope()
         self.attentions = attention_modules(model, "decoder_layers")
-        self.rms_norm = self.attentions[0].family.rms_norm
-        # a T5 whose embedding is its head makes the states smaller before it
-        scaled = getattr(model.config, "scale_decoder_outputs", False)
-        self.scale = model.config.d_model**-0.5 if scaled else None
-        bias = getattr(model, "final_logits_bias", None)
+        family = self.attentions[0].family
+        self.rms_norm, self.scale = family.rms_norm, family.output_scale(model.config.to_dict())
+        bias = model.get_buffer(family.logits_bias) if family.logits_bias else None
         if bias is not None and bool(bias.any()):
             self.head = _with_bias(self.head, bias.flatten())
 
@@ -77,7 +75,7 @@ class DecoderStep(nn.Module):
                 past_key_values=_Past(past[0].shape[2]),
                 use_cache=True,
             ).last_hidden_state
-        hidden = hidden if self.scale is None else hidden * self.scale
+        hidden = hidden if self.scale == 1.0 else hidden * self.scale
         logits = self.head(hidden.flatten(0, 1))
         caches = [t for i in range(len(self.scope.present)) for t in self.scope.present[i]]
         return logits.float(), *caches

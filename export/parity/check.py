@@ -19,7 +19,6 @@ from smelt.export.parity.operators import check_operators
 from smelt.export.parity.reference import Exact, Reference, exact_of, logits_for, round_weights_
 from smelt.export.parity.twin import exact_twin
 from smelt.export.parity.where import first_difference
-from smelt.runtime.causal import is_causal
 
 Figures = dict[str, dict[str, float]]
 
@@ -37,6 +36,11 @@ class Subject:
     kind: str
     target: str
     threads: int | None = None
+
+    @property
+    def result(self) -> str:
+        """What the last graph gives: logits, or the vectors of texts."""
+        return self.graphs[-1].output_names[0]
 
 
 def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def _check_exactly(subject: Subject, reference: Reference) -> Figures:
     with _in_float32(subject) as folder:
         try:
             with _opened(subject, folder) as runner:
-                return _compare(runner, reference, exact, "rounded" if half else "fp32")
+                return _compare(runner, subject.result, reference, exact, "rounded" if half else "fp32")
         except ParityError as error:
             where = first_difference(folder, subject.graphs, str(error), subject.model, reference)
             raise ParityError(f"{error}{where}") from error
@@ -97,7 +101,7 @@ def _require_unchanged(subject: Subject, reference: Reference, exact: Exact) -> 
     """
     if reference.exact is not None:
         try:
-            check_parity(subject.graphs[-1].name, "logits", reference.exact, exact.logits, "fp32")
+            check_parity(subject.graphs[-1].name, subject.result, reference.exact, exact.logits, "fp32")
         except ParityError as error:
             raise ParityError(f"{error} Preparing the export changed the model itself.") from error
 
@@ -111,8 +115,8 @@ def _in_float32(subject: Subject) -> Iterator[Path]:
         yield folder
 
 
-def _compare(runner: Any, reference: Reference, exact: Exact, kind: str) -> Figures:
-    """Compare all outputs; `exact` is what they should be."""
+def _compare(runner: Any, result: str, reference: Reference, exact: Exact, kind: str) -> Figures:
+    """Compare all outputs; `exact` is what they should be. result: the output that comes last."""
     found: Figures = {}
     batch = reference.batch
     if exact.hidden is not None:
@@ -128,7 +132,9 @@ def _compare(runner: Any, reference: Reference, exact: Exact, kind: str) -> Figu
     if exact.whole is not None:
         whole = np.concatenate([exact.whole, exact.whole[-1:]])
         check_parity(name, "logits", whole, _in_stretches(runner, batch.input_ids[-1:]), kind)
-    found[name] = check_parity(name, "logits", exact.logits, logits_for(runner, reference), kind)
+    found[name] = check_parity(name, result, exact.logits, logits_for(runner, reference), kind)
+    if result != "logits":  # the largest number of a vector is nothing that is chosen
+        del found[name]["agreement"]
     return found
 
 
@@ -145,7 +151,7 @@ def _in_stretches(runner: Any, ids: Any) -> Any:
 def _check_as_deployed(subject: Subject, reference: Reference) -> Figures:
     exact = Exact(reference.logits, reference.hidden)
     with _opened(subject, subject.folder) as runner:
-        return _compare(runner, reference, exact, subject.kind)
+        return _compare(runner, subject.result, reference, exact, subject.kind)
 
 
 @contextmanager
@@ -155,12 +161,10 @@ def _opened(subject: Subject, folder: Path) -> Iterator[Any]:
     Raises:
         ParityError: ONNX Runtime cannot open or run them.
     """
-    from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
-    from smelt.runtime.backends.onnx_runner import OnnxRunner
+    from smelt.runtime.backends.open_runner import open_folder
 
-    kind: Any = OnnxCausalRunner if is_causal(subject.model.config.to_dict()) else OnnxRunner
     try:
-        with kind.over(folder, subject.target, subject.threads) as runner:
+        with open_folder(folder, "onnx", subject.target, subject.threads) as runner:
             yield runner
     except ParityError:
         raise

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
+from smelt.runtime.embedder import VECTOR
 from smelt.runtime.schemes.registry import SCHEMES
 
 Array = NDArray[np.floating[Any]]
@@ -39,6 +40,10 @@ TOLERANCES = {
     "fp16": Tolerance(largest=None, mean=0.01),
     **{name: Tolerance(largest=None, mean=scheme.drift) for name, scheme in SCHEMES.items()},
 }
+# of a sentence's vector
+VECTOR_TOLERANCES = TOLERANCES | {
+    name: Tolerance(largest=None, mean=scheme.vector_drift) for name, scheme in SCHEMES.items()
+}
 # what kinds are called in messages
 _WORDS = {"fp32": "fp32", "rounded": "its fp16 weights in float32"}
 
@@ -48,7 +53,7 @@ def check_parity(graph: str, output: str, expected: Array, got: Array, kind: str
 
     Args:
         graph: name of the graph, for the message.
-        output: name of its output, for the message.
+        output: name of its output.
         expected: what the parent computes.
         got: what the graph computes, same shape.
         kind: a word of TOLERANCES.
@@ -63,7 +68,7 @@ def check_parity(graph: str, output: str, expected: Array, got: Array, kind: str
     spread = float(np.std(expected, dtype=np.float64)) or 1.0
     off = np.abs(expected.astype(np.float64) - got) / spread
     found = {"largest": float(off.max()), "mean": float(off.mean())}
-    tolerance = TOLERANCES[kind]
+    tolerance = (VECTOR_TOLERANCES if output == VECTOR else TOLERANCES)[kind]
     for name, limit in (("largest", tolerance.largest), ("mean", tolerance.mean)):
         if limit is not None and found[name] > limit:
             raise ParityError(

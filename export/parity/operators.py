@@ -55,7 +55,7 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     Raises:
         ParityError: an operator gives something else than its layer, or belongs to none.
     """
-    from smelt.runtime.backends.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_session import open_session
 
     found = [_operator(graph, model, module, node) for node in _quantized(model)]
     if not found:

@@ -29,6 +29,7 @@ from smelt.export.parity.rows import STEPS
 from smelt.runtime.batch import Batch, Tokens
 from smelt.runtime.causal import is_causal, positions
 from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.runtime.models.sentence_model import result_of
 from smelt.runtime.predict import takes_types
 
 
@@ -36,9 +37,10 @@ from smelt.runtime.predict import takes_types
 class Reference:
     """What the parent computes for a batch, as it is deployed.
 
-    logits: float32 [B, C], or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], what the decoder was
-    fed; None for a classifier. hidden: float32 [B, L, D], an encoder's states, else None. exact: as logits,
-    with dequantized weights, before the model was prepared for the export.
+    logits: float32 [B, C] (of an embedder the vectors, [B, D]), or [STEPS, B, V] of greedy steps. tokens:
+    int64 [STEPS, B], what the decoder was fed; None for an encoder. hidden: float32 [B, L, D], an encoder's
+    states, else None. exact: as logits, with dequantized weights, before the model was prepared for the
+    export.
     """
 
     batch: Batch
@@ -65,7 +67,7 @@ class Exact:
 def reference_of(runner: Any, batch: Batch) -> Reference:
     """Run the parent's runner on `batch`; asked before anything prepares its model for an export."""
     reference = _as_deployed(runner, batch)
-    return replace(reference, exact=exact_of(runner.model, reference).logits)
+    return replace(reference, exact=exact_of(runner.backend.model, reference).logits)
 
 
 def _as_deployed(runner: Any, batch: Batch) -> Reference:
@@ -73,11 +75,11 @@ def _as_deployed(runner: Any, batch: Batch) -> Reference:
         return _stepped(runner, batch, batch.input_ids[:, -1], None)
     if not runner.config.get("is_encoder_decoder"):
         return Reference(batch, runner.forward(batch).copy())
-    start = runner.model.generation_config.decoder_start_token_id
+    start = runner.backend.model.generation_config.decoder_start_token_id
     start = runner.config["decoder_start_token_id"] if start is None else start
     with torch.inference_mode():
         ids, mask = _tensors(batch)
-        hidden = runner.model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
+        hidden = runner.backend.model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
     return _stepped(runner, batch, np.full(batch.input_ids.shape[0], start, dtype=np.int64), hidden)
 
 
@@ -103,19 +105,19 @@ def exact_of(model: Any, reference: Reference) -> Exact:
     """Compute what the dequantized `model` gives for the batch and tokens of `reference`, without a cache."""
     with _torch_attention(model), _float_products(model):
         if reference.tokens is None:
-            return Exact(_classified(model, reference.batch))
+            return Exact(_encoded(model, reference.batch))
         if is_causal(model.config.to_dict()):
             return _continued(model, reference.batch, reference.tokens)
         return _decoded(model, reference.batch, reference.tokens)
 
 
-def _classified(model: Any, batch: Batch) -> Array:
+def _encoded(model: Any, batch: Batch) -> Array:
     ids, mask = _tensors(batch)
     types = {}
     if batch.token_type_ids is not None and takes_types(model.config.to_dict()):
         types["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
-    logits: Array = model(input_ids=ids, attention_mask=mask, **types).logits.numpy()
-    return logits
+    result: Array = result_of(model(input_ids=ids, attention_mask=mask, **types)).numpy()
+    return result
 
 
 def _decoded(model: Any, batch: Batch, tokens: Tokens) -> Exact:

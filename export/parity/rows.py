@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.core.data import Split
+from smelt.core.data import SIMILARITY, Split, Task, texts_read
 from smelt.runtime.batch import Batch
 from smelt.runtime.predict import encode_texts, pack
 from smelt.runtime.text.tokenizer import Encoded
@@ -23,7 +23,11 @@ _FEW = 3
 
 
 def parity_batch(
-    data: Mapping[str, Split], tokenizer: Any, config: Mapping[str, Any], limit: int
+    data: Mapping[str, Split],
+    tokenizer: Any,
+    config: Mapping[str, Any],
+    limit: int,
+    task: Task = "text-classification",
 ) -> tuple[Batch, bool]:
     """Return rows of the data, padded on the right, and whether they are real.
 
@@ -37,9 +41,10 @@ def parity_batch(
         tokenizer: of transformers.
         config: the model's, config.json.
         limit: tokens that a row may have.
+        task: decides whether the texts of a pair are read together.
     """
     reach = int(config.get("relative_attention_max_distance") or 0)
-    encoded = _encoded(data, tokenizer, min(LENGTH, limit))
+    encoded = _encoded(data, tokenizer, min(LENGTH, limit), task)
     real = encoded is not None and max(map(len, encoded.ids)) > 1
     if encoded is None or not real:
         ids = np.linspace(0, int(config["vocab_size"]) - 1, ROWS * 12).astype(np.int64).reshape(ROWS, 12)
@@ -49,15 +54,17 @@ def parity_batch(
         encoded.ids[-1] = _as_long_as(min(limit, reach + STEPS), encoded.ids)
     pad = tokenizer.pad_token_id
     batch = pack(encoded, range(len(encoded.ids)), 0 if pad is None else pad)
+    if task == SIMILARITY:  # whose texts are read one by one
+        return Batch(batch.input_ids, batch.attention_mask), real
     return _with_types(batch, config), real
 
 
-def _encoded(data: Mapping[str, Split], tokenizer: Any, most: int) -> Encoded | None:
+def _encoded(data: Mapping[str, Split], tokenizer: Any, most: int, task: Task) -> Encoded | None:
     split = _split(data)
     if split is None:
         return None
-    rows = split.examples[:_LOOK]
-    return encode_texts([e.text for e in rows], tokenizer, most, [e.text_pair for e in rows])
+    texts, pairs = texts_read(split.examples[:_LOOK], task)
+    return encode_texts(texts, tokenizer, most, pairs)
 
 
 def _split(data: Mapping[str, Split]) -> Split | None:

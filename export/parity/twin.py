@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.graph_files import data_file, read_graph, write_graph
+from smelt.export.graph_files import data_names, read_graph, write_graph
 from smelt.runtime.schemes.registry import exact_nodes
+from smelt.runtime.text.sentence_files import MODULES
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def exact_twin(folder: Path, names: Iterable[str], half: bool) -> Iterator[Path]
     """
     with TemporaryDirectory(dir=folder, prefix=".exact-") as made:
         twin = Path(made)
-        for name in ("config.json", "generation_config.json"):
+        for name in ("config.json", "generation_config.json", MODULES):
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, twin / name)
         for name in names:
@@ -39,8 +40,9 @@ def exact_twin(folder: Path, names: Iterable[str], half: bool) -> Iterator[Path]
             model = read_graph(path, values=half)
             if half:
                 widen_halves(model)
-            elif (data := data_file(path)).is_file():
-                _link(data, data_file(twin / path.name))
+            for data in data_names(model):
+                if not (twin / data).exists():
+                    _link(folder / data, twin / data)
             dequantize(model)
             write_graph(model, twin / path.name)
         yield twin

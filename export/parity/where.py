@@ -137,7 +137,7 @@ def _calls(
     folder: Path, name: str, reference: Reference, values: list[str]
 ) -> Iterator[tuple[_Call, Values]]:
     """Run the graph `name` as a runner would, call by call; yield each call with its outputs and `values`."""
-    from smelt.runtime.backends.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_session import open_session
 
     batch = reference.batch
     real = batch.attention_mask == 1
@@ -182,7 +182,7 @@ def _exposed(folder: Path, name: str, values: list[str]) -> Any:
     """Open the graph `name` with the named values as outputs too."""
     from onnx import ValueInfoProto
 
-    from smelt.runtime.backends.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_session import open_session
 
     path = folder / f"{name}.onnx"
     model = read_graph(path)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, TEXT_TO_TEXT, Example, Task
+from smelt.core.data import TASKS, TEXT_TO_TEXT, Example, Task, texts_read
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt.build import BuildOptions, Compatibility, build_engine, timing_cache_path
@@ -200,7 +200,7 @@ def _token_lengths(folder: Path, examples: Sequence[Example], task: Task) -> tup
     from smelt.runtime.predict import encode_texts
 
     tokenizer = load_tokenizer(folder)
-    texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
+    texts, pairs = texts_read(examples, task)
     inputs = [len(ids) for ids in encode_texts(texts, tokenizer, 10**9, pairs).ids]
     if task not in TEXT_TO_TEXT:
         return inputs, []

@@ -46,7 +46,8 @@ def predict(
 ) -> None:
     """Run ARTIFACT on each TEXT, on the rows of --data, or on the lines of standard input.
 
-    For a classifier of pairs a tab parts the two texts.
+    A tab parts the two texts of a pair. A sentence embedder prints the vector of a text, the cosine of a
+    pair.
     """
     for name in ("temperature", "top_k", "top_p", "seed"):
         if generation[name] is not None and not generation["do_sample"]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT, Split, Task
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError
 
 
@@ -45,6 +45,10 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
 
 def _too_long(split: Split, task: Task, tokenizer: Any, limit: int) -> set[int]:
     """Return the places of the rows with a source, pair or target that is too long."""
+    if task == SIMILARITY:
+        both = [(i, text) for i, e in enumerate(split.examples) for text in (e.text, e.text_pair) if text]
+        lengths = _lengths(tokenizer, [text for _, text in both])
+        return {i for (i, _), n in zip(both, lengths, strict=True) if n > limit}
     firsts = [e.text for e in split.examples]
     paired = [i for i, e in enumerate(split.examples) if e.text_pair is not None]
     alone = [i for i, e in enumerate(split.examples) if e.text_pair is None]

@@ -78,6 +78,10 @@ class ReportBuilder:
             for other in self.statistics:
                 self._steps[other]["against_baseline"] = self._compare(other, name)
 
+    def rescored(self, name: str, artifact: Artifact, score: Mapping[str, Any]) -> None:
+        """Fill in a finished step anew, whose score could be completed only now."""
+        self.done(name, artifact, score, self._steps[name]["status"] == "cached")
+
     def earlier(
         self, step: Step, artifact: Artifact, score: Mapping[str, Any] | None, reason: str | None
     ) -> None:
@@ -193,6 +197,7 @@ class ReportBuilder:
                 compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
             )
             for metric in own
+            if metric in others
         }
 
 

@@ -17,6 +17,7 @@ from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
 from smelt.execute.display import Display, duration
 from smelt.execute.failures import explain, trace
+from smelt.execute.head import settle_head
 from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.lengths import require_lengths
 from smelt.execute.report_data import ReportBuilder
@@ -27,9 +28,7 @@ from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work
 from smelt.execute.untrained import start
 from smelt.look.machine import unscored_reason
-from smelt.plan.labels import settle_labels
-from smelt.plan.text_rules import text_rules
-from smelt.plan.untrained import NOT_SCORED, config_file
+from smelt.plan.untrained import NOT_SCORED
 from smelt.plan.warnings import data_warnings, decoding_warnings
 
 if TYPE_CHECKING:
@@ -180,19 +179,16 @@ class _Run:
     def _root(self) -> None:
         self.display.begin(ROOT)
         recipe, model = self.plan.recipe, self.plan.recipe.model
-        folder = self.plan.model_folder if isinstance(model, str) else recipe.base / model.config
-        file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
-        labels = None
-        if recipe.task == "text-classification":
-            labels, metrics = settle_labels(recipe, file, self.data, self.plan.problem)
-            self.scorer = replace(self.scorer, metrics=metrics)
-            self.shop = replace(self.shop, validation=self.scorer)
-        rules, _ = text_rules(recipe, folder)
+        settled = settle_head(self.plan, self.data, self.scorer.metrics)
+        folder, head = settled.folder, settled.head
+        self.scorer = replace(self.scorer, metrics=settled.metrics)
+        self.shop = replace(self.shop, validation=self.scorer)
+        self.warn(settled.doubts)
         self.warn(decoding_warnings(recipe, folder))
         if isinstance(model, str):
-            artifact, cached = self.shop.import_root(folder, labels, rules, self._is_fresh(ROOT))
+            artifact, cached = self.shop.import_root(folder, head, self._is_fresh(ROOT))
         else:
-            artifact, cached = start(self.shop, recipe, labels, rules, self._is_fresh(ROOT))
+            artifact, cached = start(self.shop, recipe, head, self._is_fresh(ROOT))
         if recipe.strict:
             require_lengths(artifact.path, recipe.task, self.data)
         self._finished(ROOT, artifact, cached, 0.0)
@@ -235,16 +231,22 @@ class _Run:
             took = "from the store" if cached else duration(seconds)
             self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
             return
-        self.display.begin(f"{name}, scoring")
-        with self.store.lock(f"{artifact.key}-score", self._waits(name)):
-            score = self.scorer.score(artifact, self.data["test"], self.display.progress)
+        if name == self.plan.recipe.baseline:
+            self.scorer = replace(self.scorer, reference=artifact)
+        score = self._score(name, artifact)
         self.artifacts[name] = artifact
         self.report.done(name, artifact, score, cached)
+        if name == self.plan.recipe.baseline and self.scorer.compares:
+            for other in [n for n in self.report.statistics if n != name]:  # scored before it was there
+                self.report.rescored(other, self.artifacts[other], self._score(other, self.artifacts[other]))
         took = "from the store" if cached else duration(seconds)
-        metric, first = next(iter(score["quality"].items()))
-        self.display.line(
-            f"{name}: {took}; {metric} {first['value']:.2f}, {artifact.size_bytes / 1e6:.1f} MB"
-        )
+        first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
+        self.display.line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
+
+    def _score(self, name: str, artifact: Artifact) -> dict[str, Any]:
+        self.display.begin(f"{name}, scoring")
+        with self.store.lock(f"{artifact.key}-score", self._waits(name)):
+            return self.scorer.score(artifact, self.data["test"], self.display.progress)
 
     def _earlier(self) -> None:
         """Report what an earlier run in this folder did of the steps that `--until` leaves out."""

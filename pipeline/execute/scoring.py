@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Example, Split, Task, texts_read
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
 from smelt.core.stage import Progress, silent
 from smelt.core.store.store import Store
 from smelt.look.machine import device_of
+from smelt.recipe.problem import AGREEMENT
+from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
@@ -24,7 +26,11 @@ CUT_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores artifacts on one split with fixed metrics, decoding and batches."""
+    """Scores artifacts on one split with fixed metrics, decoding and batches.
+
+    reference: the artifact whose vectors others are compared with (`agreement`); None as long as there is
+    none, and then the metric is left out. vectors: of the reference, by the rows that they are of.
+    """
 
     store: Store
     task: Task
@@ -34,6 +40,13 @@ class Scorer:
     threads: int | None
     strict: bool = False
     device: str = "auto"
+    reference: Artifact | None = None
+    vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a score depends on the reference too."""
+        return self.task == SIMILARITY and AGREEMENT in self.metrics
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
@@ -49,18 +62,12 @@ class Scorer:
         if kept is not None:
             return kept
         with open_runner(artifact, self.threads, self.device) as runner:
-            # running text is cut in windows, so none of it is too long
-            too_long = 0 if self.task == "language-modeling" else _count_too_long(runner, split.examples)
+            too_long = _count_too_long(runner, split.examples, self.task)
             if too_long and self.strict:
                 raise InputError(
                     f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true)."
                 )
-            if self.task == "text-classification":
-                value = self._labels(runner, split, progress)
-            elif self.task == "language-modeling":
-                value = self._windows(runner, split, progress)
-            else:
-                value = self._texts(runner, split, progress)
+            value = _SCORED[self.task](self, runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
             value["device"] = runner.device
             value["artifact"] = artifact.key
@@ -81,7 +88,8 @@ class Scorer:
         if kept is None:
             return None
         # the order of the metrics is the recipe's: the first one leads the report
-        return {**kept, "quality": {name: kept["quality"][name] for name in self.metrics}}
+        quality = {name: kept["quality"][name] for name in self.metrics if name in kept["quality"]}
+        return {**kept, "quality": quality}
 
     def conditions(self) -> dict[str, Any]:
         """Return, JSON-able, what a score depends on besides the artifact, the rows and what runs it."""
@@ -94,7 +102,9 @@ class Scorer:
         }
 
     def _key(self, artifact: Artifact, split: Split) -> str:
-        libraries = library_versions((*_LIBRARIES_OF[artifact.format], *_METRIC_LIBRARIES))
+        runtime = find_runtime(artifact.format, artifact.manifest.facts.get("target"))
+        libraries = library_versions((*runtime.libraries, *_METRIC_LIBRARIES))
+        beside = {"reference": self.reference and self.reference.key} if self.compares else {}
         return hash_of(
             self.conditions()
             | {
@@ -104,6 +114,7 @@ class Scorer:
                 "metrics": sorted(self.metrics),
                 "device": device_of(artifact, self.device),
                 "libraries": libraries,
+                **beside,
             }
         )
 
@@ -146,13 +157,50 @@ class Scorer:
         scores, predictions = score_classifier(self.metrics, runner.config, logits, split)
         return {**_dump(scores), "predictions": predictions}
 
+    def _vectors(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.sentence_quality import Reference, cosines, score_vectors
+        from smelt.runtime.predict import sentence_vectors
 
-_METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
-_LIBRARIES_OF = {
-    "torch": ("torch", "transformers"),
-    "onnx": ("onnxruntime-gpu", "onnxruntime"),
-    "tensorrt": ("tensorrt", "tensorrt-rtx"),
+        texts, _ = texts_read(split.examples, self.task)
+        vectors = sentence_vectors(runner, texts, self.batch_size, progress)
+        reference = None
+        if self.compares and self.reference is not None:
+            key = hash_of([self.reference.key, split.fingerprint])
+            if self.reference.path == runner.folder:
+                self.vectors[key] = vectors
+            elif key not in self.vectors:
+                self.vectors[key] = self._reference_vectors(self.reference, texts, progress)
+            reference = Reference(self.vectors[key], self.reference.key)
+        paired = split.examples[0].text_pair is not None
+        halves = vectors[: len(split)], vectors[len(split) :]
+        value = {
+            **_dump(score_vectors(self.metrics, vectors, texts, scores_of(split), reference)),
+            "predictions": [round(float(c), 6) for c in cosines(*halves)] if paired else [],
+        }
+        if reference is not None and reference.vectors.shape != vectors.shape:
+            value["warnings"] = [
+                f"{AGREEMENT}: vectors of {vectors.shape[1]} numbers cannot be compared with the baseline's"
+                f" of {reference.vectors.shape[1]}"
+            ]
+        return value
+
+    def _reference_vectors(self, reference: Artifact, texts: Sequence[str], progress: Progress) -> Any:
+        """Return the vectors that the reference, which an earlier run scored, makes of `texts`."""
+        from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.predict import sentence_vectors
+
+        with open_runner(reference, self.threads, self.device) as runner:
+            return sentence_vectors(runner, texts, self.batch_size, progress)
+
+
+# How a model of each task is scored.
+_SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
+    **dict.fromkeys(TEXT_TO_TEXT, Scorer._texts),
+    "text-classification": Scorer._labels,
+    "language-modeling": Scorer._windows,
+    "sentence-similarity": Scorer._vectors,
 }
+_METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:
@@ -198,8 +246,16 @@ def _of_device(artifact: Artifact, device: str) -> list[str]:
     return [f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be others"]
 
 
-def _count_too_long(runner: Any, examples: Sequence[Example]) -> int:
+def scores_of(split: Split) -> list[float] | None:
+    """Return how similar each pair of `split` is, None where its rows do not say it."""
+    found = [float(e.label) for e in split.examples if isinstance(e.label, float)]
+    return found if split.labelled else None
+
+
+def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
     from smelt.runtime.predict import encode_texts
 
-    texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
+    if task == "language-modeling":  # running text is cut in windows, so none of it is too long
+        return 0
+    texts, pairs = texts_read(examples, task)
     return encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs).truncated

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Split
 from smelt.core.files import hash_of, sha256_of
-from smelt.core.labels import ProblemType
 from smelt.core.stage import Context
 from smelt.core.store.store import Store
 from smelt.core.windows import Windows
 from smelt.execute.failures import explain
+from smelt.execute.head import Head
 from smelt.execute.scoring import Scorer, library_versions
 from smelt.look.machine import gpu_names, multiplies_bf16, trains_on
 from smelt.look.model_folder import read_config
@@ -27,7 +27,6 @@ from smelt.recipe.problem import has_classifier
 if TYPE_CHECKING:
     from smelt.execute.display import Display
     from smelt.plan.plan import Step
-    from smelt.runtime.text.rules import TextRules
 
 _LIBRARIES = (
     "torch",
@@ -44,8 +43,6 @@ _LIBRARIES = (
     "tensorrt",
     "tensorrt-rtx",
 )
-
-Labels = tuple[ProblemType, list[str]]
 
 
 @dataclass(frozen=True)
@@ -72,17 +69,13 @@ class Workshop:
         """What the manifests of the run's artifacts say of its windows; nothing for other tasks."""
         return {} if self.windows is None else {"windows": self.windows.model_dump(exclude_none=True)}
 
-    def import_root(
-        self, source: Path, labels: Labels | None, rules: TextRules, fresh: bool
-    ) -> tuple[Artifact, bool]:
-        """Bring the untouched model into the store; return it and whether it was there already.
-
-        labels: of a classifier its problem type, and the names of the outputs that it gets if it has none.
-        """
+    def import_root(self, source: Path, head: Head, fresh: bool) -> tuple[Artifact, bool]:
+        """Bring the untouched model into the store; return it and whether it was there already."""
         from smelt.runtime.models.checkpoint import count_parameters
         from smelt.runtime.models.import_model import import_model, source_files
         from smelt.runtime.text.write_rules import write_text_rules
 
+        labels, rules = head.labels, head.rules
         key = hash_of(
             {
                 "stage": "model",
@@ -91,7 +84,7 @@ class Workshop:
                 "task": self.task,
                 "labels": labels and labels[1],
                 "problem_type": labels and labels[0],
-                "text": rules.model_dump(),
+                **head.key,
                 "seed": self.seed,
                 **self.remembered,
             }
@@ -101,7 +94,7 @@ class Workshop:
             out = space / "out"
             out.mkdir()
             problem, names = labels or (None, None)
-            notes = import_model(source, out, names, self.seed, problem)
+            notes = import_model(source, out, names, self.seed, problem, head.sentences)
             write_text_rules(out, rules)
             facts = {
                 "parameters": count_parameters(out),

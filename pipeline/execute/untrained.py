@@ -11,7 +11,8 @@ from smelt.core.data import Split
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.hub import cache_alone, hub_lacks
-from smelt.core.labels import ProblemType, class_names
+from smelt.core.labels import class_names
+from smelt.execute.head import Head
 from smelt.execute.steps import Workshop
 from smelt.look.model_folder import (
     local_folder,
@@ -26,16 +27,8 @@ from smelt.runtime.text.rules import TextRules
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.spm"]
 
 
-def start(
-    shop: Workshop,
-    recipe: Recipe,
-    labels: tuple[ProblemType, list[str]] | None,
-    rules: TextRules,
-    fresh: bool,
-) -> tuple[Artifact, bool]:
+def start(shop: Workshop, recipe: Recipe, head: Head, fresh: bool) -> tuple[Artifact, bool]:
     """Make the model that the recipe describes, or take it from the store; return also whether it was there.
-
-    labels: of a classifier its problem type and the names of its outputs.
 
     Raises:
         InputError: config or tokenizer cannot be had or do not fit each other.
@@ -54,8 +47,8 @@ def start(
             "config": config,
             "tokenizer": _contents(ready) if ready else _recipe_of(tokenizer, shop.data["train"]),
             "task": shop.task,
-            "labels": labels,
-            "text": rules.model_dump(),
+            "labels": head.labels,
+            **head.key,
             "seed": shop.seed,
             "libraries": dict(shop.versions),
             **shop.remembered,
@@ -65,8 +58,8 @@ def start(
     def make(space: Path) -> Artifact:
         out, words = space / "out", ready or space / "tokenizer"
         out.mkdir()
-        notes = _make(shop, config, tokenizer, words, out, labels)
-        return _commit(shop, key, config, tokenizer, rules, out, notes, fresh)
+        notes = _make(shop, config, tokenizer, words, out, head)
+        return _commit(shop, key, config, tokenizer, head.rules, out, notes, fresh)
 
     return shop.obtain(ROOT, key, fresh, make)
 
@@ -77,7 +70,7 @@ def _make(
     tokenizer: str | NewTokenizer,
     words: Path,
     out: Path,
-    labels: tuple[ProblemType, list[str]] | None,
+    head: Head,
 ) -> list[str]:
     """Write the model into `out`, its tokenizer trained into the folder `words` before, if it is to be."""
     from smelt.runtime.models.new_model import make_model
@@ -94,7 +87,7 @@ def _make(
             vocab_size=tokenizer.vocab_size,
             max_length=position_limit(config),
         )
-    problem, names = labels or (None, [])
+    problem, names = head.labels or (None, [])
     if has_classifier(config):
         names = class_names(config)
     return make_model(
@@ -106,6 +99,7 @@ def _make(
         exact=isinstance(tokenizer, NewTokenizer),
         labels=names,
         problem=problem,
+        sentences=head.sentences,
     )
 
 

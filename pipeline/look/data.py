@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT, Columns, Task
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Columns, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.rows.reading import read_file
 from smelt.core.rows.text_files import file_kind
@@ -28,7 +28,7 @@ _NAMES = {
     "target": ("target", "tgt", "summary", "highlights", "abstract", "output", "de", "fr"),
     "text": ("text", "sentence", "sentence1", "premise", "question", "content", "review", "document"),
     "text_pair": ("text_b", "sentence2", "hypothesis", "answer"),
-    "label": ("label", "labels", "category", "class", "intent", "sentiment", "stars", "score"),
+    "label": ("label", "labels", "category", "class", "intent", "sentiment", "stars", "score", "similarity"),
 }
 
 
@@ -141,7 +141,7 @@ def _columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]
     row = next((row for _, row in read_file(path)), {})
     own = Columns()
     roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT else ("text",)
-    roles += ("text_pair", "label") if task == "text-classification" else ()
+    roles += ("text_pair", "label") if task in ("text-classification", SIMILARITY) else ()
     found = dict(given)
     for role in roles:
         if role in found or getattr(own, role) in row or (role == "target" and own.references in row):
@@ -149,7 +149,7 @@ def _columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]
         name = guess_column(row, role, set(found.values()))
         if name is not None:
             found[role] = name
-        elif role != "text_pair":
+        elif role != "text_pair" and not (role == "label" and task == SIMILARITY):
             there = ", ".join(map(str, row)) or "none"
             raise InputError(
                 f"{path}: no column looks like the {role}; there are: {there}."

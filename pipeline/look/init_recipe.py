@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from smelt.core.data import TEXT_TO_TEXT, Columns, Label, SplitName, Task
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Columns, Label, SplitName, Task
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
@@ -30,13 +30,21 @@ _ROWS = {
     "summarization": '{"source": "...", "target": "..."}',
     "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
     "language-modeling": '{"text": "..."}; plain .txt files are read too',
+    "sentence-similarity": '{"text": "..."}, of scored pairs "text_b" and "label" too',
 }
 _QUALITY = {
     "translation": "[bleu, chrf]",
     "summarization": "[rouge1, rouge2, rougeL]",
     "language-modeling": "[perplexity, bits_per_byte]",
 }
-_LEADS = {"translation": "bleu", "summarization": "rougeL", "language-modeling": "perplexity"}
+_LEADS = {
+    "translation": "bleu",
+    "summarization": "rougeL",
+    "language-modeling": "perplexity",
+    "sentence-similarity": "agreement",
+}
+# The parts of the loss of `distill`, where they are not those of logits.
+_PARTS = {"sentence-similarity": "embedding: 1.0, similarity: 1.0"}
 # Rows that are looked at to see what the labels are.
 _SEEN_ROWS = 2000
 
@@ -240,8 +248,11 @@ def _trained(seen: ModelLook) -> Iterator[_Step]:
     if seen.new_head:
         yield _Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
         teacher = "teacher: tuned, "
-    yield _Step("prune", "{what: [ffn], keep: 0.75}", "a quarter of the FFN neurons goes")
-    how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 1}}"
+    # by magnitude, where the rows may have no scores to make a loss of
+    how = ", importance: magnitude" if seen.task == SIMILARITY else ""
+    yield _Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
+    parts = _PARTS.get(seen.task, "logits: 1.0, labels: 0.5")
+    how = f"{{{teacher}losses: {{{parts}}}, epochs: 1}}"
     yield _Step("distill", how, "recovers what that lost", "small")
 
 

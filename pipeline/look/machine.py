@@ -86,15 +86,15 @@ def device_of(artifact: Artifact, wanted: str) -> str:
     Raises:
         InputError: cuda is asked for and there is none.
     """
-    if artifact.format == "tensorrt":
-        return "cuda"
+    from smelt.runtime.backends.registry import find_runtime
+
+    target = artifact.manifest.facts.get("target")
+    place = find_runtime(artifact.format, target).place
+    if isinstance(place, str):
+        return place
     if wanted == "cpu" or (wanted == "auto" and not has_cuda()):
         return "cpu"
-    from smelt.runtime.backends.device import onnx_device, torch_device
-
-    if artifact.format == "onnx":
-        return onnx_device(wanted, artifact.manifest.facts.get("target"))
-    return torch_device(wanted)
+    return place(wanted, target)
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import Task
+from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.families.registry import BY_TASK, FAMILIES
@@ -22,6 +22,7 @@ from smelt.look.model_folder import (
 from smelt.recipe.problem import has_classifier
 from smelt.runtime.models.weight_files import values_in, weight_tensors
 from smelt.runtime.text.limits import position_limit
+from smelt.runtime.text.sentence_files import MODULES
 
 # safetensors' words for the types of floating numbers.
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -63,7 +64,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
     tasks = tuple(t for t, families in BY_TASK.items() if family in families)
     if config and not tasks:
         raise InputError(f"{place / 'config.json'}: {unknown_family(family)}")
-    chosen = _choose(config, family, tasks, task) if tasks else None
+    chosen = _choose(config, family, tasks, task, embeds=(place / MODULES).is_file()) if tasks else None
     if folder is not None:
         problems, _ = check_model_folder(folder, chosen)
     if problems or chosen is None:
@@ -94,12 +95,19 @@ def _config_from_hub(model: str) -> Path:
         raise not_given(model, lack, error) from error
 
 
-def _choose(config: Mapping[str, Any], family: str, tasks: tuple[Task, ...], wanted: Task | None) -> Task:
-    """Return the task: the one that was asked for, else what the config's parameters name, else the usual."""
+def _choose(
+    config: Mapping[str, Any], family: str, tasks: tuple[Task, ...], wanted: Task | None, embeds: bool
+) -> Task:
+    """Return the task: the one that was asked for, else what the model's files say, else the usual.
+
+    embeds: the folder was written by sentence-transformers.
+    """
     if wanted is not None:
         if wanted not in tasks:
             raise InputError(f"--task {wanted}: a {family} model is for {' or '.join(tasks)}.")
         return wanted
+    if embeds and SIMILARITY in tasks:
+        return SIMILARITY
     params = config.get("task_specific_params")
     named = {t for t in tasks for word in (params if isinstance(params, dict) else ()) if word.startswith(t)}
     if len(named) == 1:

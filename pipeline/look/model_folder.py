@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import Task
+from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.families.registry import BY_TASK, FAMILIES, find_family
@@ -97,6 +97,7 @@ def check_model_folder(
         problems.append(f"{folder / 'config.json'}: {unknown_family(kind, task)}")
     else:
         problems += _no_language_model(config, folder) if task == "language-modeling" else []
+        problems += _no_encoder(config, folder) if task == SIMILARITY else []
         problems += [f"{folder / 'config.json'}: {problem}" for problem in refused(config)]
     problems += check_tokenizer(folder, kind)
     if problems:
@@ -132,6 +133,17 @@ def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
         return []
     where = folder / "config.json"
     return [f"{where}: 'architectures' is {named}; a language model ends in ForCausalLM or LMHeadModel."]
+
+
+def _no_encoder(config: dict[str, Any], folder: Path) -> list[str]:
+    """Say that the model of a config is a classifier, whose head no vector would show."""
+    named = [str(name) for name in config.get("architectures") or []]
+    if not any(name.endswith("Classification") for name in named):
+        return []
+    return [
+        f"{folder / 'config.json'}: 'architectures' is {named}: a classifier makes no vectors. Save its"
+        " encoder alone, AutoModel.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer."
+    ]
 
 
 def refused(config: dict[str, Any]) -> list[str]:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.core.artifact import Format
+from smelt.core.data import SIMILARITY
 from smelt.core.errors import nearest
 from smelt.core.stage import Need, Settings, Stage, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
-from smelt.recipe.problem import LABEL_METRICS
-from smelt.recipe.recipe import Recipe
+from smelt.recipe.problem import AGREEMENT
+from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
@@ -178,7 +179,9 @@ class Checker:
             self.mistakes.add(path, "a language model's metrics follow from its loss; write select: loss.")
             return
         # a classifier's own metrics, where none are named, are known when its labels were read
-        known = ("loss", *(self.recipe.score.quality or LABEL_METRICS))
+        known = ("loss", *(self.recipe.score.quality or METRICS[self.recipe.task]))
+        if self.recipe.task == SIMILARITY:  # on validation rows there is no baseline to agree with
+            known = tuple(name for name in known if name != AGREEMENT)
         if metric not in known:
             self.mistakes.add(
                 path,

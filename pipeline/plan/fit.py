@@ -1,8 +1,10 @@
-"""Does each stage fit the model that it will get? Known from the model's config, without torch.
+"""Does each stage fit the model and the rows that it will get? Known from config and data, without torch.
 
 A stage that can tell has a class method `check_model(settings, config)`, which returns its mistakes as
 (setting, message) and the config of the model that it leaves: the very same where it says nothing of it. All
-others leave the config as it is.
+others leave the config as it is. One that cannot do with all rows has a class method
+`check_rows(settings, task, data)`, which returns its mistakes likewise, where the recipe has the `task` and
+the splits `data` were read.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smelt.core.data import Split, Task
 from smelt.look.model_folder import read_config
 from smelt.plan.plan import Step
-from smelt.recipe.errors import Mistakes
+from smelt.recipe.errors import Mistakes, touches
 from smelt.recipe.stages import ROOT
 
 if TYPE_CHECKING:
@@ -48,3 +51,24 @@ def check_fit(
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
+
+
+def check_rows(
+    steps: Sequence[Step],
+    places: dict[str, Where],
+    task: Task,
+    splits: Mapping[str, Split],
+    mistakes: Mistakes,
+    bad: set[str],
+) -> None:
+    """Note what of the settings of each step does not fit the task, or the rows of `splits`.
+
+    bad: what is wrong already, as dotted paths; nothing is concluded from a wrong task.
+    """
+    if touches(bad, "task"):
+        return
+    for step in steps:
+        check = getattr(step.cls, "check_rows", None)
+        for setting, message in check(step.settings, task, splits) if check else ():
+            if setting.split(".")[0] not in step.wrong:
+                mistakes.add((*places[step.name], *(setting.split(".") if setting else ())), message)

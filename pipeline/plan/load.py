@@ -7,11 +7,12 @@ from pathlib import Path
 
 from smelt.plan.checks import Checker
 from smelt.plan.engines import fit_engines
-from smelt.plan.fit import check_fit
+from smelt.plan.fit import check_fit, check_rows
 from smelt.plan.gates import baseline, cut, gates
 from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.plan import Plan
+from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained
 from smelt.plan.warnings import data_warnings, decoding_warnings
 from smelt.recipe.recipe import examine, find_recipe
@@ -50,6 +51,8 @@ def make_plan(
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
+    read = check_sentences(read, folder, splits, mistakes, bad, checker.warnings)
+    check_rows(every, checker.places, read.task, splits, mistakes, bad)
     mistakes.raise_all()
     steps = tuple(step for step in every if step.name in kept)
     doubts = data_warnings(read, any(step.trains for step in steps), splits)

@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.plan.plan import Plan, Step
+from smelt.plan.sentences import described, sentence_rules
 from smelt.plan.text_rules import text_rules
 from smelt.recipe.inputs import Untrained
 from smelt.recipe.recipe import LOWER_IS_BETTER
@@ -29,6 +30,8 @@ def describe_plan(plan: Plan) -> str:
         lines += _wrapped(f"{name:<12}{said}{rows}", 12)
     for said in text_rules(recipe, plan.local_model)[1] if plan.local_model else ():
         lines += _wrapped(f"texts       {said}", 12)
+    if recipe.task == SIMILARITY and plan.local_model:
+        lines += _wrapped(f"vectors     {described(sentence_rules(recipe, plan.local_model)[0])}", 12)
     lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
     lines += _score(plan)
     for gate in plan.gates:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
 from smelt.families.family import Family
 from smelt.families.registry import find_family
 from smelt.recipe.recipe import Recipe
 from smelt.runtime.text.rules import FILE, TextRules, read_text_rules
+from smelt.runtime.text.sentence_files import PROMPTS, default_prompt, read_sentence_rules
 
 
 def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
@@ -25,10 +26,11 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
     """
     data = recipe.data
     if recipe.task not in TEXT_TO_TEXT:
-        given = [k for k in ("prefix", "source_language", "target_language") if getattr(data, k) is not None]
+        known = ("prefix", "source_language", "target_language")[recipe.task == SIMILARITY :]
+        given = [k for k in known if getattr(data, k) is not None]
         if given:
             raise InputError(f"{given[0]}: fits {' and '.join(sorted(TEXT_TO_TEXT))}, not {recipe.task}.")
-        return TextRules(), []
+        return _of_vectors(recipe, folder) if recipe.task == SIMILARITY else (TextRules(), [])
     config = _config(folder)
     kind = config.get("model_type")
     family = find_family(config)
@@ -46,6 +48,25 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
             f"prefix {prefix!r} (a {kind} model's word for the target language)"
         ]
     return _from_params(recipe, config)
+
+
+def _of_vectors(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
+    """Return what a sentence embedder has done to its texts: a prefix, lower case.
+
+    Raises:
+        InputError: sentence-transformers puts a prompt before every text, and the recipe says no prefix.
+    """
+    known, own = read_text_rules(folder), read_sentence_rules(folder)
+    prefix = known.prefix if recipe.data.prefix is None else recipe.data.prefix
+    prompt = default_prompt(folder)
+    if prompt and recipe.data.prefix is None and not (folder / FILE).is_file():
+        raise InputError(
+            f"{folder / PROMPTS}: sentence-transformers puts the prompt {prompt!r} before every text of this"
+            f' model. Say so with data: {{prefix: {json.dumps(prompt)}}}, or prefix: "" for none.'
+        )
+    rules = TextRules(prefix=prefix, lower=known.lower or (own is not None and own.lower))
+    said = [f"prefix {prefix!r}"] if prefix else []
+    return rules, said + (["lowercased"] if rules.lower else [])
 
 
 def _languages(recipe: Recipe, folder: Path, family: Family) -> tuple[TextRules, list[str]]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from smelt.core.data import Columns
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
+from smelt.runtime.text.sentence_files import Pooling
 
 
 class NewTokenizer(Settings):
@@ -43,6 +44,17 @@ class Shares(Settings):
     def given(self) -> dict[str, float]:
         """Return the shares that are named, by split."""
         return self.model_dump(exclude_none=True)
+
+
+class Embedding(Settings):
+    """How texts become vectors, where the model's folder does not say it or something else is wanted.
+
+    See `smelt.runtime.text.sentence_files.SentenceRules`; None takes what the model says.
+    """
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    max_length: int | None = Field(default=None, ge=1)
 
 
 class Data(Settings):

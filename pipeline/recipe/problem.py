@@ -24,6 +24,10 @@ METRICS_OF: dict[ProblemType, tuple[str, ...]] = {
     MULTI: ("f1_micro", "f1_macro", "subset_accuracy"),
     REGRESSION: ("pearson", "spearman", "mse"),
 }
+# Of vectors: with the scores of pairs, and with the baseline's vectors, which needs no scores.
+AGREEMENT = "agreement"
+SCORE_METRICS = ("spearman", "pearson")
+VECTOR_METRICS = (*SCORE_METRICS, AGREEMENT)
 LABEL_METRICS = tuple(metric for metrics in METRICS_OF.values() for metric in metrics)
 
 

@@ -8,30 +8,36 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import TASKS, Task
+from smelt.core.data import SIMILARITY, TASKS, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
 from smelt.evaluate.latency import LatencySettings
 from smelt.recipe.errors import Mistakes, check, dotted, shown, touches
-from smelt.recipe.inputs import Data, Untrained
+from smelt.recipe.inputs import Data, Embedding, Untrained
 from smelt.recipe.overrides import apply_overrides
-from smelt.recipe.problem import LABEL_METRICS
+from smelt.recipe.problem import LABEL_METRICS, VECTOR_METRICS
 from smelt.recipe.stages import StageEntry, read_stages, step_names
 from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.backends.device import Device
 from smelt.runtime.generate.settings import Generation
 
-LATER_TASKS = ("image-classification", "sentence-similarity")
+LATER_TASKS = ("image-classification",)
 METRICS: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
     "summarization": ("rouge1", "rouge2", "rougeL", "bleu", "chrf"),
     "language-modeling": ("perplexity", "bits_per_byte"),
     "text-classification": LABEL_METRICS,
+    "sentence-similarity": VECTOR_METRICS,
 }
 # What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
-# the problem type decides, which is known when model and data are (smelt.plan.labels).
-DEFAULT_METRICS = METRICS | {"summarization": ("rouge1", "rouge2", "rougeL"), "text-classification": ()}
+# the problem type decides, of vectors whether there are scores, which is known when model and data are
+# (smelt.plan.labels, smelt.plan.sentences).
+DEFAULT_METRICS = METRICS | {
+    "summarization": ("rouge1", "rouge2", "rougeL"),
+    "text-classification": (),
+    "sentence-similarity": (),
+}
 # Of these less is better, so that `max_drop` limits a rise, and the other limit is `max`.
 LOWER_IS_BETTER = frozenset({"perplexity", "bits_per_byte", "mse"})
 
@@ -72,6 +78,7 @@ class RecipeKeys(Settings):
     model: str | Untrained
     task: Task
     data: Data
+    embedding: Embedding = Embedding()
     score: ScoreSettings = ScoreSettings()
     baseline: str = "model"
     gates: dict[str, Gate] = Field(default_factory=dict)
@@ -213,6 +220,8 @@ def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     wrong = keys.task != "language-modeling" and data.windows != Windows()
     if wrong and not touches(bad, "task", "data.windows"):
         mistakes.add(("data", "windows"), f"is for language-modeling; {keys.task} has rows of its own.")
+    if keys.task != SIMILARITY and keys.embedding != Embedding() and not touches(bad, "task", "embedding"):
+        mistakes.add(("embedding",), f"is for {SIMILARITY}; a model for {keys.task} makes no vectors.")
 
 
 def _check_quality(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> RecipeKeys:

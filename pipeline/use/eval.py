@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import Split, read_split
+from smelt.core.data import SIMILARITY, Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.store.store import Store
 from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns
-from smelt.recipe.problem import METRICS_OF, metric_mistakes
+from smelt.recipe.problem import AGREEMENT, METRICS_OF, SCORE_METRICS, metric_mistakes
 from smelt.recipe.recipe import DEFAULT_METRICS, METRICS
 
 
@@ -32,12 +32,14 @@ def evaluate_artifact(
     device: str = "auto",
     window: int | None = None,
     stride: int | None = None,
+    baseline: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
 
     window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`;
-    what is not said is as it was in the run that made the artifact. say: is told what was taken from there,
+    what is not said is as it was in the run that made the artifact. baseline: an artifact whose vectors a
+    sentence embedder's are compared with. say: is told what was taken from there,
     and what a person should know of the scores.
 
     Raises:
@@ -56,17 +58,22 @@ def evaluate_artifact(
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
+    if baseline is not None and task != SIMILARITY:
+        raise InputError(
+            f"--baseline is for {SIMILARITY}: only vectors are compared; this one is for {task}."
+        )
     split = read_split(data, task, parse_columns(columns), Path.cwd()).head(limit)
     split = _cut(split, artifact, window, stride, say)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(
             Store(Path(scratch)),
             task,
-            metrics or DEFAULT_METRICS[task],
+            _of_vectors(metrics, split, baseline) if task == SIMILARITY else metrics or DEFAULT_METRICS[task],
             generation_of({"beams": beams, "max_new_tokens": max_new_tokens}),
             batch_size,
             threads,
             device=device,
+            reference=None if baseline is None else _open(baseline),
         )
         score = scorer.score(artifact, split)
     for warning in score["warnings"]:
@@ -115,6 +122,25 @@ def _of_classifier(artifact: Artifact, metrics: Sequence[str]) -> tuple[str, ...
     if wrong:
         raise InputError("\n".join(f"--metric {metrics[at]}: {text}" for at, text in wrong))
     return tuple(metrics) or METRICS_OF[problem]
+
+
+def _of_vectors(metrics: Sequence[str], split: Split, baseline: Path | None) -> tuple[str, ...]:
+    """Return `metrics`, or where there are none what can be told of vectors.
+
+    Raises:
+        InputError: one needs scores or a baseline, and there is none; or neither is there.
+    """
+    can = (*(SCORE_METRICS if split.labelled else ()), *((AGREEMENT,) if baseline else ()))
+    lacks = dict.fromkeys(SCORE_METRICS, "scores of pairs (column 'label')")
+    lacks[AGREEMENT] = "--baseline ARTIFACT, whose vectors these are compared with"
+    for metric in metrics:
+        if metric not in can:
+            raise InputError(f"--metric {metric}: needs {lacks[metric]}.")
+    if not can:
+        raise InputError(
+            f"{split.origin}: there is nothing to score: no {lacks['spearman']}, and no {lacks[AGREEMENT]}."
+        )
+    return tuple(metrics) or can
 
 
 def quality_lines(scores: dict[str, Any]) -> list[str]:

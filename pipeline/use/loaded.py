@@ -8,15 +8,22 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import Example
+from smelt.core.data import SIMILARITY, Example, Task
 from smelt.core.errors import InputError, TruncationWarning
+from smelt.families.registry import find_family
 from smelt.runtime.class_predictions import Prediction, predictions
 from smelt.use.arguments import count_of, texts_of, texts_or_pairs_of
 
-CLASSIFIES = "text-classification"
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CLASSIFIES: Task = "text-classification"
+# Which method of a model is for its task, where it is not `generate`.
+_METHODS: dict[str, str] = {CLASSIFIES: "predict", SIMILARITY: "embed"}
 Text = str | tuple[str, str]
 
 
@@ -37,6 +44,7 @@ class Model:
 
     def __init__(self, folder: str | PathLike[str], threads: int | None = None, device: str = "auto") -> None:
         from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.backends.registry import find_runtime
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
@@ -52,10 +60,9 @@ class Model:
         except BaseException:
             self._runner.close()
             raise
-        # an engine's execution context and its stream serve one thread at a time; other runtimes several
-        most = 1 if self.artifact.format == "tensorrt" else None
+        runtime = find_runtime(self.artifact.format, self.artifact.manifest.facts.get("target"))
         closed = f"{self._folder}: this model was closed. Open it again with smelt.load."
-        self._calls = Calls(closed, most)
+        self._calls = Calls(closed, runtime.calls)
         self._truncated = 0
 
     @property
@@ -94,14 +101,13 @@ class Model:
             generation: as in a recipe's `score.generation`, for example max_new_tokens=64.
 
         Raises:
-            InputError: the model classifies or was closed, something else than texts was given, or a
+            InputError: the model makes no text or was closed, something else than texts was given, or a
                 setting of generation is unknown or out of range.
         """
         from smelt.runtime.predict import generate_texts
 
         with self._calls:
-            if self.task == CLASSIFIES:
-                raise InputError(f"{self._folder}: this model classifies; use predict.")
+            self._require("generate")
             settings, given = generation_of(generation), texts_of(texts)
             size, cuts = count_of(batch_size, "batch_size"), Cuts()
             found = generate_texts(self._runner, given, settings, size, cut=cuts) if given else []
@@ -114,13 +120,12 @@ class Model:
         Warns with `TruncationWarning` where texts were longer than the model takes.
 
         Raises:
-            InputError: the model generates text or was closed, or something else than texts was given.
+            InputError: the model is no classifier or was closed, or something else than texts was given.
         """
         from smelt.runtime.predict import class_logits
 
         with self._calls:
-            if self.task != CLASSIFIES:
-                raise InputError(f"{self._folder}: this model is for {self.task}; use generate.")
+            self._require("predict")
             given = [_example(text) for text in texts_or_pairs_of(texts)]
             size, cuts = count_of(batch_size, "batch_size"), Cuts()
             if not given:
@@ -129,11 +134,49 @@ class Model:
             self._report(cuts, len(given))
         return predictions(logits, self._runner.config)
 
+    def embed(self, texts: Iterable[str], batch_size: int = 32) -> NDArray[np.float32]:
+        """Return the vector of each text, float32 [n, D], in their order.
+
+        Warns with `TruncationWarning` where texts were longer than the model takes.
+
+        Raises:
+            InputError: the model makes no vectors or was closed, or something else than texts was given.
+        """
+        import numpy as np
+
+        from smelt.runtime.predict import sentence_vectors
+
+        with self._calls:
+            self._require("embed")
+            given = texts_of(texts)
+            size, cuts = count_of(batch_size, "batch_size"), Cuts()
+            if not given:
+                return np.empty((0, self._width), dtype=np.float32)
+            found = sentence_vectors(self._runner, given, size, cut=cuts)
+            self._report(cuts, len(given))
+        return found
+
+    @property
+    def _width(self) -> int:
+        """How many numbers a text's vector has."""
+        family = find_family(self._runner.config)
+        return int(self._runner.config[family.width]) if family else 0
+
+    def _require(self, method: str) -> None:
+        """Require that `method` is for the model's task.
+
+        Raises:
+            InputError: another one is.
+        """
+        fitting = _METHODS.get(self.task, "generate")
+        if method != fitting:
+            raise InputError(f"{self._folder}: this model is for {self.task}; use {fitting}.")
+
     def _report(self, cuts: Cuts, total: int) -> None:
         if cuts.count:
             with self._calls.lock:
                 self._truncated += cuts.count
-            # the caller of generate or predict
+            # the caller of generate, predict or embed
             warnings.warn(TruncationWarning(cuts.count, total, cuts.limit), stacklevel=3)
 
     def close(self) -> None:

@@ -1,15 +1,18 @@
-"""`smelt predict`: an artifact run on texts, and its answers as lines or as JSON."""
+"""`smelt predict`: an artifact run on texts, and its answers as lines or as JSON.
+
+Shapes: D = numbers of a text's vector.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import Example
+from smelt.core.data import SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
 from smelt.runtime.class_predictions import Prediction, predictions
@@ -21,15 +24,22 @@ _AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """What the artifact made of `example`: a text, or what a classifier says."""
+    """What the artifact made of `example`.
+
+    found: a text; what a classifier says; the vector of a text, D numbers; how similar a pair is, a cosine.
+    """
 
     example: Example
-    found: str | Prediction
+    found: str | Prediction | list[float] | float
 
     @property
     def line(self) -> str:
         """The answer as `smelt predict` prints it."""
-        return self.found if isinstance(self.found, str) else answer(self.found)
+        if isinstance(self.found, str):
+            return self.found
+        if isinstance(self.found, float):
+            return f"{self.found:.4f}"
+        return json.dumps(self.found) if isinstance(self.found, list) else answer(self.found)
 
     @property
     def record(self) -> str:
@@ -39,6 +49,10 @@ class Answer:
             said["text_b"] = self.example.text_pair
         if isinstance(self.found, str):
             said["output"] = self.found
+        elif isinstance(self.found, float):
+            said["similarity"] = self.found
+        elif isinstance(self.found, list):
+            said["embedding"] = self.found
         else:
             said |= {"label": self.found.label, "probabilities": dict(self.found.probabilities)}
         return json.dumps(said, ensure_ascii=False)
@@ -89,13 +103,32 @@ class Predictor:
             for at in range(0, len(examples), step):
                 part = examples[at : at + step]
                 self._seen += len(part)
-                found = self._classes(runner, part) if self.task == CLASSIFIES else self._texts(runner, part)
-                yield from map(Answer, part, found)
+                yield from map(Answer, part, self._answers()(runner, part))
 
     def _classes(self, runner: Any, examples: Sequence[Example]) -> list[Prediction]:
         from smelt.runtime.predict import class_logits
 
         return predictions(class_logits(runner, examples, self._batch_size, cut=self._cuts), runner.config)
+
+    def _answers(self) -> Callable[[Any, Sequence[Example]], Sequence[Any]]:
+        """Return what answers for a model of this task."""
+        known: dict[str, Callable[[Any, Sequence[Example]], Sequence[Any]]]
+        known = {CLASSIFIES: self._classes, SIMILARITY: self._vectors}
+        return known.get(self.task, self._texts)
+
+    def _vectors(self, runner: Any, examples: Sequence[Example]) -> list[list[float] | float]:
+        """Return the cosine of each pair, and the vector of each text that stands alone."""
+        from smelt.evaluate.sentence_quality import cosines
+        from smelt.runtime.predict import sentence_vectors
+
+        paired = [i for i, e in enumerate(examples) if e.text_pair is not None]
+        texts = [e.text for e in examples] + [str(examples[i].text_pair) for i in paired]
+        vectors = sentence_vectors(runner, texts, self._batch_size, cut=self._cuts)
+        alike = cosines(vectors[paired], vectors[len(examples) :])
+        found: list[list[float] | float] = [[round(float(x), 7) for x in v] for v in vectors[: len(examples)]]
+        for i, value in zip(paired, alike, strict=True):
+            found[i] = float(value)
+        return found
 
     def _texts(self, runner: Any, examples: Sequence[Example]) -> list[str]:
         from smelt.runtime.predict import generate_texts

@@ -7,16 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT, Columns, Example
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Columns, Example
 from smelt.core.errors import InputError, nearest
 from smelt.core.rows.reading import read_file
 from smelt.core.rows.text_files import file_kind, read_text_file
 from smelt.core.text import half_character
 from smelt.use.loaded import CLASSIFIES
 
+# Tasks whose rows may be pairs of texts.
+_PAIRED = (CLASSIFIES, SIMILARITY)
+
 
 def examples_of(texts: Sequence[str], task: str, name: str = "text") -> list[Example]:
-    """Return texts as rows; for a classifier a tab parts the two texts of a pair.
+    """Return texts as rows; for classifiers and sentence embedders a tab parts the two texts of a pair.
 
     Args:
         texts: of a command line, or lines.
@@ -29,7 +32,7 @@ def examples_of(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
     for at, text in enumerate(texts, 1):
         if half_character(text) is not None:
             raise InputError(f"{name} {at}: not UTF-8 text, read {repr(text)[:60]}. Convert it to UTF-8.")
-    return [_pair(text) if task == CLASSIFIES else Example(text) for text in texts]
+    return [_pair(text) if task in _PAIRED else Example(text) for text in texts]
 
 
 def lines_of(stream: Iterable[str]) -> list[str]:
@@ -94,7 +97,7 @@ def _columns(given: Sequence[str], task: str) -> tuple[str, str | None]:
     """Return the names of the columns that hold a row's text, and a classifier's second text."""
     usual = Columns()
     text = usual.source if task in TEXT_TO_TEXT else usual.text
-    pair = usual.text_pair if task == CLASSIFIES else None
+    pair = usual.text_pair if task in _PAIRED else None
     seen: dict[bool, str] = {}
     for item in given:
         role, sep, name = item.partition("=")
@@ -102,8 +105,8 @@ def _columns(given: Sequence[str], task: str) -> tuple[str, str | None]:
         if (other := seen.setdefault(second, item)) != item:
             raise InputError(f"--column {other} and --column {item}: name one column for a text.")
         if second:
-            if task != CLASSIFIES:
-                raise InputError(f"--column {item}: only a classifier reads pairs of texts.")
+            if task not in _PAIRED:
+                raise InputError(f"--column {item}: a model for {task} reads no pairs of texts.")
             pair = name
         elif sep and role in ("source", "text"):
             text = name

@@ -1,12 +1,25 @@
-"""Which runner runs an artifact: by its format, and by what its model is."""
+"""Opening an artifact: the runtime is chosen by its format, what is fed when by what its model is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.files import read_json
+from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.causal import is_causal
-from smelt.runtime.runner import Runner
+from smelt.runtime.classifier import Classifier
+from smelt.runtime.embedder import Embedder
+from smelt.runtime.generate.decoder_only import DecoderOnly
+from smelt.runtime.generate.encoder_decoder import EncoderDecoder
+from smelt.runtime.generate.in_graph import generate_in_graph
+from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.runner import Runner, read_files
+from smelt.runtime.text.sentence_files import MODULES
+
+_CLASSIFIES = "ForSequenceClassification"
 
 
 def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
@@ -16,29 +29,34 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
         InputError: no runner for this format, or cuda is asked for and there is none.
         MissingDependencyError: the runtime is not installed.
     """
-    causal = is_causal(read_json(artifact.path / "config.json"))
-    if artifact.format == "torch" and causal:
-        from smelt.runtime.backends.torch_causal import TorchCausalRunner
+    target = artifact.manifest.facts.get("target")
+    return open_folder(artifact.path, artifact.format, target, threads, device)
 
-        return TorchCausalRunner(artifact, threads, device)
-    if artifact.format == "onnx" and causal:
-        from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
 
-        return OnnxCausalRunner(artifact, threads, device)
-    if artifact.format == "torch":
-        from smelt.runtime.backends.torch_runner import TorchRunner
+def open_folder(
+    folder: Path, made: str, target: str | None = None, threads: int | None = None, device: str = "auto"
+) -> Runner:
+    """As `open_runner`, for a folder that is not an artifact yet: its format and target are told."""
+    try:
+        runtime = find_runtime(made, target)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from error
+    files = read_files(folder)
+    kind = runner_for(files.config, embeds=(folder / MODULES).is_file())
+    backend = runtime.load()(folder, kind.graphs, target, threads, device)
+    return kind(files, backend, generate_in_graph if backend.whole else generate_with)
 
-        return TorchRunner(artifact, threads, device)
-    if artifact.format == "onnx":
-        from smelt.runtime.backends.onnx_runner import OnnxRunner
 
-        return OnnxRunner(artifact, threads, device)
-    if artifact.format == "tensorrt" and causal:
-        from smelt.runtime.backends.tensorrt_causal import TensorrtCausalRunner
+def runner_for(
+    config: Mapping[str, Any], embeds: bool = False
+) -> type[Classifier] | type[Embedder] | type[EncoderDecoder] | type[DecoderOnly]:
+    """Return what knows how to feed a model with this config (config.json).
 
-        return TensorrtCausalRunner(artifact, threads)
-    if artifact.format == "tensorrt":
-        from smelt.runtime.backends.tensorrt_runner import TensorrtRunner
-
-        return TensorrtRunner(artifact, threads)
-    raise InputError(f"{artifact.path}: no runner for the format '{artifact.format}'.")
+    embeds: its folder says how it makes vectors of texts.
+    """
+    if is_causal(config):
+        return DecoderOnly
+    classifies = any(str(name).endswith(_CLASSIFIES) for name in config.get("architectures") or ())
+    if embeds and not classifies:
+        return Embedder
+    return EncoderDecoder if config.get("is_encoder_decoder") and not classifies else Classifier

@@ -14,7 +14,6 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.decoding import Decoding
-from smelt.runtime.generate.loop import generate_with
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.runner import Runner
 from smelt.runtime.text.hub_tokenizer import text_tokenizer
@@ -111,7 +110,7 @@ def continue_texts(
     results = [""] * len(texts)
     done = 0
     for part, (rows, batch) in enumerate(batches_of(prompts, batch_size, pad_of(tokenizer))):
-        tokens = generate_with(runner, batch, decoding, part)
+        tokens = runner.generator(runner, batch, decoding, part)
         for i, new in zip(rows, tokens, strict=True):
             results[i] = texts[i] + continuation(tokenizer, prompts[i], new)
         done += len(rows)

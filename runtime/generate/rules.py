@@ -1,7 +1,8 @@
 """Which token may come when: the rules that change scores before a token is chosen.
 
 They are applied in the order of transformers' `_get_logits_processor` (generation/utils.py, 5.23), each
-as its class in generation/logits_process.py does; both count a text's prompt as part of it.
+as its class in generation/logits_process.py does; both count a text's prompt as part of it. Single bad words
+are the exception: banned, they stay so whatever else looks at the words.
 
 Shapes: R = rows (sentences, times beams), P = prompt, T = tokens so far, V = vocabulary.
 """
@@ -9,6 +10,7 @@ Shapes: R = rows (sentences, times beams), P = prompt, T = tokens so far, V = vo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -37,7 +39,8 @@ class Rules:
         self.eos = np.array(decoding.eos, dtype=np.int64)
         self._padding = None if mask is None or mask.all() else (mask != 0).argmax(axis=1)
         # only what has an effect: the loop asks in every step
-        self._rules = [*self._of_texts(), *self._of_lengths(), *self._of_tokens()]
+        self._of_words = [*self._of_texts()]
+        self._of_places = [*self._of_single_words(), *self._of_lengths(), *self._of_tokens()]
 
     def keep(self, rows: Tokens) -> None:
         """Let only `rows`, int64 [R], of the batch go on."""
@@ -46,8 +49,21 @@ class Rules:
 
     def apply(self, scores: Logits, texts: Tokens) -> None:
         """Change float32 `scores` [R, V] in place, given each row's tokens so far, int64 [R, T]."""
-        for rule in self._rules:
+        for rule in (*self._of_words, *self._of_places):
             rule(scores, texts)
+
+    def apply_places(self, scores: Logits, length: int) -> None:
+        """As `apply`, with only those rules that ask how long a text is, not what it says.
+
+        Without `remove_invalid_values` each adds a number to a token's score or replaces it.
+        """
+        texts = np.zeros((len(scores), length), dtype=np.int64)
+        for rule in self._of_places:
+            rule(scores, texts)
+
+    def places_at(self, length: int) -> tuple[bool, ...]:
+        """Say which rules of `apply_places` hold at a length; for equal answers they do the same."""
+        return tuple(not isinstance(rule, _When) or rule.condition(length) for rule in self._of_places)
 
     def _of_texts(self) -> Iterator[Rule]:
         """Yield the rules that look at what has come so far."""
@@ -58,23 +74,27 @@ class Rules:
             )
         if wishes.no_repeat_ngram_size:
             yield lambda scores, texts: ban_repeated_ngrams(scores, texts, wishes.no_repeat_ngram_size)
-        # as transformers does: a single end-of-sequence token cannot be a bad word
-        words = [w for w in wishes.bad_words_ids if w not in [[e] for e in wishes.eos]]
-        if single := [w[0] for w in words if len(w) == 1]:
-            yield _ban(single)
-        for word in (w for w in words if len(w) > 1):
+        for word in (w for w in wishes.bad_words_ids if len(w) > 1):
             yield partial(ban_sequence, word=word)
+
+    def _of_single_words(self) -> Iterator[Rule]:
+        """Yield the rule of tokens that never come."""
+        wishes = self.decoding
+        # as transformers does: a single end-of-sequence token cannot be a bad word
+        single = [w[0] for w in wishes.bad_words_ids if len(w) == 1 and w[0] not in wishes.eos]
+        if single:
+            yield _ban(single)
 
     def _of_lengths(self) -> Iterator[Rule]:
         """Yield the rules of the first and the last token, and of texts that are too short."""
         wishes, first, last = self.decoding, self.decoding.forced_bos_token_id, self.longest - 1
         shortest = wishes.shortest(self.prompt_length)
         if shortest > 0 and wishes.eos:
-            yield _when(lambda length: length < shortest, _ban(wishes.eos))
+            yield _When(lambda length: length < shortest, _ban(wishes.eos))
         if first is not None:
-            yield _when(lambda length: length == 1, _force([first]))
+            yield _When(lambda length: length == 1, _force([first]))
         if wishes.forced_eos_token_id:
-            yield _when(lambda length: length == last, _force(wishes.forced_eos_token_id))
+            yield _When(lambda length: length == last, _force(wishes.forced_eos_token_id))
 
     def _of_tokens(self) -> Iterator[Rule]:
         """Yield the rules that come after all others."""
@@ -86,7 +106,7 @@ class Rules:
         if wishes.begin_suppress_tokens:
             late = self.prompt_length == 1 and wishes.forced_bos_token_id is not None
             begin = self.prompt_length + 1 if late else self.prompt_length
-            yield _when(lambda length: length == begin, _ban(wishes.begin_suppress_tokens))
+            yield _When(lambda length: length == begin, _ban(wishes.begin_suppress_tokens))
 
     def ends(self, tokens: Tokens) -> Bools:
         """Say which of `tokens` end a text."""
@@ -156,11 +176,13 @@ def _force(tokens: list[int]) -> Rule:
     return rule
 
 
-def _when(condition: Callable[[int], bool], rule: Rule) -> Rule:
-    """Return `rule` for the lengths of text that `condition` names."""
+@dataclass(frozen=True)
+class _When:
+    """A rule for the lengths of text that `condition` names."""
 
-    def found(scores: Logits, texts: Tokens) -> None:
-        if condition(texts.shape[1]):
-            rule(scores, texts)
+    condition: Callable[[int], bool]
+    rule: Rule
 
-    return found
+    def __call__(self, scores: Logits, texts: Tokens) -> None:
+        if self.condition(texts.shape[1]):
+            self.rule(scores, texts)

@@ -22,6 +22,7 @@ from smelt.core.files import read_json
 from smelt.core.stage import StoredDtype
 from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
+from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model, sentence_class
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
 from smelt.runtime.models.structure import Edit, apply_edits, read_edits, scheme_options, write_edits
 from smelt.runtime.models.unread_tensors import is_unread
@@ -29,6 +30,7 @@ from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, valu
 from smelt.runtime.models.weights_fit import require_all_read, require_all_there
 from smelt.runtime.schemes.registry import check_options, find
 from smelt.runtime.text.rules import apply_text_rules, read_text_rules
+from smelt.runtime.text.sentence_files import FILES, MODULES, SETTINGS, read_sentence_rules
 
 _NOT_TOKENIZER = {
     "config.json",
@@ -36,6 +38,8 @@ _NOT_TOKENIZER = {
     "structure.json",
     "manifest.json",
     INDEX,
+    MODULES,
+    SETTINGS,
 }
 _NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
 _quiet = threading.RLock()
@@ -82,12 +86,7 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     """
     config = load_config(folder)
     config.dtype = torch.float32  # in memory, whatever the file holds
-    names = config.architectures or []
-    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise InputError(
-            f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
-        )
+    kind = _class_of(config, folder)
     edits = read_edits(folder)
     from accelerate import init_empty_weights
 
@@ -96,7 +95,8 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
             model = kind(config)
     except Exception as error:  # sizes that do not go together, or are none
         raise InputError(
-            f"{folder}/config.json: transformers makes no {names[0]} of it: {type(error).__name__}: {error}"
+            f"{folder}/config.json: transformers makes no {kind.__name__} of it: {type(error).__name__}:"
+            f" {error}"
         ) from error
     use_linears(model)
     apply_edits(model, edits)
@@ -109,6 +109,26 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
             config.decoder_start_token_id = model.generation_config.decoder_start_token_id
     model.eval()
     return model, edits
+
+
+def _class_of(config: Any, folder: Path) -> Any:
+    """Return the model's class: a sentence embedder where the folder says so, else what the config names.
+
+    Raises:
+        InputError: it names none of transformers.
+    """
+    names = config.architectures or []
+    named = str(names[0]) if isinstance(names, list) and names else ""
+    # classifiers that smelt made of a sentence embedder before it knew of these keep the file
+    rules = None if named.endswith("ForSequenceClassification") else read_sentence_rules(folder)
+    if rules is not None:
+        return sentence_class(config, rules)
+    kind = getattr(transformers, named, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise InputError(
+            f"{folder}/config.json: 'architectures' is {names}; expected one class of transformers."
+        )
+    return kind
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -152,7 +172,7 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     except RuntimeError as error:
         odd = _first_odd_shape(model, tensors) or str(error)[:500]
         raise InputError(f"{folder}: the weights do not fit the config: {odd}") from error
-    require_all_read(model.config.model_type, loaded.unexpected_keys, folder)
+    require_all_read(model.config.model_type, loaded.unexpected_keys, folder, embeds=is_sentence_model(model))
     untie_what_differs(model, tensors)
     tie_weights(model)
     ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
@@ -228,8 +248,11 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: Store
         if tensor.is_floating_point()
     }
     stored, notes = narrowed(tensors, wanted)
-    save_file(turned(model, stored), out / WEIGHTS, metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
+    stored = turned(model, stored)
+    if is_sentence_model(model) and not edits:  # else nobody but smelt reads it, by the names in its edits
+        stored = as_bare_encoder(model, stored)
+    save_file(stored, out / WEIGHTS, metadata={"format": "pt"})
+    model.config.architectures = [getattr(model, "body_class", type(model)).__name__]
     model.config.dtype = config_type(t for name, t in stored.items() if name not in fixed)
     model.config.save_pretrained(out)
     if model.can_generate():
@@ -257,10 +280,14 @@ def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
 
 
 def copy_tokenizer(src: Path, out: Path) -> None:
-    """Copy every file of `src` that belongs to its tokenizer into `out`."""
+    """Copy the files of `src` of its tokenizer, and those that say how it makes vectors, into `out`."""
     for path in sorted(src.iterdir()):
         if path.is_file() and path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
             shutil.copyfile(path, out / path.name)
+    for name in FILES:
+        if (src / MODULES).is_file() and (src / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(src / name, out / name)
 
 
 def count_parameters(folder: Path) -> int:
@@ -270,11 +297,11 @@ def count_parameters(folder: Path) -> int:
     old checkpoints hold) is none of it.
     """
     packed = _packed(read_edits(folder))
-    family = str(read_json(folder / "config.json").get("model_type"))
+    family, embeds = str(read_json(folder / "config.json").get("model_type")), (folder / MODULES).is_file()
     return sum(
         packed.get(name, 1) * values_in(entry)
         for _, name, entry in weight_tensors(folder)
-        if not is_unread(family, name)
+        if not is_unread(family, name, embeds=embeds)
     )
 
 

@@ -11,10 +11,12 @@ import transformers
 from smelt.core.artifact import MANIFEST
 from smelt.core.files import read_json, write_json
 from smelt.core.labels import SINGLE, ProblemType
+from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, save_model
 from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.models.weight_files import INDEX, find_weights
 from smelt.runtime.models.weights_fit import require_body
+from smelt.runtime.text.sentence_files import MODULES, SETTINGS, SentenceRules, write_sentence_rules
 
 
 def import_model(
@@ -23,12 +25,14 @@ def import_model(
     labels: list[str] | None = None,
     seed: int = 0,
     problem: ProblemType | None = None,
+    sentences: SentenceRules | None = None,
 ) -> list[str]:
     """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
 
     Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
     drawn with `seed`. A config that does not say the `problem` type of a classifier is told it, so that
-    everything after knows it. Returns warnings.
+    everything after knows it. Of an encoder that makes `sentences` to vectors everything after knows how.
+    Returns warnings.
     """
     config = load_config(src)
     architecture = (config.architectures or [""])[0]
@@ -41,7 +45,18 @@ def import_model(
     if problem not in (None, SINGLE) and config.problem_type is None:
         values = read_json(out / "config.json")
         write_json(out / "config.json", values | {"problem_type": problem})
+    if sentences is not None:
+        make_embedder(out, sentences)
     return []
+
+
+def make_embedder(folder: Path, rules: SentenceRules) -> None:
+    """Let all that open the encoder in `folder` make vectors by `rules`, and cut texts as they say."""
+    config = read_json(folder / "config.json")
+    write_sentence_rules(folder, rules, int(config[FAMILIES[str(config["model_type"])].width]))
+    if rules.max_length is not None:  # where sentence-transformers writes it too
+        path = folder / "tokenizer_config.json"
+        write_json(path, read_json(path) | {"model_max_length": rules.max_length})
 
 
 def source_files(src: Path) -> list[Path]:
@@ -53,6 +68,7 @@ def source_files(src: Path) -> list[Path]:
     weights = find_weights(src)
     # an index that is not followed may name files that are not there
     left_out = {MANIFEST, INDEX} - ({weights.index.name} if weights.index else set())
+    left_out |= {MODULES, SETTINGS}  # what is done with them is said in `SentenceRules`
     texts = [path for path in src.iterdir() if path.is_file() and path.suffix in TOKENIZER_SUFFIXES]
     return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
 

@@ -14,6 +14,9 @@ from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
 from smelt.families.registry import FAMILIES, family_of
 from smelt.runtime.models.checkpoint import load_tokenizer, save_model
+from smelt.runtime.models.import_model import make_embedder
+from smelt.runtime.models.sentence_model import sentence_class
+from smelt.runtime.text.sentence_files import SentenceRules
 
 _NOT_SETTINGS = frozenset({"model_type", "architectures", "transformers_version"})
 
@@ -28,6 +31,7 @@ def make_model(
     exact: bool = False,
     labels: Sequence[str] = (),
     problem: ProblemType | None = None,
+    sentences: SentenceRules | None = None,
 ) -> list[str]:
     """Write a model with the weights that its class draws with `seed` into `out`, and its tokenizer.
 
@@ -42,6 +46,7 @@ def make_model(
         exact: the vocabulary is to be as large as the tokenizer, also where the config has it larger.
         labels: names of a classifier's outputs.
         problem: kind of classification.
+        sentences: how a sentence embedder makes vectors.
 
     Returns:
         What was changed in the config, for the user.
@@ -61,7 +66,10 @@ def make_model(
     transformers.set_seed(seed)
     try:
         config = transformers.AutoConfig.for_model(kind, **settings)
-        model = _class_for(task).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        if sentences is None:
+            model = _class_for(task).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        else:
+            model = sentence_class(config, sentences)(config)
     except Exception as error:  # configs and models check their values with errors of many kinds
         raise InputError(f"model.config: transformers cannot make a model of it: {error}") from error
     for name, value in agreed.items():
@@ -72,6 +80,8 @@ def make_model(
         model.generation_config.bad_words_ids = [[config.pad_token_id]]  # as its checkpoints do
     model.eval()
     save_model(model, [], out, tokenizer_folder, "fp32")
+    if sentences is not None:
+        make_embedder(out, sentences)
     return [
         f"{name} is {value}, as in the tokenizer; the config said {values[name]}"
         for name, value in agreed.items()

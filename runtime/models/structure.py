@@ -24,7 +24,6 @@ from torch import nn
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_json
 from smelt.families.registry import family_of
-from smelt.families.walk import attentions_of
 from smelt.runtime.layers.low_rank import LowRankLinear
 
 Edit: TypeAlias = dict[str, Any]
@@ -128,9 +127,11 @@ def _linear(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], new)
 
 
-def _set(model: nn.Module, edit: Edit) -> None:
+def _set(model: Any, edit: Edit) -> None:
     # only what counts heads: an artifact must not be able to change anything else of a module
-    counted = {n for a in attentions_of(model) for n in (a.heads, a.size)}
+    family = family_of(model)
+    stacks = family.stacks(vars(model.config)) if family else ()
+    counted = {name for stack in stacks for a in stack.attentions for name in (a.heads, a.size)}
     if edit["attribute"] not in counted or not isinstance(edit["value"], int):
         raise KeyError(f"attribute {edit['attribute']!r}")
     module = model.get_submodule(edit["module"])

@@ -13,15 +13,19 @@ import re
 
 from smelt.families.registry import FAMILIES
 
+_POOLER = r"(\w+\.)?pooler\.dense\.(weight|bias)"
 
-def is_unread(family: str, name: str, new_head: bool = False) -> bool:
+
+def is_unread(family: str, name: str, new_head: bool = False, embeds: bool = False) -> bool:
     """Say whether a model of `family` (config's model_type) computes the same without the tensor `name`.
 
     Args:
         family: the config's model_type.
         name: as the checkpoint has it, also of one that was saved without its head.
-        new_head: the model gets another head than the checkpoint was trained with.
+        new_head: the model has another head than the checkpoint was trained with.
+        embeds: it is a sentence embedder, which has no head and reads no pooler.
     """
     known = FAMILIES.get(family)
-    patterns = () if known is None else known.unread + (known.other_heads if new_head else ())
+    patterns = () if known is None else known.unread + (known.other_heads if new_head or embeds else ())
+    patterns += (_POOLER,) if embeds else ()
     return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
 from smelt.runtime.models.unread_tensors import is_unread
 
-# Parts that a checkpoint without its head may lack: the head, and the pooler of an encoder that was trained
-# without one.
-_OF_HEADS = ("lm_head.", "final_logits_bias", "classifier.", "pre_classifier.", "head.")
-_POOLER = ".pooler."
 
-
-def require_all_read(family: str, unexpected: Iterable[str], folder: Path, new_head: bool = False) -> None:
+def require_all_read(
+    family: str, unexpected: Iterable[str], folder: Path, new_head: bool = False, embeds: bool = False
+) -> None:
     """Require that nothing is lost with the tensors that a model has no place for.
 
     Args:
@@ -23,11 +21,12 @@ def require_all_read(family: str, unexpected: Iterable[str], folder: Path, new_h
         unexpected: names of the tensors.
         folder: where they are, for the message.
         new_head: the model gets another head than the checkpoint was trained with.
+        embeds: it is a sentence embedder.
 
     Raises:
         InputError: one of them is none of those that checkpoints are known to hold for nothing.
     """
-    lost = sorted(name for name in unexpected if not is_unread(family, name, new_head))
+    lost = sorted(name for name in unexpected if not is_unread(family, name, new_head, embeds))
     if lost:
         more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
         names = ", ".join(name[:120] for name in lost[:5])
@@ -62,14 +61,18 @@ def require_body(family: str, info: Mapping[str, Any], folder: Path, new_head: b
         InputError: a tensor has no place, is missing, or has another shape than its place.
     """
     require_all_read(family, info["unexpected_keys"], folder, new_head)
-    require_all_there((n for n in info["missing_keys"] if not _is_of_head(n)), folder)
+    require_all_there((n for n in info["missing_keys"] if not _is_of_head(family, n)), folder)
     for name, found, place in sorted(info["mismatched_keys"], key=lambda odd: str(odd[0])):
-        if not (new_head and _is_of_head(name)):
+        if not (new_head and _is_of_head(family, name)):
             raise InputError(
                 f"{folder}: the weights do not fit the config: the tensor '{name}' is {list(found)}, and its"
                 f" place is {list(place)}."
             )
 
 
-def _is_of_head(name: str) -> bool:
-    return name.startswith(_OF_HEADS) or _POOLER in name
+def _is_of_head(family: str, name: str) -> bool:
+    """Say whether a tensor is of what a family's models have behind their last hidden states."""
+    known = FAMILIES.get(family)
+    return known is not None and (
+        name == known.logits_bias or name.startswith(tuple(f"{module}." for module in known.head))
+    )

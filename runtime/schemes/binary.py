@@ -52,6 +52,7 @@ class Binary(Scheme):
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS
     # 0.006 was measured on a Marian; the rounding of activations is int4's
     drift: ClassVar[float] = 0.04
+    vector_drift: ClassVar[float] = 0.04
 
     def group(self, width: int, options: Options) -> int:
         """Return g."""

@@ -43,6 +43,7 @@ class Int4(Scheme):
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS
     # 0.006 to 0.018 was measured on four families
     drift: ClassVar[float] = 0.04
+    vector_drift: ClassVar[float] = 0.04
 
     def group(self, width: int, options: Options) -> int:
         """Return g."""

@@ -119,6 +119,7 @@ class Scheme(Protocol):
     drift: how far the output of a graph whose products round activations may be off in the mean, in
         standard deviations of the output. Two runtimes that sum in another order round some activations to
         other codes, so that it is a measured number; what is exact is compared exactly beside it.
+    vector_drift: the same of a sentence's vector, in which every number counts as much as any other.
     """
 
     name: ClassVar[str]
@@ -132,6 +133,7 @@ class Scheme(Protocol):
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
     drift: ClassVar[float]
+    vector_drift: ClassVar[float]
 
     # How codes are decided. Round to nearest is fit, then nearest; other methods search the grid, or go
     # through the columns and correct those to come, with the same three steps.

@@ -22,6 +22,7 @@ class HubTokenizer:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.prefix = prefix_of(inner)
+        self.lower = bool(getattr(inner, "smelt_lower", False))
         self.model_max_length = int(inner.model_max_length)
         self.pad_token_id: int | None = inner.pad_token_id
         self.bos_token_id: int | None = inner.bos_token_id

@@ -30,6 +30,7 @@ class MarianTokenizer:
     """
 
     reader = "sentencepiece"
+    lower = False
 
     def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "") -> None:
         if facts.eos is None or facts.unknown is None:

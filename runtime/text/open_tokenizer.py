@@ -27,14 +27,14 @@ def light_tokenizer(folder: Path, facts: Tokenizing) -> TextTokenizer | None:
     """Open the tokenizer in `folder` without transformers; None where that has to read it."""
     if facts.reader == "transformers":
         return None
-    prefix = read_text_rules(folder).prefix
+    rules = read_text_rules(folder)
     if facts.reader == "sentencepiece":
         from smelt.runtime.text.marian_tokenizer import MarianTokenizer
 
-        return MarianTokenizer(folder, facts, prefix)
+        return MarianTokenizer(folder, facts, rules.prefix)
     from smelt.runtime.text.rust_tokenizer import RustTokenizer
 
-    return RustTokenizer(folder, facts, prefix)
+    return RustTokenizer(folder, facts, rules.prefix, rules.lower)
 
 
 def _of_transformers(folder: Path) -> Any:

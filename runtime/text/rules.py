@@ -19,12 +19,20 @@ FILE = "text.json"
 
 
 class TextRules(BaseModel):
-    """prefix: put before every source text. The languages are codes that the tokenizer knows."""
+    """prefix: put before every source text. The languages are codes that the tokenizer knows.
+
+    lower: texts are lowercased, whatever the tokenizer does.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prefix: str = ""
     source_language: str | None = None
     target_language: str | None = None
+    lower: bool = False
+
+    def key(self) -> dict[str, Any]:
+        """Return what a key is made of; without `lower` where it is false, which it once always was."""
+        return self.model_dump(exclude=None if self.lower else {"lower"})
 
 
 def read_text_rules(folder: Path) -> TextRules:
@@ -50,7 +58,7 @@ def apply_text_rules(tokenizer: Any, rules: TextRules) -> None:
     Raises:
         InputError: a language that the tokenizer does not know.
     """
-    tokenizer.smelt_prefix = rules.prefix
+    tokenizer.smelt_prefix, tokenizer.smelt_lower = rules.prefix, rules.lower
     for attribute, language in (("src_lang", rules.source_language), ("tgt_lang", rules.target_language)):
         if language is not None:
             language_token(tokenizer, language)

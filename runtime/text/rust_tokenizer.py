@@ -31,8 +31,8 @@ class RustTokenizer:
 
     reader = "tokenizers"
 
-    def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "") -> None:
-        self.prefix = prefix
+    def __init__(self, folder: Path, facts: Tokenizing, prefix: str = "", lower: bool = False) -> None:
+        self.prefix, self.lower = prefix, lower
         self.model_max_length = facts.longest
         self.pad_token_id: int | None = facts.pad
         self.bos_token_id: int | None = facts.bos

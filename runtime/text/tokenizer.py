@@ -24,13 +24,15 @@ class Encoded:
 class TextTokenizer(Protocol):
     """Texts to ids and back. Safe for threads: nothing in it changes once it is made.
 
-    reader: tokenizers, sentencepiece or transformers. prefix: what stands before every source text.
+    reader: tokenizers, sentencepiece or transformers. prefix: what stands before every source text. lower:
+    texts are lowercased first.
     model_max_length: the most tokens of a row, its special ones counted; huge where nobody says.
     The ids are None where there is no such token.
     """
 
     reader: str
     prefix: str
+    lower: bool
     model_max_length: int
     pad_token_id: int | None
     bos_token_id: int | None

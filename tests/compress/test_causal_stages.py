@@ -1,6 +1,7 @@
 """Every torch stage on every decoder-only family: its loss, and save, load, same outputs."""
 
 import causal
+import harness
 import pytest
 import tiny
 import torch
@@ -14,7 +15,6 @@ from smelt.compress.train.data import collate, encode_split
 from smelt.compress.train.loop import label_objective
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.runtime.models import checkpoint
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
@@ -31,27 +31,20 @@ def folder(request, tmp_path_factory):
 @pytest.fixture
 def ctx(folder, tmp_path):
     split = read_split("t.txt", "language-modeling", Columns(), folder)
-    (tmp_path / "out").mkdir()
-    return Context(
-        out=tmp_path / "out", task="language-modeling", data={"train": split, "validation": split}, seed=0,
-        ancestors={"model": tiny.artifact(folder, "language-modeling")}, score=lambda a: {}, threads=1,
-        device="cpu",
-    )  # fmt: skip
-
-
-def _logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
+    source = tiny.artifact(folder, "language-modeling")
+    return harness.context(tmp_path / "out", source.manifest.task, split, ancestors={"model": source})
 
 
 def _round_trip(stage, settings, ctx, monkeypatch):
     """Run a stage; compare what it held in memory with what a load gives."""
     kept = []
     save = checkpoint.save_model
-    monkeypatch.setattr(checkpoint, "save_model", lambda m, *rest: (kept.append(_logits(m)), save(m, *rest)))
+    monkeypatch.setattr(
+        checkpoint, "save_model", lambda m, *rest: (kept.append(harness.logits(m)), save(m, *rest))
+    )
     stage(ctx.ancestors["model"], settings, ctx)
     model, edits = load_model(ctx.out)
-    torch.testing.assert_close(_logits(model), kept[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(harness.logits(model), kept[0], atol=1e-6, rtol=1e-6)
     return model, edits
 
 
@@ -118,5 +111,5 @@ def test_int8_model_is_the_same_when_loaded_again(folder, ctx, monkeypatch):
     tied = "llama" not in folder.name
     head, words = model.get_output_embeddings(), model.get_input_embeddings()
     assert (head.matrix is words.matrix) == tied
-    whole = _logits(load_model(folder)[0])
-    assert (_logits(model) - whole).abs().mean() < 0.1 * whole.std()
+    whole = harness.logits(load_model(folder)[0])
+    assert (harness.logits(model) - whole).abs().mean() < 0.1 * whole.std()

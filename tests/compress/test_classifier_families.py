@@ -1,6 +1,7 @@
 """Every stage that works in torch, on every family of classifiers and every problem type."""
 
 import classifiers
+import harness
 import pytest
 import tiny
 import torch
@@ -13,8 +14,7 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, Example, read_split
 from smelt.core.errors import InputError
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
-from smelt.core.stage import Context
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import class_logits
 
@@ -42,11 +42,11 @@ def context(folder, source, name="out"):
     out.mkdir()
     split = read_split("data.jsonl", TASK, Columns(), folder)
     data = {"train": split, "validation": split}
-    return Context(out, TASK, data, 0, {"model": source}, lambda artifact: {}, threads=1)
+    return harness.context(out, TASK, data=data, ancestors={"model": source})
 
 
 def logits_of(folder):
-    with TorchRunner(tiny.artifact(folder, TASK)) as runner:
+    with open_runner(tiny.artifact(folder, TASK)) as runner:
         return torch.from_numpy(class_logits(runner, [Example(text) for text in tiny.SENTENCES]))
 
 
@@ -153,7 +153,7 @@ def test_a_quantized_model_loads_as_it_was(tmp_path, family):
 def test_a_teacher_of_another_problem_type_is_refused(tmp_path):
     one, other = make(tmp_path / "a", "roberta"), make(tmp_path / "b", "roberta", MULTI)
     ctx = context(tmp_path / "a", one)
-    ctx = Context(ctx.out, TASK, ctx.data, 0, {"model": other}, ctx.score)
+    ctx = harness.context(ctx.out, TASK, data=ctx.data, ancestors={"model": other}, score=ctx.score)
     message = "the teacher's problem type is multi_label_classification, the student's single"
     with pytest.raises(InputError, match=message):
         Distill()(one, DistillSettings(**SHORT), ctx)

@@ -3,6 +3,7 @@
 import json
 
 import causal
+import harness
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -19,7 +20,6 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, Example, Split, read_split
-from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.models.checkpoint import load_model, save_model
 
@@ -56,12 +56,7 @@ def run(stage, source, task, out, **more):
     if task == "language-modeling":
         text = causal.lines(out.parent / "text.txt", 1)
         rows = read_split(str(text), task, Columns(), out)
-    artifact = tiny.artifact(source, task)
-    ctx = Context(
-        out=out, task=task, data={"train": rows, "validation": rows}, seed=0, ancestors={"model": artifact},
-        score=lambda a: {}, threads=1,
-    )  # fmt: skip
-    made()(artifact, settings(**(values | more)), ctx)
+    ctx = harness.run(made(), settings(**(values | more)), source, out, task, rows)
     return ctx, load_file(out / "model.safetensors")
 
 
@@ -124,11 +119,7 @@ def test_a_graph_of_16_bit_weights_is_that_of_the_same_weights_in_32(tmp_path):
     graphs = []
     for folder in (source, tmp_path / "wide"):
         out = tmp_path / f"onnx-{folder.name}"
-        out.mkdir()
-        ctx = Context(
-            out=out, task="translation", data={"validation": TEXTS}, seed=0, ancestors={}, score=lambda a: {}
-        )
-        Onnx()(tiny.artifact(folder), OnnxSettings(simplify=False), ctx)
+        harness.run(Onnx(), OnnxSettings(simplify=False), folder, out, data={"validation": TEXTS})
         graphs.append({p.name: onnx.load(p).graph.initializer for p in sorted(out.glob("*.onnx"))})
     assert graphs[0].keys() == graphs[1].keys()
     for name, tensors in graphs[0].items():

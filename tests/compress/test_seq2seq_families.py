@@ -1,5 +1,6 @@
 """T5, BART and mBART through the stages that change a torch model, against transformers itself."""
 
+import harness
 import pytest
 import seq2seq
 import tiny
@@ -15,7 +16,6 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.train.data import collate, encode_split
 from smelt.core.data import Example, Split
-from smelt.core.stage import Context
 from smelt.runtime.layers.quantized import QuantizedEmbedding
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtime.models.structure import read_edits
@@ -45,19 +45,12 @@ def t5(request, tmp_path_factory):
 
 
 def run(stage, folder, settings, out):
-    out.mkdir(parents=True)
-    source = tiny.artifact(folder, "summarization")
-    ctx = Context(
-        out=out, task="summarization", data={"train": ROWS, "validation": ROWS}, seed=3,
-        ancestors={"model": source}, score=lambda a: {}, threads=1,
-    )  # fmt: skip
-    stage(source, settings, ctx)
-    return ctx
+    return harness.run(stage, settings, folder, out, "summarization", ROWS, seed=3)
 
 
-def logits(model, folder):
+def teacher_forced(model, folder):
     """Teacher-forced logits on padded rows."""
-    ctx = Context(out=folder, task="summarization", data={}, seed=0, ancestors={}, score=lambda a: {})
+    ctx = harness.context(folder, "summarization")
     rows = encode_split(ROWS, model.config, load_tokenizer(folder), ctx)
     batch = collate(rows, load_model(folder)[0].config)
     kept = batch.pop("labels") != -100
@@ -71,14 +64,14 @@ def theirs(folder):
 
 def test_loading_equals_transformers_and_survives_saving(folder, tmp_path):
     model, edits = load_model(folder)
-    expected = logits(theirs(folder), folder)
-    torch.testing.assert_close(logits(model, folder), expected)
+    expected = teacher_forced(theirs(folder), folder)
+    torch.testing.assert_close(teacher_forced(model, folder), expected)
     assert float(expected.std()) > 0.5, "all outputs are alike: the test shows nothing"
     save_model(model, edits, tmp_path, folder)
     again, edits = load_model(tmp_path)
     assert edits == []
-    torch.testing.assert_close(logits(again, tmp_path), expected)
-    torch.testing.assert_close(logits(theirs(tmp_path), tmp_path), expected)
+    torch.testing.assert_close(teacher_forced(again, tmp_path), expected)
+    torch.testing.assert_close(teacher_forced(theirs(tmp_path), tmp_path), expected)
 
 
 @pytest.mark.parametrize("importance", ["taylor", "magnitude"])
@@ -94,7 +87,9 @@ def test_pruned_model_equals_the_whole_one_whose_units_give_nothing(folder, tmp_
         silence(whole, pruned, group.parts.query, group.parts.out)
     for block in blocks:
         silence(whole, pruned, block.parts.up, block.parts.down)
-    torch.testing.assert_close(logits(pruned, ctx.out), logits(whole, folder), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        teacher_forced(pruned, ctx.out), teacher_forced(whole, folder), atol=1e-4, rtol=1e-4
+    )
     assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
 
 
@@ -123,7 +118,9 @@ def test_t5_layers_may_lose_different_heads_and_be_pruned_twice(t5, tmp_path):
     whole = theirs(t5)
     for group in attentions:
         silence(whole, pruned, group.parts.query, group.parts.out)
-    torch.testing.assert_close(logits(pruned, twice.out), logits(whole, t5), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        teacher_forced(pruned, twice.out), teacher_forced(whole, t5), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kept", [[1], [0], [0, 1]])
@@ -141,7 +138,7 @@ def test_t5_student_keeps_the_position_bias_of_the_first_block(t5, tmp_path, kep
             blocks[1].layer[0].SelfAttention.relative_attention_bias = table
             blocks[1].layer[0].SelfAttention.has_relative_attention_bias = True
         whole.get_submodule(side).block = torch.nn.ModuleList([blocks[i] for i in kept])
-    torch.testing.assert_close(logits(student, tmp_path), logits(whole, t5))
+    torch.testing.assert_close(teacher_forced(student, tmp_path), teacher_forced(whole, t5))
     assert (student.config.num_layers, student.config.num_decoder_layers) == (len(kept), len(kept))
 
 
@@ -150,11 +147,11 @@ def test_a_pruned_t5_can_be_made_a_student(t5, tmp_path):
     pruned = run(Prune(), t5, settings, tmp_path / "pruned")
     model, edits = load_model(pruned.out)
     edits, _ = keep_layers(model, edits, "decoder_layers", [1], "spread")
-    expected = logits(model, pruned.out)
+    expected = teacher_forced(model, pruned.out)
     (tmp_path / "student").mkdir()
     save_model(model, edits, tmp_path / "student", pruned.out)
     student, _ = load_model(tmp_path / "student")
-    torch.testing.assert_close(logits(student, tmp_path / "student"), expected)
+    torch.testing.assert_close(teacher_forced(student, tmp_path / "student"), expected)
 
 
 def test_distilling_a_student_lowers_its_loss(folder, tmp_path):
@@ -169,13 +166,18 @@ def test_distilling_a_student_lowers_its_loss(folder, tmp_path):
     (untrained, _), (trained, out) = loss(1, 1e-9), loss(15, 3e-3)
     assert trained < 0.8 * untrained
     student, _ = load_model(out)
-    torch.testing.assert_close(logits(student, out), logits(theirs(out), out))
+    torch.testing.assert_close(teacher_forced(student, out), teacher_forced(theirs(out), out))
 
 
 def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
     write_text_rules(folder, TextRules(prefix=seq2seq.PREFIX))
     try:
-        ids = encode_split(ROWS, load_model(folder)[0].config, load_tokenizer(folder), bare_context(folder))
+        ids = encode_split(
+            ROWS,
+            load_model(folder)[0].config,
+            load_tokenizer(folder),
+            harness.context(folder, "summarization"),
+        )
         tokenizer = load_tokenizer(folder)
         assert [r.source for r in ids[:2]] == [
             tokenizer(seq2seq.PREFIX + e.text)["input_ids"] for e in ROWS.examples[:2]
@@ -189,10 +191,6 @@ def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
         write_text_rules(folder, TextRules())
 
 
-def bare_context(folder):
-    return Context(out=folder, task="summarization", data={}, seed=0, ancestors={}, score=lambda a: {})
-
-
 def test_factorized_model_is_loaded_as_it_was(folder, tmp_path):
     ctx = run(Factorize(), folder, FactorizeSettings(rank=4), tmp_path / "out")
     assert ctx.facts["ranks"]
@@ -204,7 +202,9 @@ def test_factorized_model_is_loaded_as_it_was(folder, tmp_path):
             weight = whole.get_submodule(name).weight
             u, s, vt = torch.linalg.svd(weight.double(), full_matrices=False)
             weight.copy_((u[:, :4] * s[:4]) @ vt[:4])
-    torch.testing.assert_close(logits(model, ctx.out), logits(whole, folder), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        teacher_forced(model, ctx.out), teacher_forced(whole, folder), atol=1e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
@@ -216,13 +216,13 @@ def test_quantized_model_stays_near_and_is_loaded_as_it_was(folder, tmp_path, sc
     tables = [m for m in model.modules() if isinstance(m, QuantizedEmbedding)]
     assert len(tables) == 3
     assert len({id(t.matrix) for t in tables}) == 1
-    expected, got = logits(theirs(folder), folder), logits(model, ctx.out)
+    expected, got = teacher_forced(theirs(folder), folder), teacher_forced(model, ctx.out)
     limit = {"int8-dynamic": 0.1, "int4": 0.5}[scheme]
     assert 0 < float((got - expected).abs().mean() / expected.std()) < limit
     again = tmp_path / "again"
     again.mkdir()
     save_model(model, read_edits(ctx.out), again, ctx.out)
-    torch.testing.assert_close(logits(load_model(again)[0], again), got)
+    torch.testing.assert_close(teacher_forced(load_model(again)[0], again), got)
 
 
 @pytest.mark.parametrize("name", ["t5-gated", "mbart"])
@@ -232,5 +232,7 @@ def test_training_through_codes_starts_where_the_quantized_model_stands(name, tm
     still = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-12)
     ctx = run(Finetune(), quantized, still, tmp_path / "out")
     same, _ = load_model(ctx.out)
-    torch.testing.assert_close(logits(same, ctx.out), logits(load_model(quantized)[0], quantized))
+    torch.testing.assert_close(
+        teacher_forced(same, ctx.out), teacher_forced(load_model(quantized)[0], quantized)
+    )
     assert ctx.facts["codes_changed"] == 0

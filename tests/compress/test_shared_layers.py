@@ -3,11 +3,13 @@
 import hashlib
 from collections import Counter
 
+import every_family
+import harness
 import onnx
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharing import assert_first_two_are_one, folder_of, logits, products, run, share
+from sharing import assert_first_two_are_one, folder_of, products, share
 
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -24,7 +26,7 @@ SOME = ["bert", "gpt2", "marian", "phi3", "qwen3", "t5"]
 def test_layers_stay_one_when_trained(family, tmp_path):
     source = share(family, tmp_path / "shared")
     settings = FinetuneSettings(max_steps=2, batch_size=4, evals=1, precision="fp32", learning_rate=1e-2)
-    trained = run(Finetune(), settings, source, family, tmp_path / "trained").out
+    trained = every_family.run(Finetune(), settings, source, family, tmp_path / "trained").out
     model, _ = load_model(trained)
     assert_first_two_are_one(model)
     before, after = (load_file(f / "model.safetensors") for f in (source, trained))
@@ -37,7 +39,7 @@ def test_layers_stay_one_when_trained(family, tmp_path):
 def test_pruning_cuts_shared_layers_once(family, tmp_path):
     source = share(family, tmp_path / "shared")
     settings = PruneSettings(importance="magnitude", keep=0.5)
-    pruned = run(Prune(), settings, source, family, tmp_path / "pruned").out
+    pruned = every_family.run(Prune(), settings, source, family, tmp_path / "pruned").out
     model, _ = load_model(pruned)
     assert_first_two_are_one(model)
     before, _ = load_model(source)
@@ -45,7 +47,7 @@ def test_pruning_cuts_shared_layers_once(family, tmp_path):
         name = block.feed_forward.down
         # half of it, to a multiple of 8; cut twice it would be a quarter
         assert model.get_submodule(name).in_features == before.get_submodule(name).in_features // 2
-    assert torch.isfinite(logits(model)).all()
+    assert torch.isfinite(harness.logits(model)).all()
     # and the same as when the copies are cut apart, where magnitude finds the same units
     apart, edits = load_model(source)
     copies = tmp_path / "copies"
@@ -55,8 +57,10 @@ def test_pruning_cuts_shared_layers_once(family, tmp_path):
             if isinstance(child, torch.nn.Linear) and child is not apart.get_output_embeddings():
                 setattr(module, name, _own(child))
     save_model(apart, [e for e in edits if e["op"] != "share"], copies, source)
-    cut = run(Prune(), settings, copies, family, tmp_path / "cut").out
-    torch.testing.assert_close(logits(model), logits(load_model(cut)[0]), atol=1e-5, rtol=1e-5)
+    cut = every_family.run(Prune(), settings, copies, family, tmp_path / "cut").out
+    torch.testing.assert_close(
+        harness.logits(model), harness.logits(load_model(cut)[0]), atol=1e-5, rtol=1e-5
+    )
 
 
 def _own(linear):
@@ -67,18 +71,18 @@ def _own(linear):
 
 def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
     source = share("bert", tmp_path / "shared", groups=1)
-    ctx = run(Prune(), PruneSettings(keep=0.5, rows=4), source, "bert", tmp_path / "pruned")
+    ctx = every_family.run(Prune(), PruneSettings(keep=0.5, rows=4), source, "bert", tmp_path / "pruned")
     assert list(ctx.facts["kept_heads"].values()) == [2]
     model, _ = load_model(ctx.out)
     heads = [model.get_submodule(b.attentions[0].name).num_attention_heads for b in blocks_of(model)]
     assert heads == [2, 2, 2]
-    assert torch.isfinite(logits(model)).all()
+    assert torch.isfinite(harness.logits(model)).all()
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_factorized_layers_are_one_pair(family, tmp_path):
     source = share(family, tmp_path / "shared")
-    ctx = run(Factorize(), FactorizeSettings(rank=4), source, family, tmp_path / "pairs")
+    ctx = every_family.run(Factorize(), FactorizeSettings(rank=4), source, family, tmp_path / "pairs")
     model, _ = load_model(ctx.out)
     assert_first_two_are_one(model)
     assert all(
@@ -97,7 +101,7 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
     settings = FactorizeSettings(
         rank=4, include=["*.1.intermediate*", "*.output.dense"], exclude=["*.2.output*"]
     )
-    ctx = run(Factorize(), settings, source, "bert", tmp_path / "pairs")
+    ctx = every_family.run(Factorize(), settings, source, "bert", tmp_path / "pairs")
     assert sorted(ctx.facts["ranks"]) == [
         "bert.encoder.layer.0.attention.output.dense",
         "bert.encoder.layer.0.intermediate.dense",
@@ -106,9 +110,9 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
 
 def test_pairs_that_are_shared_are_cut_once(tmp_path):
     source = share("marian", tmp_path / "shared")
-    pairs = run(Factorize(), FactorizeSettings(rank=4), source, "marian", tmp_path / "pairs").out
+    pairs = every_family.run(Factorize(), FactorizeSettings(rank=4), source, "marian", tmp_path / "pairs").out
     settings = PruneSettings(importance="magnitude")
-    pruned = run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
+    pruned = every_family.run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
     model, _ = load_model(pruned)
     assert_first_two_are_one(model)
     assert model.get_submodule("model.encoder.layers.1.fc2").in_features == 32
@@ -120,7 +124,7 @@ def test_codes_are_stored_once(family, scheme, tmp_path):
     source = share(family, tmp_path / "shared")
     options = {} if scheme == "int8-dynamic" else {"group_size": 32}
     settings = QuantizeSettings(scheme=scheme, **options)
-    both = [run(Quantize(), settings, s, family, tmp_path / f"{n}").out
+    both = [every_family.run(Quantize(), settings, s, family, tmp_path / f"{n}").out
             for n, s in enumerate((folder_of(family), source))]  # fmt: skip
     model, edits = load_model(both[1])
     assert_first_two_are_one(model)
@@ -132,14 +136,16 @@ def test_codes_are_stored_once(family, scheme, tmp_path):
     assert sum(e["op"] == "quantize" and e["module"] in seconds for e in edits) == 0
     trained = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32")
     if scheme == "binary":  # through the codes
-        model, _ = load_model(run(Finetune(), trained, both[1], family, tmp_path / "trained").out)
+        model, _ = load_model(
+            every_family.run(Finetune(), trained, both[1], family, tmp_path / "trained").out
+        )
         assert_first_two_are_one(model)
 
 
 def test_quantizing_leaves_a_layer_float_when_one_of_its_names_is_skipped(tmp_path):
     source = share("bert", tmp_path / "shared")
     settings = QuantizeSettings(skip=["*.layer.1.output.dense"])
-    ctx = run(Quantize(), settings, source, "bert", tmp_path / "codes")
+    ctx = every_family.run(Quantize(), settings, source, "bert", tmp_path / "codes")
     assert ctx.facts["float_linear_layers"] == ["bert.encoder.layer.0.output.dense"]
 
 
@@ -159,8 +165,8 @@ def test_graphs_hold_shared_matrices_once_and_agree(family, scheme, simplify, tm
     source = share(family, tmp_path / "shared")
     if scheme:
         settings = QuantizeSettings(scheme=scheme)
-        source = run(Quantize(), settings, source, family, tmp_path / "codes").out
-    ctx = run(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
+        source = every_family.run(Quantize(), settings, source, family, tmp_path / "codes").out
+    ctx = every_family.run(Onnx(), OnnxSettings(simplify=simplify), source, family, tmp_path / "graphs")
     assert set(ctx.facts["parity"]) == set(ctx.facts["graphs"])  # a graph that disagrees raises
     for path in ctx.out.glob("*.onnx"):
         found = Counter(

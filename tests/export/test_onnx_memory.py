@@ -1,32 +1,20 @@
 """An export whose copies of the weights cannot fit is refused before it begins."""
 
+import harness
 import pytest
 import tiny
 
 from smelt.core import memory
 from smelt.core.errors import RunError
-from smelt.core.stage import Context
 from smelt.export import onnx_stage
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-
-
-def _context(tmp_path):
-    (tmp_path / "out").mkdir()
-    return Context(
-        out=tmp_path / "out",
-        task="text-classification",
-        data={},
-        seed=0,
-        ancestors={},
-        score=lambda artifact: {},
-    )
 
 
 def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
     source = tiny.artifact(tiny.bert(tmp_path / "m"), "text-classification")
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     with pytest.raises(RunError, match=r"^onnx: exporting needs at least .* Give simplify: false"):
-        Onnx()(source, OnnxSettings(), _context(tmp_path))
+        Onnx()(source, OnnxSettings(), harness.context(tmp_path / "out", "text-classification"))
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -39,7 +27,7 @@ def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, mo
         raise RunError(what)
 
     monkeypatch.setattr(onnx_stage, "require_memory", refuse)
-    context = _context(tmp_path)
+    context = harness.context(tmp_path / "out", "text-classification")
     for settings in (OnnxSettings(simplify=False), OnnxSettings()):
         with pytest.raises(RunError):
             Onnx()(source, settings, context)

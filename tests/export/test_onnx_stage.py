@@ -2,6 +2,7 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
+import harness
 import numpy as np
 import onnx
 import pytest
@@ -12,10 +13,9 @@ from pydantic import ValidationError
 from smelt.compress.quantize.coding import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.backends.onnx_runner import OnnxRunner
+from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
 from smelt.runtime.models.structure import apply_edits, replace_module
@@ -110,15 +110,7 @@ ROWS = Split("x", tuple(Example("a b c d e f g"[: 2 * n + 1]) for n in range(1, 
 
 
 def export(folder, out, data=ROWS, **settings):
-    out.mkdir(exist_ok=True)
-    ctx = Context(
-        out=out,
-        task="translation",
-        data={"validation": data} if data else {},
-        seed=0,
-        ancestors={},
-        score=lambda a: {},
-    )
+    ctx = harness.context(out, data={"validation": data} if data else {})
     Onnx()(artifact(folder), OnnxSettings(**settings), ctx)
     return ctx
 
@@ -149,7 +141,7 @@ def greedy_by_hand(runner, batch, steps):
 
 def test_decoder_steps_equal_transformers_forward_on_padded_rows(marian, exported):
     batch = Batch(np.array([[5, 6, 7, 8, 3], [9, 10, 3, 0, 0]]), np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
-    with OnnxRunner(artifact(exported[0]), 1) as runner:
+    with open_folder(exported[0], "onnx", "ort-cpu", 1) as runner:
         got = greedy_by_hand(runner, batch, 6)
     model, _ = load_model(marian)
     fed = np.concatenate([np.zeros((2, 1), dtype=np.int64), got[:, :-1].argmax(-1)], axis=1)
@@ -238,7 +230,7 @@ def test_classifier_equals_transformers_for_any_batch_and_length(bert, tmp_path)
             torch.tensor(ids), attention_mask=torch.tensor(batch.attention_mask),
             token_type_ids=torch.tensor(batch.token_type_ids),
         ).logits.numpy()  # fmt: skip
-    with OnnxRunner(artifact(tmp_path / "out"), 1) as runner:
+    with open_folder(tmp_path / "out", "onnx", "ort-cpu", 1) as runner:
         assert np.abs(runner.forward(batch) - expected).max() < 1e-5
 
 

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.stored_once import store_once
-from smelt.runtime.backends.onnx_runner import open_session
+from smelt.runtime.backends.onnx_session import open_session
 
 
 def graph(second, output="y"):

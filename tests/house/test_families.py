@@ -41,5 +41,5 @@ def test_every_family_stands_in_the_page_of_models(name: str) -> None:
 def test_one_family_is_one_file_and_one_row_of_the_matrix(name: str) -> None:
     assert (ROOT / "families" / f"{name}.py").is_file()
     matrix = (ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py").read_text(encoding="utf-8")
-    rows = (ROOT / "tests" / "support" / "every_family.py").read_text(encoding="utf-8")
+    rows = (ROOT / "tests" / "support" / "models" / "every_family.py").read_text(encoding="utf-8")
     assert f'"{name}":' in matrix + rows

@@ -92,7 +92,7 @@ def test_importing_the_stages_loads_nothing_heavy() -> None:
 def test_importing_what_runs_an_onnx_artifact_loads_its_runtime_alone() -> None:
     names = ["smelt.use.loaded", "smelt.use.predict", "smelt.use.predict_data", "smelt.runtime.predict"]
     assert loaded_after(names) == []
-    names += ["smelt.runtime.backends.onnx_runner", "smelt.runtime.backends.onnx_causal"]
+    names += ["smelt.runtime.backends.open_runner", "smelt.runtime.backends.onnx_backend"]
     assert loaded_after(names) == ["onnxruntime"]
 
 

@@ -4,9 +4,9 @@ import json
 import subprocess
 import sys
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
 import smelt
 
@@ -39,10 +39,7 @@ def classifier(tmp_path_factory):
 
 
 def _command(*arguments):
-    from smelt.cli import main
-
-    result = CliRunner().invoke(main, [*map(str, arguments)])
-    assert result.exit_code == 0, result.output
+    result = harness.smelt(*arguments, code=0)
     return result.output.splitlines()
 
 

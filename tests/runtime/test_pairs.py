@@ -7,7 +7,7 @@ import tiny
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.core.data import Example
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import class_logits, encode_texts
 from smelt.runtime.text.limits import length_limit, position_limit
@@ -21,7 +21,7 @@ def folder(request, tmp_path_factory):
 
 
 def logits_of(folder, examples, batch_size=3):
-    with TorchRunner(tiny.artifact(folder, "text-classification")) as runner:
+    with open_runner(tiny.artifact(folder, "text-classification")) as runner:
         return class_logits(runner, examples, batch_size)
 
 

@@ -225,23 +225,36 @@ def _constants(graph: Any) -> dict[str, Any]:
 
 def _lines(model: Any) -> Iterator[str]:
     """Describe inputs, outputs, constants and nodes; values have numbers instead of names."""
-    import onnx
 
     places: dict[str, int] = {"": -1}
     for value in (*model.graph.input, *model.graph.output):
         sizes = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
         yield f"{value.name} {value.type.tensor_type.elem_type} {sizes}"
         places.setdefault(value.name, len(places))
-    shapes = {t.name: f"{t.data_type} {list(t.dims)}" for t in model.graph.initializer}
-    for node in model.graph.node:
+    yield from _nodes(model.graph, places, {})
+
+
+def _nodes(graph: Any, places: dict[str, int], shapes: dict[str, str]) -> Iterator[str]:
+    """Describe the nodes of a graph, those of the graphs inside of them behind each."""
+    import onnx
+
+    shapes = shapes | {t.name: f"{t.data_type} {list(t.dims)}" for t in graph.initializer}
+    apart = (onnx.AttributeProto.TENSOR, onnx.AttributeProto.GRAPH)
+    for node in graph.node:
         inputs = [shapes.get(n) or places.setdefault(n, len(places)) for n in node.input]
         attributes = sorted(
             f"{a.name}={_rounded(onnx.helper.get_attribute_value(a))}"
             for a in node.attribute
-            if a.type != onnx.AttributeProto.TENSOR
+            if a.type not in apart
         )
         outputs = [places.setdefault(n, len(places)) for n in node.output]
         yield f"{node.domain}::{node.op_type} {inputs} {attributes} {outputs}"
+        for a in node.attribute:
+            if a.type == onnx.AttributeProto.GRAPH:
+                told = [places.setdefault(v.name, len(places)) for v in a.g.input]
+                yield f"{a.name} of {told}"
+                yield from _nodes(a.g, places, shapes)
+                yield f"gives {[places[v.name] for v in a.g.output]}"
 
 
 def _rounded(value: Any) -> Any:
@@ -256,6 +269,7 @@ def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[flo
     found: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
     for number, (name, tensor) in enumerate(sorted(values.items())):
         x = np.asarray(tensor, dtype=np.float64).ravel()
+        x = np.where(np.isfinite(x), x, 0.0)  # a token that never comes has a score of minus infinity
         signs = [
             1.0 - 2.0 * (_bits(x.size, 77 + 2 * number + k) & np.uint64(1)).astype(np.float64) for k in (0, 1)
         ]

@@ -2,6 +2,7 @@
 
 import json
 
+import harness
 import pytest
 import torch
 from pydantic import ValidationError
@@ -12,7 +13,6 @@ from smelt.compress.distill.logits import Distill, DistillSettings, distill_obje
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
@@ -60,15 +60,7 @@ def context(tmp_path, ancestors):
         "x", tuple(Example(f"{a} {b} {c}", label="pos") for a in WORDS for b in WORDS for c in WORDS)
     )
     out = tmp_path / "work" / "out"
-    out.mkdir(parents=True)
-    return Context(
-        out=out,
-        task="text-classification",
-        data={"train": rows},
-        seed=1,
-        ancestors=ancestors,
-        score=lambda a: {},
-    )
+    return harness.context(out, "text-classification", data={"train": rows}, seed=1, ancestors=ancestors)
 
 
 def batch():

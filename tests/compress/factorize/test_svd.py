@@ -2,6 +2,7 @@
 
 import json
 
+import harness
 import pytest
 import torch
 from pydantic import ValidationError
@@ -11,7 +12,6 @@ from transformers import MarianConfig, MarianMTModel
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings, choose_rank, factorize_layer
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
 
@@ -56,8 +56,7 @@ def source(tmp_path):
 
 def context(tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    return Context(out=out, task="translation", data={}, seed=1, ancestors={}, score=lambda a: {})
+    return harness.context(out, seed=1)
 
 
 def test_the_error_is_the_root_of_the_dropped_squares(layer):

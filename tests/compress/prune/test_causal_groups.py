@@ -1,8 +1,8 @@
 """Pruning of decoder-only models: cutting equals masking; whole groups of queries go with their key."""
 
 import causal
+import harness
 import pytest
-import tiny
 import torch
 
 from smelt.compress.prune.groups import columns_of, find_groups
@@ -10,7 +10,6 @@ from smelt.compress.prune.importance import magnitude_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -24,16 +23,8 @@ def folder(request, tmp_path_factory):
 
 
 def _prune(folder, out, **settings):
-    out.mkdir()
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
-    ctx = Context(out=out, task="language-modeling", data=data, seed=0, ancestors={}, score=lambda a: {})
-    Prune()(tiny.artifact(folder, "language-modeling"), PruneSettings(**settings), ctx)
-    return ctx
-
-
-def _logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
+    return harness.run(Prune(), PruneSettings(**settings), folder, out, "language-modeling", data)
 
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor"])
@@ -55,7 +46,7 @@ def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
             mask[stay] = 1
             before.mul_(mask)
             assert len(stay) * 2 == before.shape[1], (group, after)
-    torch.testing.assert_close(_logits(small), _logits(whole), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(harness.logits(small), harness.logits(whole), atol=1e-4, rtol=1e-4)
     assert any(edit["op"] == "linear" for edit in edits)
 
 
@@ -65,7 +56,7 @@ def test_feed_forward_width_is_said_in_the_config_when_all_layers_agree(folder, 
     ctx = _prune(folder, tmp_path / "out", what=["ffn"], keep=0.5, importance="magnitude")
     assert not (ctx.out / "structure.json").exists()
     plain = transformers.AutoModelForCausalLM.from_pretrained(ctx.out).eval()
-    torch.testing.assert_close(_logits(plain), _logits(load_model(ctx.out)[0]))
+    torch.testing.assert_close(harness.logits(plain), harness.logits(load_model(ctx.out)[0]))
 
 
 def test_magnitude_is_the_product_of_norms_when_a_key_serves_several_queries(folder):

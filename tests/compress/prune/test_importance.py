@@ -1,6 +1,7 @@
 """Scores of units, recomputed by hand; those of factorized layers are those of the products."""
 
 import causal
+import harness
 import pytest
 import seq2seq
 import tiny
@@ -12,7 +13,6 @@ from smelt.compress.prune.groups import columns_of, find_groups, rows_of
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.train.loop import label_objective
-from smelt.core.stage import Context
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 
@@ -24,12 +24,6 @@ MADE = {
     "gpt2": lambda f: causal.model(f, "gpt2"),
     "llama": lambda f: causal.model(f, "llama"),
 }
-
-
-def context(out, **more):
-    out.mkdir(parents=True)
-    values = {"task": "translation", "data": {}, "seed": 0, "ancestors": {}, "score": lambda a: {}}
-    return Context(out=out, **(values | more))
 
 
 @pytest.fixture(params=MADE)
@@ -48,7 +42,7 @@ def both(request, tmp_path):
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     source = tiny.artifact(tmp_path / "whole")
-    Factorize()(source, FactorizeSettings(rank=RANK), context(tmp_path / "pairs"))
+    Factorize()(source, FactorizeSettings(rank=RANK), harness.context(tmp_path / "pairs"))
     return tmp_path / "whole", tmp_path / "pairs"
 
 
@@ -64,7 +58,7 @@ def test_the_same_units_stay_whether_a_layer_was_factorized_or_not(both, tmp_pat
     settings = PruneSettings(keep=0.5, importance="magnitude", round_to=1)
     kept = []
     for at, folder in enumerate(both):
-        ctx = context(tmp_path / str(at))
+        ctx = harness.context(tmp_path / str(at))
         Prune()(tiny.artifact(folder), settings, ctx)
         model, _ = load_model(ctx.out)
         products = {}
@@ -93,7 +87,9 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
                 module.weight.copy_(torch.randn(rows, RANK) @ torch.randn(RANK, columns) / RANK / 8)
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
-    Factorize()(tiny.artifact(tmp_path / "whole"), FactorizeSettings(rank=RANK), context(tmp_path / "pairs"))
+    Factorize()(
+        tiny.artifact(tmp_path / "whole"), FactorizeSettings(rank=RANK), harness.context(tmp_path / "pairs")
+    )
     ids = torch.arange(5, 25).view(2, 10)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
     found = []

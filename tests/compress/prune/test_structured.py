@@ -1,6 +1,7 @@
 """Pruning: the scores recomputed by hand, and cutting against masking."""
 
 import causal
+import harness
 import pytest
 import tiny
 import torch
@@ -18,10 +19,9 @@ from smelt.compress.prune.structured import (
     heads_kept,
     neurons_kept,
 )
-from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, needs_of
+from smelt.core.stage import needs_of
 from smelt.runtime.models.checkpoint import load_model, save_model
 
 
@@ -125,10 +125,7 @@ def test_counts_that_stay():
 
 def run(folder, out, data=None, task="translation", **settings):
     more = {name: settings.pop(name) for name in ("threads", "device", "progress") if name in settings}
-    out.mkdir(parents=True)
-    ctx = Context(out=out, task=task, data=data or {}, seed=1, ancestors={}, score=lambda a: {}, **more)
-    Prune()(tiny.artifact(folder, task), PruneSettings(**settings), ctx)
-    return ctx
+    return harness.run(Prune(), PruneSettings(**settings), folder, out, task, data, seed=1, **more)
 
 
 def test_units_too_few_to_be_divided_are_told(tmp_path):
@@ -216,19 +213,7 @@ def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
     marian().save_pretrained(tmp_path / "model")
-    manifest = Manifest(
-        key="0" * 64,
-        format="torch",
-        task="translation",
-        stage="model",
-        settings={},
-        seed=0,
-        parent=None,
-        versions={},
-    )
-    (tmp_path / "out").mkdir()
-    ctx = Context(out=tmp_path / "out", task="translation", data={}, seed=1, ancestors={}, score=lambda a: {})
-    Prune()(Artifact(tmp_path / "model", manifest), PruneSettings(what=["ffn"], importance="magnitude"), ctx)
+    ctx = run(tmp_path / "model", tmp_path / "out", what=["ffn"], importance="magnitude")
     assert not (ctx.out / "structure.json").exists()
     plain = AutoModelForSeq2SeqLM.from_pretrained(ctx.out).eval()
     ours, edits = load_model(ctx.out)

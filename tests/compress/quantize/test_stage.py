@@ -1,12 +1,10 @@
-from types import SimpleNamespace
-
+import harness
 import pytest
 import torch
 import transformers
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
@@ -40,17 +38,7 @@ def marian(tmp_path):
 
 
 def run(folder, out, **settings):
-    out.mkdir()
-    ctx = Context(out=out, task="translation", data={}, seed=0, ancestors={}, score=lambda a: {})
-    src = SimpleNamespace(path=folder, manifest=SimpleNamespace(facts={}))
-    Quantize()(src, QuantizeSettings(**settings), ctx)
-    return ctx
-
-
-def logits(model):
-    ids = torch.arange(18).reshape(2, 9)
-    with torch.no_grad():
-        return model(input_ids=ids, decoder_input_ids=ids).logits
+    return harness.run(Quantize(), QuantizeSettings(**settings), folder, out)
 
 
 def test_quantize_covers_linears_factors_embeddings_and_head(marian, tmp_path):
@@ -69,7 +57,7 @@ def test_quantized_model_survives_the_disk_and_stays_close(marian, tmp_path):
     before, _ = load_model(marian)
     run(marian, tmp_path / "out")
     after, _ = load_model(tmp_path / "out")
-    difference = (logits(after) - logits(before)).abs().mean() / logits(before).std()
+    difference = (harness.logits(after) - harness.logits(before)).abs().mean() / harness.logits(before).std()
     assert 0 < difference < 0.05
 
 

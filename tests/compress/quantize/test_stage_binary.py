@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import harness
 import onnx
 import pytest
 import tiny
@@ -8,7 +9,6 @@ from safetensors.torch import load_file
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
-from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.layers.quantized import scheme_of
 from smelt.runtime.models.checkpoint import count_parameters, load_model
@@ -27,12 +27,7 @@ def quantized(src, out, task="translation", data=ROWS, **settings):
     """Quantize and export; return the contexts of both stages."""
     contexts = []
     for folder in (out / "binary", out / "onnx"):
-        folder.mkdir(parents=True)
-        contexts.append(
-            Context(
-                out=folder, task=task, data={"validation": data}, seed=0, ancestors={}, score=lambda a: {}
-            )
-        )
+        contexts.append(harness.context(folder, task, data={"validation": data}))
     Quantize()(tiny.artifact(src, task), QuantizeSettings(scheme="binary", **settings), contexts[0])
     return contexts
 

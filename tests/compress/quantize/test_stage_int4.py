@@ -1,3 +1,4 @@
+import harness
 import onnx
 import pytest
 import tiny
@@ -5,7 +6,6 @@ import tiny
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
 from smelt.runtime.models.checkpoint import count_parameters, load_model
@@ -14,8 +14,7 @@ ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 
 
 def context(out, task="translation"):
-    out.mkdir()
-    return Context(out=out, task=task, data={"validation": ROWS}, seed=0, ancestors={}, score=lambda a: {})
+    return harness.context(out, task, data={"validation": ROWS})
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +23,7 @@ def marian(tmp_path_factory):
 
 
 def quantized(src, out, task="translation", **settings):
-    ctx = context(out, task)
-    Quantize()(tiny.artifact(src, task), QuantizeSettings(scheme="int4", **settings), ctx)
-    return ctx
+    return harness.run(Quantize(), QuantizeSettings(scheme="int4", **settings), src, out, task)
 
 
 def test_stage_covers_linears_embeddings_and_head_and_says_what_it_left(marian, tmp_path):

@@ -1,5 +1,6 @@
 from functools import partial
 
+import harness
 import pytest
 import schemes
 import tiny
@@ -19,7 +20,6 @@ from smelt.compress.quantize.through_codes import (
 )
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split, read_split
-from smelt.core.stage import Context
 from smelt.runtime.layers.quantized import QuantizedEmbedding, scheme_of
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
@@ -43,10 +43,7 @@ def quantized(folder, family, task, **settings):
 
 
 def context(out, task, ancestors, data=None):
-    out.mkdir(exist_ok=True)
-    return Context(
-        out=out, task=task, data=data or {}, seed=0, ancestors=ancestors, score=lambda a: {}, threads=1
-    )
+    return harness.context(out, task, data=data or {}, ancestors=ancestors)
 
 
 def distance(folder, teacher):

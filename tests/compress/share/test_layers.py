@@ -1,10 +1,12 @@
 """Sharing on every family: what is shared, what it weighs, what stays apart and why."""
 
+import every_family
+import harness
 import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from sharing import assert_first_two_are_one, folder_of, logits, products, run, share
+from sharing import assert_first_two_are_one, folder_of, products, share
 
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
@@ -25,10 +27,10 @@ def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(fami
             target = plain.get_submodule(second)
             target.load_state_dict(plain.get_submodule(first).state_dict())
             saved += sum(t.numel() * t.element_size() for t in target.state_dict().values())
-    ctx = run(Share(), ShareSettings(), source, family, tmp_path / "out")
+    ctx = every_family.run(Share(), ShareSettings(), source, family, tmp_path / "out")
     model, _ = load_model(ctx.out)
     assert_first_two_are_one(model)
-    assert torch.equal(logits(model), logits(plain))
+    assert torch.equal(harness.logits(model), harness.logits(plain))
     before, after = (load_file(f / "model.safetensors") for f in (source, ctx.out))
     assert sum(t.nbytes for t in before.values()) - sum(t.nbytes for t in after.values()) == saved
     assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == saved // 4
@@ -109,14 +111,16 @@ def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
 
 
 def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
-    pairs = run(Factorize(), FactorizeSettings(rank=4), folder_of("bert"), "bert", tmp_path / "pairs").out
+    pairs = every_family.run(
+        Factorize(), FactorizeSettings(rank=4), folder_of("bert"), "bert", tmp_path / "pairs"
+    ).out
     model, edits = load_model(pairs)
     known = len(edits)
     _, notes = share_layers(model, edits, ShareSettings(take="mean"))
     assert len(notes) == 2
     assert "is factorized" in notes[0]
     assert len(edits) == known
-    shared = run(Share(), ShareSettings(take="last"), pairs, "bert", tmp_path / "shared").out
+    shared = every_family.run(Share(), ShareSettings(take="last"), pairs, "bert", tmp_path / "shared").out
     again, _ = load_model(shared)
     assert_first_two_are_one(again)
     assert torch.equal(
@@ -142,13 +146,15 @@ def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():
 
 
 def test_quantized_layers_are_refused(tmp_path):
-    codes = run(Quantize(), QuantizeSettings(), folder_of("bert"), "bert", tmp_path / "codes").out
+    codes = every_family.run(
+        Quantize(), QuantizeSettings(), folder_of("bert"), "bert", tmp_path / "codes"
+    ).out
     with pytest.raises(InputError, match="Put 'share' before 'quantize'"):
-        run(Share(), ShareSettings(), codes, "bert", tmp_path / "shared")
+        every_family.run(Share(), ShareSettings(), codes, "bert", tmp_path / "shared")
 
 
 def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
     once = share("bert", tmp_path / "once")
-    twice = run(Share(), ShareSettings(groups=1), once, "bert", tmp_path / "twice").out
+    twice = every_family.run(Share(), ShareSettings(groups=1), once, "bert", tmp_path / "twice").out
     model, _ = load_model(twice)
     assert len({model.get_submodule(names[0]) for names in products(model)["layers", "ffn", 0]}) == 1

@@ -2,6 +2,7 @@
 
 import math
 
+import harness
 import pytest
 import tiny
 import torch
@@ -11,7 +12,6 @@ from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row
 from smelt.compress.train.keeper import Keeper, Validation
 from smelt.compress.train.loop import label_objective, run_training
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]
@@ -40,8 +40,7 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, **settings):
 
     monkeypatch.setattr(training_loop, "mean_loss", mean_loss)
     out = tmp_path / "work" / "out"
-    out.mkdir(parents=True)
-    ctx = Context(out=out, task="text-classification", data={}, seed=0, ancestors={}, score=lambda a: {})
+    ctx = harness.context(out, "text-classification")
     values = iter(scores or ())
     chosen = FinetuneSettings(
         **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "evals": 4}

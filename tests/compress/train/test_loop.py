@@ -5,6 +5,7 @@ import random
 
 import causal
 import classifiers
+import harness
 import pytest
 import seq2seq
 import tiny
@@ -18,7 +19,6 @@ from smelt.compress.train.data import Row, collate
 from smelt.compress.train.loop import label_objective, run_training
 from smelt.core.data import Example, Split
 from smelt.core.labels import MULTI, REGRESSION
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "evals": 0, "schedule": "constant", "warmup": 0}
@@ -37,9 +37,7 @@ MADE = {
 
 
 def context(folder, **more):
-    (folder / "work" / "out").mkdir(parents=True)
-    values = {"task": "translation", "data": {}, "seed": 5, "ancestors": {}, "score": lambda a: {}}
-    return Context(out=folder / "work" / "out", **(values | more))
+    return harness.context(folder / "work" / "out", **({"seed": 5} | more))
 
 
 def ids(draw, least, most):

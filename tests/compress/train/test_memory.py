@@ -2,6 +2,7 @@
 
 import math
 
+import harness
 import psutil
 import pytest
 import tiny
@@ -14,7 +15,6 @@ from smelt.compress.train.data import Row
 from smelt.compress.train.loop import label_objective, run_training
 from smelt.compress.train.memory import require_training_memory
 from smelt.core.errors import RunError
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 3], None, 1), Row([2, 6, 3], None, 0)]
@@ -26,15 +26,7 @@ def model(tmp_path):
 
 
 def _train(model, tmp_path, objective, **settings):
-    (tmp_path / "work" / "out").mkdir(parents=True)
-    ctx = Context(
-        out=tmp_path / "work" / "out",
-        task="text-classification",
-        data={},
-        seed=0,
-        ancestors={},
-        score=lambda a: {},
-    )
+    ctx = harness.context(tmp_path / "work" / "out", "text-classification")
     chosen = FinetuneSettings(batch_size=2, precision="fp32", **settings)
     run_training(model, ROWS, ROWS, objective=objective, settings=chosen, ctx=ctx)
 

@@ -1,5 +1,6 @@
 """How much of a training is lost when its weights are stored in 16 bits again."""
 
+import harness
 import pytest
 import tiny
 import torch
@@ -10,7 +11,6 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable
 from smelt.compress.train.rounding import Rounding
 from smelt.core.data import Example, Split
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 TASK = "text-classification"
@@ -43,8 +43,7 @@ def test_the_share_is_that_of_the_norms(tmp_path, dtype):
 
 def test_weights_behind_codes_are_stored_as_codes_and_not_watched(tmp_path):
     source = tiny.artifact(half(tmp_path / "model"), TASK)
-    (tmp_path / "q").mkdir()
-    ctx = Context(out=tmp_path / "q", task=TASK, data={}, seed=0, ancestors={}, score=lambda a: {})
+    ctx = harness.context(tmp_path / "q", TASK)
     Quantize()(source, QuantizeSettings(scheme="int4", group_size=16, skip=["classifier"]), ctx)
     model, _ = load_trainable(tiny.artifact(ctx.out, TASK), ctx)
     watched = set(Rounding(model, ctx.out).before)
@@ -65,8 +64,7 @@ def test_a_model_of_32_bits_is_not_watched(tmp_path):
 def test_a_training_that_rounding_undoes_is_told(tmp_path, rate, dtype, warns):
     folder = half(tmp_path / "model")
     out = tmp_path / "work" / "out"
-    out.mkdir(parents=True)
-    ctx = Context(out=out, task=TASK, data={"train": ROWS}, seed=0, ancestors={}, score=lambda a: {})
+    ctx = harness.context(out, TASK, data={"train": ROWS})
     settings = FinetuneSettings(max_steps=2, learning_rate=rate, precision="fp32", warmup=0, dtype=dtype)
     Finetune()(tiny.artifact(folder, TASK), settings, ctx)
     told = [w for w in ctx.warnings if w.startswith("finetune: storing 16 bits a weight")]

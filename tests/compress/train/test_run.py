@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import causal
+import harness
 import pytest
 import sentencepiece
 import torch
@@ -20,7 +21,6 @@ from smelt.compress.train.run import train
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.errors import InputError, RunError
-from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
@@ -45,8 +45,7 @@ def artifact(path, task):
 
 def context(tmp_path, task, data, **more):
     out = tmp_path / "work" / "out"
-    out.mkdir(parents=True)
-    return Context(out=out, task=task, data=data, seed=1, ancestors={}, score=lambda a: {}, **more)
+    return harness.context(out, task, data=data, seed=1, **more)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 
+import harness
 import pytest
 import tiny
 import torch
@@ -15,7 +16,6 @@ from smelt.compress.quantize.through_codes import load_trainable, settle
 from smelt.compress.train.score import CheckpointScore
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.execute.scoring import Scorer
 from smelt.runtime.models.checkpoint import load_model, save_model
 
@@ -24,9 +24,8 @@ TASK = "text-classification"
 
 
 def context(folder, score, **more):
-    (folder / "work" / "out").mkdir(parents=True)
-    values = {"task": TASK, "data": {"train": ROWS, "validation": ROWS}, "seed": 3, "ancestors": {}}
-    return Context(out=folder / "work" / "out", score=score, **(values | more))
+    values = {"task": TASK, "data": ROWS, "seed": 3}
+    return harness.context(folder / "work" / "out", score=score, **(values | more))
 
 
 def test_what_is_scored_is_the_model_of_the_moment_as_it_would_be_stored(tmp_path):
@@ -101,8 +100,7 @@ def test_the_checkpoint_with_the_best_score_is_written_and_the_scored_rows_are_t
 
 def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_on(tmp_path):
     first = tiny.artifact(tiny.bert(tmp_path / "model"), TASK)
-    (tmp_path / "q").mkdir()
-    made = Context(out=tmp_path / "q", task=TASK, data={}, seed=0, ancestors={}, score=lambda a: {})
+    made = harness.context(tmp_path / "q", TASK)
     Quantize()(first, QuantizeSettings(scheme="binary", group_size=32), made)
     source = tiny.artifact(tmp_path / "q", TASK)
     seen = []

@@ -5,6 +5,7 @@ import sys
 
 import causal
 import classifiers
+import harness
 import pytest
 import seq2seq
 import tiny
@@ -44,12 +45,6 @@ def model(request, tmp_path):
     return load_model(MADE[request.param](tmp_path / "model"))[0]
 
 
-def logits(model):
-    ids = torch.arange(5, 25).view(2, 10)
-    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits
-
-
 @pytest.fixture
 def rates(monkeypatch):
     """The probabilities of all dropouts that are computed in training mode, however they are called."""
@@ -68,7 +63,7 @@ def dropped(model, rates, value):
     rates.clear()
     with training_state(model, value, CPU):
         model.train()
-        logits(model)
+        harness.logits(model)
     return list(rates)
 
 
@@ -81,11 +76,11 @@ def test_dropout_is_every_dropout_of_a_model_and_comes_back(model, rates):
 
 def test_without_dropout_training_computes_what_using_the_model_does(model):
     with torch.no_grad():
-        expected = logits(model.eval())
+        expected = harness.logits(model.eval())
         with training_state(model, 0.0, CPU):
-            torch.testing.assert_close(logits(model.train()), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(harness.logits(model.train()), expected, atol=1e-4, rtol=1e-4)
         with training_state(model, None, CPU):
-            assert not torch.allclose(logits(model.train()), expected, atol=1e-3)
+            assert not torch.allclose(harness.logits(model.train()), expected, atol=1e-3)
 
 
 # 2 threads, because the setting is one of each thread

@@ -60,6 +60,16 @@ def test_parts_of_a_classifier_add_up_to_the_median_call():
     assert found == {"tokenizing_ms": 2.0, "model_ms": 5.0, "rest_ms": 0.5}
 
 
+def test_parts_of_a_graph_with_the_loop_add_up_to_the_median_call():
+    """Its first token was timed by itself; the further ones have the rest of the graph's part."""
+    parts = [[0.5, 6.0, 4.0, 1.0, 2.0]] * 3
+    found = parts_of(np.array([7.5, 7.5, 7.5]), parts, 7.5)
+    assert found["encoding_ms"] is None
+    assert (found["tokenizing_ms"], found["first_token_ms"], found["further_token_ms"]) == (0.5, 2.5, 1.0)
+    further = found["further_token_ms"] * found["further_tokens"]
+    assert found["first_token_ms"] + further + found["detokenizing_ms"] == pytest.approx(7.5)
+
+
 def test_parts_of_two_far_calls_are_those_about_the_median():
     parts = [[1.0, 1.0, 1.0, 0.0, 0.0, 1.0], [1.0, 7.0, 1.0, 0.0, 0.0, 1.0]]
     found = parts_of(np.array([4.0, 10.0]), parts, 7.0)

@@ -75,3 +75,34 @@ def test_a_runner_that_keeps_the_loop_to_itself_shows_no_parts():
     watch = Watch(Sleepy())
     assert watch.parts(watch.begin(), time.perf_counter_ns()) is None
     assert watch.name == "sleepy"  # whatever else is asked goes on to it
+
+
+class Whole:
+    """A runner whose graph holds the loop: two ms for the first token and for each further one."""
+
+    in_pieces = False
+
+    def sequences(self, graph, batch, feeds):
+        count = min(3, int(feeds["max_new_tokens"]))
+        time.sleep(0.002 * count)
+        return np.zeros((1, 1 + count), np.int64)
+
+
+def test_parts_of_a_graph_with_the_loop_add_up_and_its_first_token_is_asked_for_alone():
+    watch = Watch(Whole())
+    begin = watch.begin()
+    time.sleep(0.003)
+    feeds = {"max_new_tokens": np.array(9)}
+    watch.sequences("generate", BATCH, feeds)
+    time.sleep(0.001)
+    end = time.perf_counter_ns()
+    before, whole, further, after = watch.parts(begin, end)
+    assert further == 2
+    assert before + whole + after == pytest.approx((end - begin) / 1e6, rel=1e-6)
+    assert (min(before, 3), min(whole, 6), min(after, 1)) == (3, 6, 1)
+    asked = watch.asked
+    assert asked == ("generate", BATCH, feeds)
+    assert 2 <= watch.first_token_ms(asked) < whole
+    assert feeds["max_new_tokens"] == 9
+    watch.begin()
+    assert watch.asked is None

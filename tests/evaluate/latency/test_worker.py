@@ -124,6 +124,8 @@ def test_round_times_only_the_calls_and_whole_passes(monkeypatch) -> None:
     worker, calls = Worker(), []
 
     class Watch:
+        asked = None
+
         def begin(self):
             return time.perf_counter_ns()
 

@@ -1,6 +1,7 @@
 """DistilBERT and RoBERTa as graphs, whole and cut, against torch; BERT's own tests are beside this one."""
 
 import classifiers
+import harness
 import numpy as np
 import onnxruntime
 import pytest
@@ -9,12 +10,10 @@ import tiny
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, Example, Split, read_split
-from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
-from smelt.runtime.backends.onnx_runner import OnnxRunner
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.predict import class_logits
 
 TASK = "text-classification"
@@ -22,9 +21,8 @@ TASK = "text-classification"
 
 def step(folder, name, stage, settings, source):
     out = folder / name
-    out.mkdir()
     split = read_split("data.jsonl", TASK, Columns(), folder)
-    ctx = Context(out, TASK, {"train": split}, 0, {"model": source}, lambda artifact: {}, threads=1)
+    ctx = harness.context(out, TASK, data={"train": split}, ancestors={"model": source})
     stage()(source, settings, ctx)
     return tiny.artifact(out, TASK, **ctx.facts), ctx
 
@@ -53,18 +51,18 @@ def test_the_graph_has_the_inputs_of_the_model_and_computes_the_same(small):
     session = onnxruntime.InferenceSession(out.path / "model.onnx")
     assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
     assert "MultiHeadAttention" in ctx.facts["graphs"]["model"]["operators"]
-    with TorchRunner(thin) as torch_runner, OnnxRunner.over(out.path, "ort-cpu", 1) as runner:
-        expected = logits(torch_runner)
+    with open_runner(thin) as parent, open_folder(out.path, "onnx", "ort-cpu", 1) as runner:
+        expected = logits(parent)
         assert np.abs(logits(runner) - expected).max() < 1e-4 * expected.std()
         longest = [Example(" ".join(tiny.SENTENCES * 2))]  # as many tokens as there are positions
-        assert np.allclose(class_logits(runner, longest), class_logits(torch_runner, longest), atol=1e-4)
+        assert np.allclose(class_logits(runner, longest), class_logits(parent, longest), atol=1e-4)
 
 
 def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
     """RoBERTa's table has 66 rows for 64 tokens; a longer profile would read beyond it without a word."""
     folder, thin = small
     text = " ".join(tiny.SENTENCES * 3)
-    ctx = Context(folder, TASK, {"train": Split("x", (Example(text, label=0),))}, 0, {}, lambda artifact: {})
+    ctx = harness.context(folder, TASK, data={"train": Split("x", (Example(text, label=0),))})
     ranges, limit = dimension_ranges(thin.path, TensorrtSettings(), ctx)
     assert limit == ranges["input"].max == (64 if folder.name.startswith("roberta") else 32)
 

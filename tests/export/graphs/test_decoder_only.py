@@ -1,6 +1,7 @@
 """The graph of a decoder-only model: prompts, steps and padding on the left equal torch's."""
 
 import causal
+import harness
 import numpy as np
 import onnx
 import pytest
@@ -12,11 +13,9 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
-from smelt.core.stage import Context
 from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.runtime.backends.onnx_causal import OnnxCausalRunner
-from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import token_losses
 from smelt.runtime.generate.loop import generate
@@ -31,16 +30,14 @@ def _ctx(out, folder):
     out.mkdir()
     causal.lines(folder / "t.txt", 2)
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
-    return Context(
-        out=out, task="language-modeling", data=data, seed=0, ancestors={}, score=lambda a: {}, threads=1
-    )
+    return harness.context(out, "language-modeling", data=data)
 
 
 def _export(folder, out, **settings):
     ctx = _ctx(out, folder)
     Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(**settings), ctx)
     assert ctx.warnings == []
-    return ctx, OnnxCausalRunner.over(out, settings["target"], 1)
+    return ctx, open_folder(out, "onnx", settings["target"], 1)
 
 
 def _same(graph, parent, tolerance):
@@ -107,7 +104,7 @@ def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
         half.mkdir()
         (half / "config.json").write_bytes((folder / "config.json").read_bytes())
         onnx.save(model, half / "model.onnx")
-        _same(OnnxCausalRunner.over(half, "tensorrt", 1), parent, 0.05)
+        _same(open_folder(half, "onnx", "tensorrt", 1), parent, 0.05)
 
 
 def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config(tmp_path):

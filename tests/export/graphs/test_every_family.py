@@ -2,6 +2,7 @@
 
 import every_family
 import exports
+import matrix
 import numpy as np
 import pytest
 import tiny
@@ -83,22 +84,21 @@ def test_scaled_positions_of_an_encoder_stand_in_its_graph(tmp_path):
     _same_classes(model, load_tokenizer(source.path), source, graphs)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("mistral", {"sliding_window": 4}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-        ("modernbert", {"local_attention": 4}),
-    ],
-)
-@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
-def test_a_window_that_is_off_by_one_is_seen_by_the_parity_check(name, config, target, tmp_path, monkeypatch):
+WINDOWS = {
+    "mistral": {"sliding_window": 4},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "modernbert": {"local_attention": 4},
+}
+
+
+@pytest.mark.parametrize(("name", "target"), matrix.cells(list(WINDOWS), ["ort-cpu", "tensorrt"]))
+def test_a_window_that_is_off_by_one_is_seen_by_the_parity_check(name, target, tmp_path, monkeypatch):
     from dataclasses import replace
 
     from smelt.core.errors import RunError
 
     task = FAMILIES[name].tasks[0]
-    source = tiny.artifact(every_family.make(tmp_path / "model", name, **config), task)
+    source = tiny.artifact(every_family.make(tmp_path / "model", name, **WINDOWS[name]), task)
     Onnx()(source, OnnxSettings(target=target), exports.context(tmp_path / "right", task))
     right = FAMILIES[name].window
     wrong = replace(FAMILIES[name], window=lambda c, n: None if right(c, n) is None else right(c, n) + 1)

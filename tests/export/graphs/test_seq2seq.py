@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 
+import harness
 import numpy as np
 import onnx
 import pytest
@@ -15,13 +16,11 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import ShareSettings, share_layers
 from smelt.core.data import Example, Split
-from smelt.core.stage import Context
 from smelt.export.graphs.attention_modules import _bias, attention_modules, pack_projections
 from smelt.export.graphs.seq2seq import Encoder
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
-from smelt.runtime.backends.onnx_runner import OnnxRunner
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.generate.loop import generate
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
@@ -46,13 +45,7 @@ def make(name, folder):
 
 
 def run(stage, folder, settings, out):
-    out.mkdir(parents=True)
-    ctx = Context(
-        out=out, task="summarization", data={"validation": ROWS, "train": ROWS}, seed=0, ancestors={},
-        score=lambda a: {}, threads=1,
-    )  # fmt: skip
-    stage(tiny.artifact(folder, "summarization"), settings, ctx)
-    return ctx
+    return harness.run(stage, settings, folder, out, "summarization", ROWS)
 
 
 @pytest.fixture(scope="module", params=["t5", "t5-gated", "bart", "mbart"])
@@ -83,7 +76,7 @@ def test_greedy_in_onnx_and_torch_equals_generate(exported):
     assert len({tuple(row) for row in expected}) > 3, "every text gave the same: the test shows nothing"
     assert max(map(len, expected)) > 13
     generation = Generation(max_new_tokens=NEW_TOKENS)
-    for runner in (TorchRunner(tiny.artifact(folder), 1), OnnxRunner.over(ctx.out, "ort-cpu", 1)):
+    for runner in (open_runner(tiny.artifact(folder), 1), open_folder(ctx.out, "onnx", "ort-cpu", 1)):
         with runner:
             assert generate(runner, batch, generation) == expected
 
@@ -111,7 +104,7 @@ def test_prefix_and_languages_travel_with_the_graphs(exported):
         assert batch.input_ids[0].tolist() == plain(text)["input_ids"]
     if hasattr(plain, "lang_code_to_id"):
         assert batch.input_ids[0, 0] == plain.lang_code_to_id["en_XX"]
-        with OnnxRunner.over(ctx.out, "ort-cpu", 1) as runner:
+        with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
             first = {row[0] for row in generate(runner, batch, Generation(max_new_tokens=3))}
         assert first == {plain.lang_code_to_id["de_DE"]}
 

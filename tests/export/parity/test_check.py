@@ -1,7 +1,7 @@
 """Mistakes put into finished graphs are found, in every scheme and kind of graph, and named.
 
-tests/support/mutations.py says what each of them is. A graph in int8 is as far from torch as one without its
-mask: only what is compared exactly tells them apart.
+tests/support/graphs/mutations.py says what each of them is. A graph in int8 is as far from torch as one
+without its mask: only what is compared exactly tells them apart.
 """
 
 import shutil
@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import exports
+import harness
 import mutations
 import onnx
 import pytest
 
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import ParityError
-from smelt.core.stage import Context
 from smelt.export.graph_files import read_graph
 from smelt.export.onnx_stage import OnnxSettings
 from smelt.export.parity.check import check_graphs
@@ -179,16 +179,7 @@ def real(tmp_path_factory):
     Quantize()(source, QuantizeSettings(), codes)
     rows = str(REAL / "data" / "multi30k_en_de" / "validation.jsonl.gz")
     data = {"validation": read_split(rows, "translation", Columns(source="source", target="target"), REAL)}
-    (folder / "onnx").mkdir()
-    ctx = Context(
-        out=folder / "onnx",
-        task="translation",
-        data=data,
-        seed=0,
-        ancestors={},
-        score=lambda a: {},
-        threads=1,
-    )
+    ctx = harness.context(folder / "onnx", data=data)
     subject, reference = exports.captured(codes.out, OnnxSettings(simplify=False), ctx)
     return exports.Exported(ctx.out, subject, reference, ctx.facts)
 

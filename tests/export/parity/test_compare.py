@@ -31,3 +31,16 @@ def test_another_shape_is_refused():
 def test_differences_are_told_when_they_are_allowed():
     found = check_parity("decoder", "logits", EXPECTED, EXPECTED + np.array([[0, 2e-4], [0, 0]]), "fp32")
     assert found == pytest.approx({"largest": 2e-4, "mean": 5e-5, "agreement": 1.0})
+
+
+def test_a_sentences_vector_may_drift_further_than_logits_may():
+    other = EXPECTED + 0.1
+    with pytest.raises(ParityError, match=r"mean difference 0\.1 .* allowed 0\.05"):
+        check_parity("model", "logits", EXPECTED, other, "int8-dynamic")
+    check_parity("model", "sentence_embedding", EXPECTED, other, "int8-dynamic")
+    with pytest.raises(ParityError, match=r"mean difference 0\.2 .* allowed 0\.15"):
+        check_parity("model", "sentence_embedding", EXPECTED, EXPECTED + 0.2, "int8-dynamic")
+    with pytest.raises(ParityError, match=r"allowed 0\.04"):
+        check_parity("model", "sentence_embedding", EXPECTED, other, "int4")
+    with pytest.raises(ParityError, match=r"allowed 0\.001"):
+        check_parity("model", "sentence_embedding", EXPECTED, other, "fp32")

@@ -77,12 +77,12 @@ def test_a_language_model_is_asked_with_its_padding(tmp_path):
     with open_runner(tiny.artifact(folder, "language-modeling"), 1, "cpu") as runner:
         batch = exports.exported("gpt2", "fp32").reference.batch
         reference = reference_of(runner, batch)
-        exact = exact_of(runner.model, reference)
+        exact = exact_of(runner.backend.model, reference)
         # step by step with a cache, as the runner does it
         np.testing.assert_allclose(exact.logits, reference.logits, atol=1e-4)
         with torch.no_grad():
             ids, mask = batch.input_ids[-1:], batch.attention_mask[-1:]
-            wanted = runner.model(
+            wanted = runner.backend.model(
                 torch.from_numpy(ids), position_ids=torch.from_numpy(positions(mask))
             ).logits
     np.testing.assert_allclose(exact.whole, wanted[0], atol=1e-4)

@@ -9,7 +9,7 @@ from smelt.export import graph_files
 from smelt.export.half import to_half
 from smelt.export.parity import twin
 from smelt.export.parity.twin import dequantize, exact_twin, widen_halves
-from smelt.runtime.backends.onnx_runner import OnnxRunner
+from smelt.runtime.backends.open_runner import open_folder
 
 NUMBERS = np.random.default_rng(0)
 
@@ -85,7 +85,7 @@ def test_the_folder_opens_like_the_artifact_and_is_gone_afterwards(links, tmp_pa
     before = sorted(p.name for p in tmp_path.iterdir())
     with exact_twin(tmp_path, ["encoder_model", "decoder_with_past_model"], half=False) as folder:
         assert (folder / "encoder_model.onnx_data").is_file()
-        with OnnxRunner.over(folder, "ort-cpu", 1) as runner:
+        with open_folder(folder, "onnx", "ort-cpu", 1) as runner:
             states = runner.encoder_outputs(found.reference.batch)["last_hidden_state"]
     real = found.reference.batch.attention_mask == 1
     assert np.abs(states - found.reference.hidden)[real].mean() < 0.05

@@ -1,4 +1,4 @@
-"""The build against a real TensorRT builder; see tests/support/tensorrt_rig.py.
+"""The build against a real TensorRT builder; see tests/support/processes/tensorrt_rig.py.
 
 Every mistake stands with what smelt's preflight says of the file and with what smelt makes of the
 parser's and the builder's words: the second is what a user reads where the first overlooks something.

@@ -3,10 +3,10 @@
 import json
 
 import causal
+import harness
 import pytest
 
 from smelt.core.data import Columns, read_split
-from smelt.core.stage import Context
 from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.profile import causal_ranges, shapes_of
 from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, longest_output
@@ -40,7 +40,7 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
     folder = causal.model(tmp_path / "m", "gpt2")
     causal.lines(folder / "t.txt", 1)
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
-    ctx = Context(out=tmp_path, task="language-modeling", data=data, seed=0, ancestors={}, score=lambda a: {})
+    ctx = harness.context(tmp_path, "language-modeling", data=data)
     ranges, limit = dimension_ranges(folder, TensorrtSettings(max_batch_size=4), ctx)
     assert limit == json.loads((folder / "config.json").read_text())["n_positions"] == 64
     model = _graph(limit)

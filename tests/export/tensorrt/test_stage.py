@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import onnx
 import pytest
@@ -65,13 +66,8 @@ def artifact(folder: Path, target: str = "tensorrt") -> Artifact:
 
 def context(out: Path, words: list[int]) -> Context:
     rows = tuple(Example("word " * n, label=0) for n in words)
-    return Context(
-        out=out,
-        task="text-classification",
-        data={"validation": Split("made", rows)} if rows else {},
-        seed=0,
-        ancestors={},
-        score=lambda artifact: {},
+    return harness.context(
+        out, "text-classification", data={"validation": Split("made", rows)} if rows else {}
     )
 
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import exported
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
 import smelt
 from smelt.cli import main
@@ -18,14 +18,12 @@ LONG = " ".join(tiny.SENTENCES * 4)
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    return exported.run(tmp_path_factory.mktemp("t"), "translator").artifact("onnx")
+def artifact():
+    return exported.artifact("translator")
 
 
-def _smelt(*arguments, code=0, lines=None):
-    result = CliRunner().invoke(main, ["predict", *map(str, arguments)], input=lines)
-    assert result.exit_code == code, result.output
-    return result
+def _predict(*arguments, code=0, lines=None):
+    return harness.smelt("predict", *arguments, code=code, lines=lines)
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +34,26 @@ def expected(artifact):
 
 def test_words_lines_and_files_give_the_same(artifact, expected, tmp_path):
     most = ("--max-new-tokens", 5)
-    assert _smelt(artifact, *tiny.SENTENCES, *most).stdout.splitlines() == expected
+    assert _predict(artifact, *tiny.SENTENCES, *most).stdout.splitlines() == expected
     given = "".join(f"{text}\n" for text in tiny.SENTENCES)
-    assert _smelt(artifact, *most, lines=given).stdout.splitlines() == expected
+    assert _predict(artifact, *most, lines=given).stdout.splitlines() == expected
     (tmp_path / "t.txt").write_text(given)
-    assert _smelt(artifact, "--data", tmp_path / "t.txt", *most).stdout.splitlines() == expected
+    assert _predict(artifact, "--data", tmp_path / "t.txt", *most).stdout.splitlines() == expected
     (tmp_path / "d.csv").write_text("text\n" + given)
-    found = _smelt(artifact, "--data", tmp_path / "d.csv", "--column", "text", *most)
+    found = _predict(artifact, "--data", tmp_path / "d.csv", "--column", "text", *most)
     assert found.stdout.splitlines() == expected
     assert found.stderr == ""
 
 
 def test_json_is_a_line_for_each_text(artifact, expected):
-    lines = _smelt(artifact, *tiny.SENTENCES, "--json", "--max-new-tokens", 5).stdout.splitlines()
+    lines = _predict(artifact, *tiny.SENTENCES, "--json", "--max-new-tokens", 5).stdout.splitlines()
     assert [json.loads(line) for line in lines] == [
         {"text": text, "output": output} for text, output in zip(tiny.SENTENCES, expected, strict=True)
     ]
 
 
 def test_texts_that_are_cut_are_told_on_standard_error(artifact):
-    found = _smelt(artifact, LONG, "a man", "--max-new-tokens", 2)
+    found = _predict(artifact, LONG, "a man", "--max-new-tokens", 2)
     assert found.stderr == (
         "warning: 1 of 2 texts was longer than the model takes (40 tokens) and cut."
         " Shorten or split what is longer.\n"
@@ -74,7 +72,7 @@ def test_texts_that_are_cut_are_told_on_standard_error(artifact):
     ],
 )
 def test_what_does_not_go_together_is_refused_with_exit_code_2(artifact, arguments, message):
-    assert message in _smelt(artifact, *arguments, code=2).stderr
+    assert message in _predict(artifact, *arguments, code=2).stderr
 
 
 def test_the_command_imports_neither_torch_nor_transformers(artifact, expected):

@@ -9,12 +9,11 @@ import threading
 import time
 from dataclasses import replace
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 from colliding import take_locks_away
 
-from smelt.cli import main
 from smelt.commands.store_work import damages, entries, open_store, remove_unused, unused
 from smelt.core.errors import InputError
 from smelt.core.store.holder import read_holder, write_holder
@@ -32,14 +31,8 @@ score: {latency: false}
 """
 
 
-def _smelt(*arguments):
-    result = CliRunner().invoke(main, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
 def _run(home, name, *arguments):
-    result = _smelt("run", home / "recipe.yaml", "--out", home / "runs" / name, "--quiet", *arguments)
+    result = harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / name, "--quiet", *arguments)
     assert result.exit_code == 0, result.output
 
 
@@ -72,10 +65,10 @@ def test_list_shows_stages_sizes_and_the_runs_that_use_them(home):
     for entry in kept:
         folder = home / "runs" / ".store" / "artifacts" / entry.key
         assert entry.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
-    shown = _smelt("store", "list", "--store", home / "runs").output
+    shown = harness.smelt("store", "list", "--store", home / "runs").output
     assert max(map(len, shown.splitlines())) <= 80
     assert f"{factorize.key[:12]}  factorize" in shown
-    said = json.loads(_smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
+    said = json.loads(harness.smelt("store", "list", "--store", home / "runs" / ".store", "--json").output)
     assert [a["key"] for a in said["artifacts"]] == [entry.key for entry in kept]
 
 
@@ -83,16 +76,16 @@ def test_clean_removes_only_what_no_run_uses_and_only_when_told(home):
     shutil.rmtree(home / "runs" / "two")
     before = unused(home / "runs" / ".store")
     assert [entry.stage for entry in before.artifacts] == ["prune"]
-    dry = _smelt("store", "clean", "--store", home / "runs")
+    dry = harness.smelt("store", "clean", "--store", home / "runs")
     assert "Remove with --yes" in dry.output
     assert len(entries(home / "runs" / ".store")) == 4
     scores = len(list((home / "runs" / ".store" / "scores").iterdir()))
-    done = _smelt("store", "clean", "--store", home / "runs", "--yes")
+    done = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
     assert "Removed 1 artifact" in done.output
     assert [e.stage for e in entries(home / "runs" / ".store")] == ["model", "prune", "factorize"]
     assert len(list((home / "runs" / ".store" / "scores").iterdir())) == scores - 1
     assert not list((home / "runs" / ".store" / "tmp").iterdir())
-    assert "Nothing to remove" in _smelt("store", "clean", "--store", home / "runs").output
+    assert "Nothing to remove" in harness.smelt("store", "clean", "--store", home / "runs").output
 
 
 def test_what_is_left_after_a_clean_is_taken_by_the_next_run(finished, tmp_path):
@@ -130,11 +123,11 @@ def test_clean_refuses_while_a_run_of_another_machine_may_work(home, locks, monk
     write_holder(descriptor, record)
     os.close(descriptor)
     shutil.rmtree(home / "runs" / "two")
-    refused = _smelt("store", "clean", "--store", home / "runs", "--yes")
+    refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
     assert refused.exit_code == 2
     assert f"a run is at work in {far}." in " ".join(refused.output.split())
     os.utime(marker, (time.time() - SILENT_S - 60,) * 2)
-    assert _smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+    assert harness.smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
 
 
 def test_clean_sees_a_run_at_work_where_the_file_system_knows_no_locks(home, monkeypatch):
@@ -188,17 +181,17 @@ def test_clean_waits_for_no_run_but_refuses_while_one_works(home):
     try:
         assert process.stdout.readline().strip() == "here"
         shutil.rmtree(home / "runs" / "two")
-        refused = _smelt("store", "clean", "--store", home / "runs", "--yes")
+        refused = harness.smelt("store", "clean", "--store", home / "runs", "--yes")
         assert refused.exit_code == 2
         assert "a run is at work in" in refused.output
     finally:
         process.kill()
         process.wait()
-    assert _smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
+    assert harness.smelt("store", "clean", "--store", home / "runs", "--yes").exit_code == 0
 
 
 def test_check_names_each_damaged_file(home):
-    assert _smelt("store", "check", "--store", home / "runs").exit_code == 0
+    assert harness.smelt("store", "check", "--store", home / "runs").exit_code == 0
     store = home / "runs" / ".store"
     keys = [entry.key for entry in entries(store)]
     weights = store / "artifacts" / keys[1] / "model.safetensors"
@@ -220,7 +213,7 @@ def test_check_names_each_damaged_file(home):
         score,
     }
     assert found[weights] == "its bytes are not those that were written"
-    result = _smelt("store", "check", "--store", home / "runs")
+    result = harness.smelt("store", "check", "--store", home / "runs")
     assert result.exit_code == 1
     assert f"{weights}: its bytes" in result.output
     assert [entry.stage for entry in entries(store)][-1] == "?" or "?" in {e.stage for e in entries(store)}
@@ -229,8 +222,8 @@ def test_check_names_each_damaged_file(home):
 def test_no_store_and_wrong_words_are_explained(tmp_path):
     with pytest.raises(InputError, match="no store there"):
         open_store(tmp_path)
-    assert _smelt("store", "list", "--store", tmp_path).exit_code == 2
-    wrong = _smelt("store", "lst")
+    assert harness.smelt("store", "list", "--store", tmp_path).exit_code == 2
+    wrong = harness.smelt("store", "lst")
     assert wrong.exit_code == 2
     assert "Did you mean 'list'?" in wrong.output
 

@@ -9,7 +9,7 @@ from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
 from smelt.execute.label_scores import answer, score_classifier
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.class_predictions import predictions
 from smelt.runtime.predict import class_logits
 
@@ -22,7 +22,7 @@ def outputs(folder, problem):
     classifiers.distilbert(folder, seed=2, problem_type=problem, **labels)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     theirs = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
-    with TorchRunner(tiny.artifact(folder, "text-classification")) as runner:
+    with open_runner(tiny.artifact(folder, "text-classification")) as runner:
         logits = class_logits(runner, [Example(text) for text in tiny.SENTENCES])
         return runner.config, logits, [theirs(text, top_k=None) for text in tiny.SENTENCES]
 

@@ -3,11 +3,10 @@
 import json
 
 import fake_workers
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
-from smelt.cli import main
 from smelt.evaluate.latency import comparison
 from smelt.evaluate.report.schema import validate_report
 
@@ -34,9 +33,7 @@ def home(tmp_path):
 
 
 def _run(home, *arguments):
-    command = ["run", str(home / "recipe.yaml"), "--out", str(home / "r"), "--quiet", *arguments]
-    result = CliRunner().invoke(main, command)
-    assert isinstance(result.exception, SystemExit | None), result.exception
+    result = harness.smelt("run", home / "recipe.yaml", "--out", home / "r", "--quiet", *arguments)
     report = json.loads((home / "r" / "report.json").read_text())
     validate_report(report)
     return result, report, {step["name"]: step for step in report["steps"]}

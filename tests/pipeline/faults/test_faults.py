@@ -11,11 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
-from smelt.cli import main
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
 from smelt.core.artifact import read_artifact
@@ -47,11 +46,8 @@ def home(tmp_path_factory):
 
 
 def _run(home, folder, *arguments):
-    command = ["run", str(home / "recipe.yaml"), "--out", str(folder / "r"), "--store", str(folder / "s")]
-    result = CliRunner().invoke(main, [*command, *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    assert "Traceback" not in result.output
-    return result
+    place = ("--out", folder / "r", "--store", folder / "s")
+    return harness.smelt("run", home / "recipe.yaml", *place, *arguments, bug=True)
 
 
 def _steps(folder):

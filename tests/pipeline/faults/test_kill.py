@@ -6,6 +6,7 @@ import random
 import signal
 import time
 
+import matrix
 import pytest
 import tiny
 from fork_server import ForkServer
@@ -69,7 +70,12 @@ def _require_no_half_artifact(folder):
         read_artifact(made).verify()
 
 
-@pytest.mark.parametrize(("kills", "locks"), [(30, True), (8, False)], ids=["kernel", "lease"])
+KILLS = (30, 8) if matrix.whole() else (14, 4)
+
+
+@pytest.mark.parametrize(
+    ("kills", "locks"), list(zip(KILLS, (True, False), strict=True)), ids=["kernel", "lease"]
+)
 def test_kills_at_random_moments_change_nothing(tmp_path, kills, locks):
     """Each campaign is a store of its own: killed and begun again until it is through.
 

@@ -6,10 +6,9 @@ import signal
 from pathlib import Path
 
 import fake_workers
+import harness
 import tiny
-from click.testing import CliRunner
 
-from smelt.cli import main
 from smelt.core.artifact import read_artifact
 from smelt.evaluate.latency.process import WorkerProcess
 from smelt.evaluate.report.schema import validate_report
@@ -52,8 +51,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
     monkeypatch.setattr(WorkerProcess, "ask", sabotaged)
     fake_workers.calm(monkeypatch)
     command = ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")]
-    result = CliRunner().invoke(main, command)
-    assert isinstance(result.exception, SystemExit), result.exception
+    result = harness.smelt(*command)
     assert result.exit_code == 1
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     validate_report(report)
@@ -91,8 +89,7 @@ def test_times_that_cannot_be_taken_at_all_leave_the_scores(tmp_path, monkeypatc
         raise BlockingIOError(11, "Resource temporarily unavailable")  # what fork says at the limit
 
     monkeypatch.setattr(WorkerProcess, "__init__", refuse)
-    result = CliRunner().invoke(main, ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")])
-    assert isinstance(result.exception, SystemExit), result.exception
+    result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "r")
     assert result.exit_code == 1
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     assert [step["status"] for step in report["steps"]] == ["done"] * 4

@@ -7,12 +7,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 from colliding import WITHOUT_LOCKS, take_locks_away
 
-from smelt.cli import main
 from smelt.core.artifact import read_artifact
 from smelt.core.store.holder import read_holder
 from smelt.execute.run import Options, run_plan
@@ -97,13 +96,13 @@ def _statuses(folder):
 
 def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, tmp_path, slow_run):
     """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
-    refused = CliRunner().invoke(main, _arguments(home, tmp_path / "one", tmp_path / "other"))
+    refused = harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"))
     assert refused.exit_code == 2
     said = f"{tmp_path}/one: process {slow_run.pid} is working on a run in this folder. Give another one with"
     assert said in refused.output
 
     arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep=0.25"]
-    apart = CliRunner().invoke(main, arguments)
+    apart = harness.smelt(*arguments)
     assert apart.exit_code == 0, apart.output
     assert "waits for" not in apart.output
     assert slow_run.poll() is None
@@ -129,7 +128,7 @@ def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home,
 def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, tmp_path, slow_run):
     slow_run.kill()
     slow_run.wait()
-    result = CliRunner().invoke(main, _arguments(home, tmp_path / "two", tmp_path / "s"))
+    result = harness.smelt(*_arguments(home, tmp_path / "two", tmp_path / "s"))
     assert result.exit_code == 0, result.output
     assert "waits for" not in result.output
     assert _statuses(tmp_path / "two") == ["cached", "done"]
@@ -149,6 +148,6 @@ def test_times_are_taken_by_one_run_at_a_time(home, tmp_path, monkeypatch):
     monkeypatch.setattr(LatencyScores, "measure", measure)
     arguments = _arguments(home, tmp_path / "r", tmp_path / "s")
     arguments[arguments.index("prune")] = "model"
-    result = CliRunner().invoke(main, [*arguments, "--set", "score.latency={}"])
+    result = harness.smelt(*arguments, "--set", "score.latency={}")
     assert result.exit_code == 0, result.output
     assert seen == [f"process {os.getpid()}"]

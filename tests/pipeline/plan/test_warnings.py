@@ -2,11 +2,10 @@
 
 import json
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
-from smelt.cli import main
 from smelt.core.data import Example, Split
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.markdown import write_markdown
@@ -135,9 +134,9 @@ def report(tmp_path_factory):
         "stages: [{prune: {what: [ffn], keep: 0.5}}]\n"
         "score: {quality: [bleu], generation: {max_new_tokens: 3}, latency: false}\n"
     )
-    planned = CliRunner().invoke(main, ["plan", str(home / "r.yaml")])
+    planned = harness.smelt("plan", home / "r.yaml")
     assert planned.exit_code == 0
-    ran = CliRunner().invoke(main, ["run", str(home / "r.yaml"), "--out", str(home / "r"), "--limit", "5"])
+    ran = harness.smelt("run", home / "r.yaml", "--out", home / "r", "--limit", "5")
     assert ran.exit_code == 0, ran.output
     return planned.output, ran.output, json.loads((home / "r" / "report.json").read_text())
 
@@ -172,9 +171,9 @@ def test_what_only_the_run_reads_is_doubted_by_the_run(tmp_path, monkeypatch):
     (tmp_path / "r.yaml").write_text(
         "model: someone/m\ntask: translation\ndata: {test: data.jsonl}\nstages: []\nscore: {latency: false}\n"
     )
-    planned = CliRunner().invoke(main, ["plan", str(tmp_path / "r.yaml")])
+    planned = harness.smelt("plan", tmp_path / "r.yaml")
     assert "warning" not in planned.output
-    ran = CliRunner().invoke(main, ["run", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "r")])
+    ran = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r")
     assert ran.exit_code == 0, ran.output
     for doubt in ("warning: test has 8 rows", "warning: the model's generation config asks for 3 beams"):
         assert ran.output.count(doubt) == 2  # when it was seen, and under the table
@@ -193,7 +192,7 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
         "  - onnx: {target: ort-cuda, dtype: fp16}\n    from: model\n    name: half\n"
         "score: {latency: false}\n"
     )
-    ran = CliRunner().invoke(main, ["run", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "r"), "--quiet"])
+    ran = harness.smelt("run", tmp_path / "r.yaml", "--out", tmp_path / "r", "--quiet")
     assert ran.exit_code == 0, ran.output
     found = json.loads((tmp_path / "r" / "report.json").read_text())
     dtypes = {step["name"]: step["float_dtype"] for step in found["steps"]}
@@ -210,6 +209,6 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     )
     assert not [text for step in found["steps"][:2] for text in step["warnings"] if "for CUDA" in text]
     folder = tmp_path / "r" / "artifacts" / "half"
-    scored = CliRunner().invoke(main, ["eval", str(folder), "--data", str(tmp_path / "data.jsonl"), "--json"])
+    scored = harness.smelt("eval", folder, "--data", tmp_path / "data.jsonl", "--json")
     assert "warning: this graph is for CUDA and was run on the CPU" in scored.stderr
     assert json.loads(scored.stdout)["accuracy"]["n"] == 8

@@ -94,8 +94,8 @@ seed: yes
 threads: 0
 """
     assert mistakes(text) == [
-        "recipe.yaml:2: taks: unknown key. Known: model, task, data, score, baseline, gates, seed, strict,"
-        " threads, device, stages. Did you mean 'task'?",
+        "recipe.yaml:2: taks: unknown key. Known: model, task, data, embedding, score, baseline, gates,"
+        " seed, strict, threads, device, stages. Did you mean 'task'?",
         "recipe.yaml:4: data.columns.source: expected a text, read 3.",
         "recipe.yaml:4: data.tets: unknown; known here: train, validation, calibration, test, split, columns,"
         " windows, prefix, source_language, target_language. Did you mean 'test'?",

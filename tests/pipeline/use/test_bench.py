@@ -4,11 +4,10 @@ import gzip
 import json
 import shutil
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
-from smelt.cli import main
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.use.bench import STANDARD_TEXTS, bench_text, open_artifacts, read_texts
@@ -24,12 +23,6 @@ score: {latency: false}
 QUICK = ("--threads", 1, "--rounds", 3, "--texts", 2, "--batch-size", 1)
 
 
-def _smelt(*arguments):
-    result = CliRunner().invoke(main, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The artifacts of a run: a classifier and what pruning left of it."""
@@ -37,7 +30,7 @@ def run(tmp_path_factory):
     tiny.bert(home / "m")
     tiny.labelled(home / "data.jsonl", 8)
     (home / "r.yaml").write_text(RECIPE)
-    done = _smelt("run", home / "r.yaml", "--out", home / "run", "--quiet")
+    done = harness.smelt("run", home / "r.yaml", "--out", home / "run", "--quiet")
     assert done.exit_code == 0, done.output
     return home / "run" / "artifacts"
 
@@ -57,7 +50,7 @@ def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, 
     config = '{"model_type": "bert", "architectures": ["NoSuchModel"]}'
     broken = _changed(run / "prune", tmp_path / "broken", "config.json", config)
     data = run.parent.parent / "data.jsonl"
-    result = _smelt("bench", run / "model", run / "prune", broken, *QUICK, "--data", data, "--json")
+    result = harness.smelt("bench", run / "model", run / "prune", broken, *QUICK, "--data", data, "--json")
     assert result.exit_code == 1, result.output
     said = json.loads(result.stdout)
     assert said["baseline"] == "model"
@@ -113,13 +106,13 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
     shutil.copytree(run / "model", translator)
     manifest = json.loads((translator / "manifest.json").read_text())
     (translator / "manifest.json").write_text(json.dumps(manifest | {"task": "translation"}))
-    mixed = _smelt("bench", run / "model", translator)
+    mixed = harness.smelt("bench", run / "model", translator)
     assert mixed.exit_code == 2
     assert "only artifacts of one task can be compared; model is for text-classification" in mixed.output
-    assert "named twice" in _smelt("bench", run / "model", run / "model").output
-    assert _smelt("bench", tmp_path / "nowhere").exit_code == 2
-    assert _smelt("bench", run / "model", "--data", tmp_path / "no.txt").exit_code == 2
-    assert _smelt("bench").exit_code == 2
+    assert "named twice" in harness.smelt("bench", run / "model", run / "model").output
+    assert harness.smelt("bench", tmp_path / "nowhere").exit_code == 2
+    assert harness.smelt("bench", run / "model", "--data", tmp_path / "no.txt").exit_code == 2
+    assert harness.smelt("bench").exit_code == 2
 
 
 def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():

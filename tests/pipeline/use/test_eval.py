@@ -2,12 +2,11 @@
 
 import json
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
 import smelt
-from smelt.cli import main
 
 RECIPE = """
 model: m
@@ -32,10 +31,8 @@ def home(tmp_path_factory):
     return folder
 
 
-def _smelt(*arguments, code=0):
-    result = CliRunner().invoke(main, [*map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.output
+def _said(*arguments, code=0):
+    return harness.smelt(*arguments, code=code).output
 
 
 def _model_step(folder):
@@ -46,13 +43,13 @@ def test_the_recipes_beams_are_scored_timed_and_named(home):
     step = _model_step(home / "run")
     assert SIGNATURE in step["quality"]["bleu"]["signature"]
     assert step["latency"][0]["output_tokens"] > 0
-    plan = _smelt("plan", home / "recipe.yaml")
+    plan = _said("plan", home / "recipe.yaml")
     assert "beam 3, at most 6 new tokens" in " ".join(plan.split())
 
 
 def test_another_generation_is_another_score_and_another_time(home):
     other = "score.generation.length_penalty=-2.0"
-    _smelt("run", home / "recipe.yaml", "--out", home / "run2", "--quiet", "--set", other)
+    _said("run", home / "recipe.yaml", "--out", home / "run2", "--quiet", "--set", other)
     signature = _model_step(home / "run2")["quality"]["bleu"]["signature"]
     assert "length_penalty:-2|" in signature
     assert _model_step(home / "run2")["latency"] != _model_step(home / "run")["latency"]
@@ -62,7 +59,7 @@ def test_eval_and_predict_take_beams(home):
     artifact = home / "run" / "artifacts" / "model"
     words = ("--max-new-tokens", 6, "--beams", 3)
     arguments = ["eval", artifact, "--data", home / "data.jsonl", "--metric", "bleu", "--json", *words]
-    result = CliRunner().invoke(main, [*map(str, arguments)])
+    result = harness.smelt(*arguments)
     scores = json.loads(result.stdout)
     assert (
         "8 of 8 outputs (100.0 %) did not end within 6 tokens (max_new_tokens) and were cut" in result.stderr
@@ -70,15 +67,15 @@ def test_eval_and_predict_take_beams(home):
     assert "gen:beam 3|length_penalty:1|early_stopping:false|max_new_tokens:6" in scores["bleu"]["signature"]
     with smelt.load(artifact) as model:
         expected = model.generate(tiny.SENTENCES[:2], beams=3, max_new_tokens=6)
-    assert _smelt("predict", artifact, *tiny.SENTENCES[:2], *words).splitlines() == expected
+    assert _said("predict", artifact, *tiny.SENTENCES[:2], *words).splitlines() == expected
 
 
 def test_predict_samples_with_a_seed(home):
     artifact = home / "run" / "artifacts" / "model"
     words = ("--sample", "--temperature", 2.0, "--top-k", 20, "--top-p", 0.95)
-    first = _smelt("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1)
-    assert _smelt("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1) == first
-    assert _smelt("predict", artifact, *tiny.SENTENCES, *words, "--seed", 2) != first
+    first = _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1)
+    assert _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 1) == first
+    assert _said("predict", artifact, *tiny.SENTENCES, *words, "--seed", 2) != first
 
 
 @pytest.mark.parametrize(
@@ -92,5 +89,5 @@ def test_predict_samples_with_a_seed(home):
     ],
 )
 def test_search_options_that_mean_nothing_are_refused_with_exit_code_2(home, words, message):
-    output = _smelt("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
+    output = _said("predict", home / "run" / "artifacts" / "model", "a man", *words, code=2)
     assert message in " ".join(output.split())

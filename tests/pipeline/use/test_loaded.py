@@ -21,12 +21,6 @@ from smelt.use.loaded import Calls, Cuts, generation_of
 LONG = " ".join(tiny.SENTENCES * 6)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    home = tmp_path_factory.mktemp("runs")
-    return {kind: exported.run(home / kind, kind) for kind in exported.KINDS}
-
-
 def _use(model, texts):
     """Return what the model makes of `texts`, whatever it is for."""
     if model.task == "text-classification":
@@ -46,8 +40,8 @@ print(json.dumps([heavy, [str(one) for one in found]]))
 
 
 @pytest.mark.parametrize("kind", exported.KINDS)
-def test_onnx_artifacts_run_without_torch_and_transformers(runs, kind):
-    artifact = runs[kind].artifact("onnx")
+def test_onnx_artifacts_run_without_torch_and_transformers(kind):
+    artifact = exported.artifact(kind)
     code = PROBE.replace("TEXTS", repr(tiny.SENTENCES[:3]))
     done = subprocess.run(
         [sys.executable, "-c", code, str(artifact)], capture_output=True, text=True, check=True
@@ -59,11 +53,11 @@ def test_onnx_artifacts_run_without_torch_and_transformers(runs, kind):
         assert found == [str(one) for one in _use(model, tiny.SENTENCES[:3])]
 
 
-def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(runs, tmp_path):
+def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(tmp_path):
     """An export of an earlier version has no tokenizing.json."""
     from smelt.core.artifact import Manifest
 
-    source = runs["translator"].artifact("onnx").resolve()
+    source = exported.artifact("translator").resolve()
     for path in source.iterdir():
         if path.name != "tokenizing.json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -77,9 +71,9 @@ def test_an_artifact_from_before_is_read_by_transformers_and_gives_the_same(runs
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
 @pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
-def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(runs, kind, step):
+def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(kind, step):
     """Another thread opens and closes models meanwhile; texts that are cut are among the requests."""
-    artifact, other = runs[kind].artifact(step), runs["translator"].artifact("onnx")
+    artifact, other = exported.artifact(kind, step), exported.artifact("translator")
     texts = [*tiny.SENTENCES, LONG]
     count = 240 if step == "onnx" else 60
     requests = [[texts[(i + k) % len(texts)] for k in range(1 + i % 3)] for i in range(count)]
@@ -110,8 +104,8 @@ def test_hundreds_of_requests_of_six_threads_get_what_they_would_get_alone(runs,
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
 @pytest.mark.parametrize("kind", ["translator", "classifier", "writer"])
-def test_a_closed_model_says_so(runs, kind, step):
-    folder = runs[kind].artifact(step)
+def test_a_closed_model_says_so(kind, step):
+    folder = exported.artifact(kind, step)
     model = smelt.load(folder)
     model.close()
     model.close()
@@ -122,12 +116,12 @@ def test_a_closed_model_says_so(runs, kind, step):
         assert str(caught.value) == f"{folder}: this model was closed. Open it again with smelt.load."
 
 
-def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_opened(runs):
+def test_the_wrong_one_of_predict_and_generate_is_told_with_the_folder_that_was_opened():
     for kind, use, message in (
         ("translator", "predict", "this model is for translation; use generate."),
-        ("classifier", "generate", "this model classifies; use predict."),
+        ("classifier", "generate", "this model is for text-classification; use predict."),
     ):
-        folder = runs[kind].artifact("onnx")
+        folder = exported.artifact(kind)
         with smelt.load(folder) as model, pytest.raises(smelt.InputError) as caught:
             getattr(model, use)(["a man"])
         assert str(caught.value) == f"{folder}: {message}"
@@ -193,7 +187,7 @@ def test_a_runtime_for_one_thread_at_a_time_is_used_by_one_at_a_time():
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])
-def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(runs, step, monkeypatch):
+def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(step, monkeypatch):
     together = threading.Barrier(3)
 
     def meet(runner, texts, *_, **__):
@@ -201,7 +195,7 @@ def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(runs, step, mon
         return texts
 
     monkeypatch.setattr("smelt.runtime.predict.generate_texts", meet)
-    with smelt.load(runs["translator"].artifact(step)) as model, ThreadPoolExecutor(3) as pool:
+    with smelt.load(exported.artifact("translator", step)) as model, ThreadPoolExecutor(3) as pool:
         assert list(pool.map(model.generate, [["a"], ["b"], ["c"]])) == [["a"], ["b"], ["c"]]
 
 
@@ -233,9 +227,9 @@ def test_who_waits_for_a_turn_is_told_that_the_model_was_closed():
         assert closing.result(5) is True
 
 
-def test_only_an_engine_takes_one_call_at_a_time(runs, tmp_path, monkeypatch):
+def test_only_an_engine_takes_one_call_at_a_time(tmp_path, monkeypatch):
     for step, expected in (("onnx", None), ("model", None)):
-        with smelt.load(runs["translator"].artifact(step)) as model:
+        with smelt.load(exported.artifact("translator", step)) as model:
             assert model._calls._most is expected
     closed = []
     runner = SimpleNamespace(text=SimpleNamespace(tokenizer=None), close=lambda: closed.append(1))
@@ -247,7 +241,9 @@ def test_only_an_engine_takes_one_call_at_a_time(runs, tmp_path, monkeypatch):
 
 
 def _engine(path):
-    return SimpleNamespace(path=path, format="tensorrt", verify=lambda: None)
+    return SimpleNamespace(
+        path=path, format="tensorrt", manifest=SimpleNamespace(facts={}), verify=lambda: None
+    )
 
 
 def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp_path, monkeypatch):
@@ -266,8 +262,8 @@ def test_a_tokenizer_that_cannot_be_read_is_told_when_the_artifact_is_opened(tmp
     assert closed == [1]
 
 
-def test_a_call_that_fails_does_not_keep_a_model_open(runs):
-    model = smelt.load(runs["translator"].artifact("onnx"))
+def test_a_call_that_fails_does_not_keep_a_model_open():
+    model = smelt.load(exported.artifact("translator"))
     with pytest.raises(smelt.InputError):
         model.generate([3])
     with pytest.raises(smelt.InputError):
@@ -276,8 +272,8 @@ def test_a_call_that_fails_does_not_keep_a_model_open(runs):
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("translator", 40), ("classifier", 32), ("writer", 64)], ids=str)
-def test_texts_that_are_too_long_are_counted_and_told(runs, kind, limit):
-    with smelt.load(runs[kind].artifact("onnx")) as model:
+def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
+    with smelt.load(exported.artifact(kind)) as model:
         with pytest.warns(smelt.TruncationWarning) as caught:
             _use(model, ["a man", LONG, LONG])
         (said,) = caught
@@ -308,27 +304,27 @@ def test_cuts_add_up():
 
 
 @pytest.mark.parametrize("size", [0, -3, True, 2.0, "8", None])
-def test_a_batch_size_that_is_none_is_refused(runs, size):
+def test_a_batch_size_that_is_none_is_refused(size):
     message = "batch_size: expected a whole number of at least 1"
     with (
-        smelt.load(runs["translator"].artifact("onnx")) as model,
+        smelt.load(exported.artifact("translator")) as model,
         pytest.raises(smelt.InputError, match=message),
     ):
         model.generate(["a man"], batch_size=size)
     with (
-        smelt.load(runs["classifier"].artifact("onnx")) as model,
+        smelt.load(exported.artifact("classifier")) as model,
         pytest.raises(smelt.InputError, match=message),
     ):
         model.predict(["a man"], batch_size=size)
 
 
 @pytest.mark.parametrize("texts", [None, 3, b"a", ["a", None], [("a", "b")], [["a"]], "a man"])
-def test_what_are_no_texts_is_refused(runs, texts):
-    with smelt.load(runs["translator"].artifact("onnx")) as model, pytest.raises(smelt.InputError):
+def test_what_are_no_texts_is_refused(texts):
+    with smelt.load(exported.artifact("translator")) as model, pytest.raises(smelt.InputError):
         model.generate(texts)
 
 
 @pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
-def test_a_number_of_threads_that_is_none_is_refused(runs, threads):
+def test_a_number_of_threads_that_is_none_is_refused(threads):
     with pytest.raises(smelt.InputError, match="threads: expected a whole number of at least 1"):
-        smelt.load(runs["translator"].artifact("onnx"), threads=threads)
+        smelt.load(exported.artifact("translator"), threads=threads)

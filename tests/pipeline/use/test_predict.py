@@ -16,13 +16,13 @@ LONG = Example(" ".join(tiny.SENTENCES * 4))
 
 
 @pytest.fixture(scope="module")
-def translator(tmp_path_factory):
-    return exported.run(tmp_path_factory.mktemp("t"), "translator", "").artifact("model")
+def translator():
+    return exported.artifact("translator", "model")
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    return exported.run(tmp_path_factory.mktemp("c"), "classifier", "").artifact("model")
+def classifier():
+    return exported.artifact("classifier", "model")
 
 
 def _lines(artifact, examples, **wishes):

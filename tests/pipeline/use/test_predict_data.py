@@ -81,7 +81,7 @@ def test_csv_and_parquet_are_read(tmp_path):
         ({"text": "a", "text_b": 3}, CLASSIFIER, (), "column 'text_b' must be text, read 3"),
         ({"text": "\ud800"}, CLASSIFIER, (), "half of a surrogate pair"),
         ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "no column 'b'"),
-        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "only a classifier reads pairs"),
+        ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "a model for translation reads no pairs of texts"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, value, task, columns, message):

@@ -3,12 +3,11 @@
 import json
 
 import classifiers
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from smelt.cli import main
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
 from smelt.recipe.problem import METRICS_OF
 
@@ -35,12 +34,6 @@ score: {latency: false}
 """
 
 
-def smelt(*arguments):
-    result = CliRunner().invoke(main, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
 def home(folder, family, problem, recipe=CHAIN, pairs=True, **config):
     names = {} if problem == REGRESSION else {"id2label": dict(enumerate(classifiers.NAMES))}
     outputs = {"labels": 1 if problem == REGRESSION else 3}
@@ -51,7 +44,7 @@ def home(folder, family, problem, recipe=CHAIN, pairs=True, **config):
 
 
 def run(folder, *arguments):
-    return smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet", *arguments)
+    return harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet", *arguments)
 
 
 def steps_of(folder):
@@ -121,7 +114,9 @@ def test_the_int8_graph_computes_what_torch_computes_on_rows_it_has_not_seen(cha
 
 def test_eval_gives_the_scores_of_the_report(chain):
     folder, _ = chain
-    found = smelt("eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json")
+    found = harness.smelt(
+        "eval", folder / "run" / "artifacts" / "onnx", "--data", folder / "data.jsonl", "--json"
+    )
     assert json.loads(found.output) == steps_of(folder)["onnx"]["quality"]
 
 
@@ -129,7 +124,7 @@ def test_predict_takes_pairs_with_a_tab_and_says_what_transformers_says(chain):
     folder, problem = chain
     first, second = "a man walks", "she sings a song"
     untouched = folder / "run" / "artifacts" / "model"
-    result = smelt("predict", untouched, f"{first}\t{second}", first)
+    result = harness.smelt("predict", untouched, f"{first}\t{second}", first)
     assert result.exit_code == 0, result.output
     pair, alone = result.output.splitlines()
     assert pair != alone
@@ -201,7 +196,7 @@ def test_a_new_classifier_needs_two_labels(tmp_path):
     folder = home(tmp_path, "bert", SINGLE, SHORT)
     BertModel.from_pretrained(folder / "m").save_pretrained(folder / "m")
     (folder / "data.jsonl").write_text('{"text": "a man", "label": "calm"}\n')
-    result = smelt("plan", folder / "recipe.yaml")
+    result = harness.smelt("plan", folder / "recipe.yaml")
     assert result.exit_code == 2
     assert "all rows have the same label; a classifier needs two." in " ".join(result.output.split())
 
@@ -266,7 +261,7 @@ def test_labels_and_metrics_that_do_not_fit_are_told_before_any_work(
     lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
     (folder / "data.jsonl").write_text("\n".join(lines))
     arguments = ["--out", folder / "run", "--quiet"] if command == "run" else []
-    result = smelt(command, folder / "recipe.yaml", *arguments)
+    result = harness.smelt(command, folder / "recipe.yaml", *arguments)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
     assert not (folder / "run").exists()
@@ -276,7 +271,7 @@ def test_what_the_plan_could_not_see_is_told_by_the_run_with_the_same_words(tmp_
     """Large files are read only by the run; its labels and metrics are checked before the first step."""
     monkeypatch.setattr("smelt.plan.inputs._READ_AT_ONCE_BYTES", 10)
     folder = home(tmp_path, "bert", MULTI, SHORT.replace("latency: false", "latency: false, quality: [f1]"))
-    assert smelt("plan", folder / "recipe.yaml").exit_code == 0
+    assert harness.smelt("plan", folder / "recipe.yaml").exit_code == 0
     result = run(folder)
     assert result.exit_code == 2
     assert "score.quality: 'f1' is for single_label_classification" in " ".join(result.output.split())
@@ -289,10 +284,10 @@ def test_eval_refuses_a_metric_and_labels_that_do_not_fit(chain, tmp_path):
     folder, problem = chain
     artifact = folder / "run" / "artifacts" / "model"
     wrong = "mse" if problem != REGRESSION else "accuracy"
-    result = smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong)
+    result = harness.smelt("eval", artifact, "--data", folder / "data.jsonl", "--metric", wrong)
     assert result.exit_code == 2
     assert "Known for that" in result.output
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": tiny.SENTENCES[0], "label": "nobody"}))
-    result = smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
+    result = harness.smelt("eval", artifact, "--data", tmp_path / "x.jsonl")
     assert result.exit_code == 2
     assert "x.jsonl:1: the label 'nobody'" in result.output

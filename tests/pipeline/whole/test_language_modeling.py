@@ -4,10 +4,8 @@ import json
 
 import causal
 import fake_workers
+import harness
 import pytest
-from click.testing import CliRunner
-
-from smelt.cli import main
 
 RECIPE = """
 model: m
@@ -26,12 +24,6 @@ gates:
 """
 
 
-def _smelt(*arguments):
-    result = CliRunner().invoke(main, [*map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
@@ -45,7 +37,7 @@ def home(tmp_path_factory):
 def report(home):
     with pytest.MonkeyPatch.context() as patch:
         fake_workers.calm(patch)
-        result = _smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
+        result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 3, result.output  # the gate of 1.5 cannot hold
     return json.loads((home / "run" / "report.json").read_text())
 
@@ -69,7 +61,7 @@ def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report
 
 
 def test_plan_speaks_of_a_rise_when_less_is_better(home):
-    said = _smelt("plan", home / "recipe.yaml").output
+    said = harness.smelt("plan", home / "recipe.yaml").output
     assert "perplexity: rise at most 1,000,000 at onnx" in said
     assert "perplexity, bits_per_byte" in said
 
@@ -100,9 +92,9 @@ def test_pages_say_that_less_is_better(home, report):
 def test_eval_and_predict_work_on_every_format(home, report):
     for name in ("prune", "onnx"):
         folder = home / "run" / "artifacts" / name
-        result = _smelt("eval", folder, "--data", home / "t.txt", "--metric", "perplexity", "--json")
+        result = harness.smelt("eval", folder, "--data", home / "t.txt", "--metric", "perplexity", "--json")
         assert json.loads(result.stdout)["perplexity"]["n"] > 300
-        result = _smelt("predict", folder, "The old house", "A man in a", "--max-new-tokens", 4)
+        result = harness.smelt("predict", folder, "The old house", "A man in a", "--max-new-tokens", 4)
         lines = result.output.splitlines()
         assert result.exit_code == 0
         assert lines[0].startswith("The old house")
@@ -111,13 +103,13 @@ def test_eval_and_predict_work_on_every_format(home, report):
 def test_eval_scores_as_the_run_did_unless_it_is_told_otherwise(home, report):
     for step in report["steps"]:
         folder = home / "run" / step["artifact"]
-        result = _smelt("eval", folder, "--data", home / "t.txt", "--json")
+        result = harness.smelt("eval", folder, "--data", home / "t.txt", "--json")
         assert "as in the run that made it: window 32, stride 16" in result.stderr
         assert json.loads(result.stdout) == step["quality"]
-    other = _smelt("eval", folder, "--data", home / "t.txt", "--window", 8)
+    other = harness.smelt("eval", folder, "--data", home / "t.txt", "--window", 8)
     assert "as in the run" not in other.output
     assert "window:8|stride:8" in other.output
-    part = _smelt("eval", folder, "--data", home / "t.txt", "--stride", 4)
+    part = harness.smelt("eval", folder, "--data", home / "t.txt", "--stride", 4)
     assert "as in the run that made it: window 32\n" in part.stderr
     assert "window:32|stride:4" in part.output
 
@@ -125,15 +117,17 @@ def test_eval_scores_as_the_run_did_unless_it_is_told_otherwise(home, report):
 def test_artifact_of_other_windows_is_another_artifact(home, report, tmp_path):
     """Or the second run would find the windows of the first in what it takes from the store."""
     more = ["--until", "model", "--set", "data.windows={length: 16}", "--set", "score.latency=false"]
-    result = _smelt("run", home / "recipe.yaml", "--out", tmp_path / "r", "--store", home / ".store", *more)
+    result = harness.smelt(
+        "run", home / "recipe.yaml", "--out", tmp_path / "r", "--store", home / ".store", *more
+    )
     assert result.exit_code == 0, result.output
-    again = _smelt("eval", tmp_path / "r" / "artifacts" / "model", "--data", home / "t.txt")
+    again = harness.smelt("eval", tmp_path / "r" / "artifacts" / "model", "--data", home / "t.txt")
     assert "window:16|stride:16" in again.output
 
 
 def test_eval_cuts_the_text_as_it_is_told(home, report):
     def score(*options):
-        result = _smelt("eval", folder, *rows, "--metric", "perplexity", "--json", *options)
+        result = harness.smelt("eval", folder, *rows, "--metric", "perplexity", "--json", *options)
         return json.loads(result.stdout)["perplexity"]
 
     folder, rows = home / "run" / "artifacts" / "prune", ("--data", home / "t.txt")
@@ -141,7 +135,7 @@ def test_eval_cuts_the_text_as_it_is_told(home, report):
     assert apart["n"] == sliding["n"]
     assert apart["value"] != sliding["value"]
     assert apart["signature"] != sliding["signature"]
-    result = _smelt("eval", folder, *rows, "--window", 4, "--stride", 5)
+    result = harness.smelt("eval", folder, *rows, "--window", 4, "--stride", 5)
     assert result.exit_code == 2
     assert "--stride 5 would leave out text" in result.output
 
@@ -168,7 +162,7 @@ def test_recipe_is_refused_when_it_does_not_fit(home, change, said):
     path = home / "bad.yaml"
     path.write_text(text)
     command = "run" if "100" in str(change) else "plan"  # only the tokenizer knows how long a text may be
-    result = _smelt(command, path, *(["--out", home / "bad"] if command == "run" else []))
+    result = harness.smelt(command, path, *(["--out", home / "bad"] if command == "run" else []))
     assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
 
 
@@ -184,7 +178,7 @@ def test_model_is_refused_when_its_config_asks_for_more_than_smelt_does(home, tm
     path.write_text(json.dumps(config))
     causal.lines(tmp_path / "t.txt", 1)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    result = _smelt("plan", tmp_path / "recipe.yaml")
+    result = harness.smelt("plan", tmp_path / "recipe.yaml")
     said = " ".join(result.output.split())
     assert result.exit_code == 2
     for words in ("type 'yarn' are not supported", "ends in ForCausalLM"):

@@ -7,13 +7,14 @@ The fast part takes each family through a chain that ends in few bits. All cells
 """
 
 import json
-import os
 from functools import partial
 
 import causal
 import classifiers
 import every_family
+import matrix
 import pytest
+import sentences
 import seq2seq
 import tiny
 
@@ -33,6 +34,10 @@ MODELS = {
     "llama": ("language-modeling", lambda folder: causal.model(folder, "llama")),
     "qwen2": ("language-modeling", lambda folder: causal.model(folder, "qwen2")),
     **{
+        f"{name}-embedder": (sentences.TASK, partial(sentences.embedder, family=name))
+        for name in sentences.FAMILIES
+    },
+    **{
         name: (FAMILIES[name].tasks[0], partial(every_family.make, family=name))
         for name in every_family.CONFIGS
     },
@@ -41,12 +46,13 @@ LANGUAGES = {
     "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
     "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
 }
-FAMILY = {"t5-gated": "t5"}  # the others are called as their family
+FAMILY = {"t5-gated": "t5"} | {f"{name}-embedder": name for name in sentences.FAMILIES}  # others by their own
 DATA = {
     "translation": tiny.pairs,
     "summarization": tiny.pairs,
     "text-classification": tiny.labelled,
     "language-modeling": lambda path: causal.lines(path, 1),
+    sentences.TASK: sentences.rows,
 }
 TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
 STAGES = {
@@ -73,12 +79,13 @@ FAST |= {
     ("modernbert", "chain"),
 }
 FAST |= {("bart", "chain-shared"), ("t5-gated", "chain-shared"), ("mpnet", "chain-shared")}
+FAST |= {
+    ("bert-embedder", "chain"),
+    ("modernbert-embedder", "chain-binary"),
+    ("distilbert-embedder", "chain-shared"),
+}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
-CELLS = (
-    sorted((m, s) for m in MODELS for s in STAGES)
-    if os.environ.get("SMELT_MATRIX") == "all"
-    else sorted(FAST)
-)
+CELLS = sorted((m, s) for m in MODELS for s in STAGES) if matrix.whole() else sorted(FAST)
 
 
 def _recipe(folder, kind, task, stages):

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import time
 
+import harness
 import pytest
 import tiny
-from click.testing import CliRunner
 
-from smelt.cli import main
 from smelt.evaluate.report.schema import validate_report
 
 RECIPE = """
@@ -36,9 +35,7 @@ def home(tmp_path_factory):
 
 
 def _run(home, *arguments):
-    result = CliRunner().invoke(main, ["run", str(home / "recipe.yaml"), "--quiet", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+    return harness.smelt("run", home / "recipe.yaml", "--quiet", *arguments)
 
 
 def _report(folder):
@@ -124,7 +121,7 @@ def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_pa
             "--store",
             str(tmp_path / "s"),
         ]
-        assert CliRunner().invoke(main, arguments).exit_code == 0
+        assert harness.smelt(*arguments).exit_code == 0
         keys.append(_report(tmp_path / "r")["steps"][-1]["key"])
     assert keys[0] == keys[1] != keys[2]
 

@@ -2,10 +2,8 @@
 
 import json
 
+import harness
 import tiny
-from click.testing import CliRunner
-
-from smelt.cli import main
 
 RECIPE = """
 model: m
@@ -25,7 +23,7 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     tiny.marian(tmp_path / "m")
     tiny.pairs(tmp_path / "data.jsonl", 8)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    result = CliRunner().invoke(main, ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")])
+    result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     facts = {
         name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["facts"]

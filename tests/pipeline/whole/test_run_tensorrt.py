@@ -1,6 +1,6 @@
 """A recipe with TensorRT steps on a machine that can build engines and not run them.
 
-`smelt` runs in a process of its own, in the environment of the rig (tests/support/tensorrt_rig.py).
+`smelt` runs in a process of its own, in the environment of the rig (tests/support/processes/tensorrt_rig.py).
 """
 
 import json

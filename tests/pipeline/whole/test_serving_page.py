@@ -20,8 +20,8 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    return exported.run(tmp_path_factory.mktemp("t"), "translator").artifact("onnx")
+def artifact():
+    return exported.artifact("translator")
 
 
 @contextmanager

@@ -3,17 +3,17 @@
 import json
 from types import SimpleNamespace
 
+import harness
 import numpy as np
 import pytest
 import tiny
 import torch
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.core.stage import Context
 from smelt.look import machine
 from smelt.runtime.backends import device as places
 from smelt.runtime.backends.device import onnx_device, torch_device
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
 
 
@@ -96,7 +96,7 @@ def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
     """ONNX Runtime goes on without a provider whose libraries do not load; that would be the wrong device."""
     import onnxruntime
 
-    from smelt.runtime.backends.onnx_runner import open_session
+    from smelt.runtime.backends.onnx_session import open_session
 
     class Session:
         def __init__(self, *arguments, **options):
@@ -110,11 +110,11 @@ def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
         open_session(tmp_path / "model.onnx", device="cuda")
 
 
-def test_the_torch_runner_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
+def test_torch_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
     """The meta device stands in for a GPU; it computes nothing, so a stand-in answers for the model."""
-    from smelt.runtime.backends import torch_runner
+    from smelt.runtime.backends import torch_backend
 
-    monkeypatch.setattr(torch_runner, "torch_device", lambda wanted: "meta")
+    monkeypatch.setattr(torch_backend, "torch_device", lambda wanted: "meta")
     fed = {}
 
     def model(**inputs):
@@ -122,9 +122,9 @@ def test_the_torch_runner_moves_model_and_inputs_to_the_device(tmp_path, monkeyp
         return SimpleNamespace(logits=torch.ones(2, 2))
 
     ids = np.ones((2, 5), dtype=np.int64)
-    with TorchRunner(tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")) as runner:
-        assert {p.device.type for p in runner.model.parameters()} == {"meta"}
-        runner.model = model
+    with open_runner(tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")) as runner:
+        assert {p.device.type for p in runner.backend.model.parameters()} == {"meta"}
+        runner.backend.model = model
         assert runner.forward(Batch(ids, ids, np.zeros_like(ids))).shape == (2, 2)
     assert {name: value.device.type for name, value in fed.items()} == dict.fromkeys(
         ("input_ids", "attention_mask", "token_type_ids"), "meta"
@@ -137,12 +137,9 @@ def test_int8_layers_stay_on_the_cpu(tmp_path, gpu):
     quantize = load_stage("quantize")
 
     src = tiny.artifact(tiny.bert(tmp_path / "b"), "text-classification")
-    (tmp_path / "q").mkdir()
-    ctx = Context(
-        out=tmp_path / "q", task="text-classification", data={}, seed=0, ancestors={}, score=lambda a: {}
-    )
+    ctx = harness.context(tmp_path / "q", "text-classification")
     quantize()(src, quantize.settings_type(), ctx)
-    with TorchRunner(tiny.artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
+    with open_runner(tiny.artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
         assert runner.device == "cpu"
 
 
@@ -173,9 +170,7 @@ def test_training_is_told_the_device(tmp_path):
     from smelt.compress.train.settings import TrainingSettings
 
     def device_for(word):
-        ctx = Context(
-            out=tmp_path, task="translation", data={}, seed=0, ancestors={}, score=lambda a: {}, device=word
-        )
+        ctx = harness.context(tmp_path, device=word)
         return _arguments(TrainingSettings(), str(tmp_path), ctx)
 
     assert device_for("cpu").use_cpu
@@ -186,9 +181,6 @@ def test_training_is_told_the_device(tmp_path):
 
 
 def test_the_report_and_the_signatures_name_the_device(tmp_path):
-    from click.testing import CliRunner
-
-    from smelt.cli import main
 
     tiny.bert(tmp_path / "m")
     tiny.labelled(tmp_path / "d.jsonl")
@@ -197,7 +189,7 @@ def test_the_report_and_the_signatures_name_the_device(tmp_path):
         "model: m\ntask: text-classification\ndata: {test: d.jsonl}\nstages: [quantize]\ndevice: cpu\n"
         "score: {latency: false}\n"
     )
-    done = CliRunner().invoke(main, ["run", str(recipe), "--out", str(tmp_path / "run"), "--quiet"])
+    done = harness.smelt("run", recipe, "--out", tmp_path / "run", "--quiet")
     assert done.exit_code == 0, done.output
     steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
     assert [s["device"] for s in steps] == ["cpu", "cpu"]
@@ -208,9 +200,7 @@ def test_the_report_and_the_signatures_name_the_device(tmp_path):
 @pytest.mark.parametrize("command", [["predict", "x"], ["eval", "--data", "d.jsonl"], ["bench"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command):
-    from click.testing import CliRunner
 
-    from smelt.cli import main
     from smelt.core.artifact import Manifest
     from smelt.core.store.store import Store
 
@@ -228,7 +218,7 @@ def test_commands_refuse_cuda_where_there_is_none(tmp_path, monkeypatch, command
         }
         made = store.commit(folder, Manifest(key="0" * 64, parent=None, versions={}, **values))
     name, *rest = command
-    done = CliRunner().invoke(main, [name, str(made.path), *rest, "--device", "cuda"])
+    done = harness.smelt(name, made.path, *rest, "--device", "cuda")
     assert done.exit_code == 2, done.output
     assert "torch sees no CUDA device" in done.output
 
@@ -242,7 +232,7 @@ def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
     src = tiny.artifact(tiny.marian(tmp_path / "m"))
     results = []
     for device in ("cpu", "cuda"):
-        with TorchRunner(src, device=device) as runner:
+        with open_runner(src, device=device) as runner:
             assert runner.device == device
             results.append(generate_texts(runner, tiny.SENTENCES, Generation(max_new_tokens=12)))
     assert results[0] == results[1]

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from smelt.runtime.backends.torch_runner import TorchRunner
+from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.loop import generate
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
@@ -32,14 +32,14 @@ def folder(tmp_path_factory):
     ],
 )
 def test_greedy_equals_generate_when_the_generation_config_asks_for(folder, extra):
-    with TorchRunner(tiny.artifact(folder)) as runner:
+    with open_runner(tiny.artifact(folder)) as runner:
         runner.generation_config.update(extra)
         ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
         ours = generate(runner, batch, Generation(max_new_tokens=12))
         for name, value in extra.items():
-            setattr(runner.model.generation_config, name, value)
-        runner.model.generation_config.max_length = None
-        theirs = runner.model.generate(
+            setattr(runner.backend.model.generation_config, name, value)
+        runner.backend.model.generation_config.max_length = None
+        theirs = runner.backend.model.generate(
             torch.from_numpy(batch.input_ids),
             attention_mask=torch.from_numpy(batch.attention_mask),
             num_beams=1,
@@ -52,6 +52,10 @@ def test_greedy_equals_generate_when_the_generation_config_asks_for(folder, extr
         assert own == other[:length]
         assert set(other[length:]) <= {pad}
     assert len({tuple(row) for row in ours}) > 1, "every text gave the same tokens: the test shows nothing"
+
+
+def theirs_of(runner, batch, **wishes):
+    return generating.theirs(runner.backend.model, batch, do_sample=False, **wishes)
 
 
 @pytest.mark.parametrize("kind", generating.CAUSAL)
@@ -70,11 +74,13 @@ def test_greedy_of_a_decoder_only_model_equals_generate_and_sees_the_prompt(kind
     for rows in (1, 4):
         batch = generating.batch(rows, seed=rows, left=True)
         ours = generate(runner, batch, Generation(max_new_tokens=12, **wishes))
-        assert ours == generating.theirs(runner.model, batch, max_new_tokens=12, do_sample=False, **wishes)
+        assert ours == generating.theirs(
+            runner.backend.model, batch, max_new_tokens=12, do_sample=False, **wishes
+        )
 
 
 def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
-    with TorchRunner(tiny.artifact(folder)) as runner:
+    with open_runner(tiny.artifact(folder)) as runner:
         ((_, batch),) = make_batches(tiny.SENTENCES, load_tokenizer(folder), 32, 40)
         runner.generation_config.update({"max_length": 7, "eos_token_id": 0, "min_new_tokens": 30})
         assert {len(row) for row in generate(runner, batch, Generation())} == {6}
@@ -84,7 +90,7 @@ def test_the_models_longest_output_holds_where_none_is_asked_for(folder):
 
 
 def test_batches_of_sampled_texts_do_not_repeat_each_others_draws(folder):
-    with TorchRunner(tiny.artifact(folder)) as runner:
+    with open_runner(tiny.artifact(folder)) as runner:
         wishes = Generation(do_sample=True, temperature=3.0, max_new_tokens=12)
         texts = generate_texts(runner, [tiny.SENTENCES[0]] * 4, wishes, batch_size=2)
     assert len(set(texts)) == 4
@@ -161,5 +167,5 @@ def test_rules_follow_the_rows_that_are_left(kind):
     wishes = {"repetition_penalty": 1.7, "max_new_tokens": 14}
     runner.generation_config["eos_token_id"] = eos = [1, 5, 9, 13]
     ours = generate(runner, batch, Generation(**wishes))
-    assert ours == generating.theirs(runner.model, batch, do_sample=False, eos_token_id=eos, **wishes)
+    assert ours == theirs_of(runner, batch, eos_token_id=eos, **wishes)
     assert len({len(row) for row in ours}) > 3

@@ -91,7 +91,7 @@ def test_first_tokens_come_as_often_as_the_model_says(runner):
     one = generating.batch(1, seed=2, left=True)
     many = type(one)(np.repeat(one.input_ids, 4000, axis=0), np.repeat(one.attention_mask, 4000, axis=0))
     with torch.inference_mode():
-        logits = runner.model(torch.from_numpy(one.input_ids)).logits[:, -1].numpy()
+        logits = runner.backend.model(torch.from_numpy(one.input_ids)).logits[:, -1].numpy()
     wanted = torch.softmax(torch.from_numpy(warped(logits, 2.0, 6, 0.95)), dim=-1)[0].numpy()
     assert (wanted > 0.02).sum() >= 3, "the model is too sure: the test shows nothing"
     wishes = Generation(do_sample=True, temperature=2.0, top_k=6, top_p=0.95, max_new_tokens=1)

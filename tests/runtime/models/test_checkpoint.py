@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import harness
 import pytest
 import tiny
 import torch
@@ -17,18 +18,12 @@ from smelt.runtime.models.import_model import import_model
 from smelt.runtime.models.structure import apply_edits
 
 
-def _logits(model):
-    ids = torch.tensor([[5, 6, 7, 0]])
-    with torch.inference_mode():
-        return model(input_ids=ids, decoder_input_ids=ids).logits
-
-
 def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
     folder = tiny.marian(tmp_path / "m")
     model, edits = load_model(folder)
     assert edits == []
     torch.testing.assert_close(
-        _logits(model), _logits(MarianMTModel.from_pretrained(folder).eval()), rtol=0, atol=0
+        harness.logits(model), harness.logits(MarianMTModel.from_pretrained(folder).eval()), rtol=0, atol=0
     )
     assert model.lm_head.weight is model.model.shared.weight
 
@@ -41,7 +36,7 @@ def test_saved_model_is_readable_by_from_pretrained_and_has_no_duplicates(tmp_pa
     save_model(model, [], out, folder)
     assert set(load_file(out / "model.safetensors")) == set(load_file(folder / "model.safetensors"))
     torch.testing.assert_close(
-        _logits(MarianMTModel.from_pretrained(out).eval()), _logits(model), rtol=0, atol=0
+        harness.logits(MarianMTModel.from_pretrained(out).eval()), harness.logits(model), rtol=0, atol=0
     )
     assert (
         count_parameters(out)
@@ -63,7 +58,7 @@ def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
     save_model(model, edits, out, folder)
     again, read = load_model(out)
     assert read == edits
-    torch.testing.assert_close(_logits(again), _logits(model), rtol=0, atol=0)
+    torch.testing.assert_close(harness.logits(again), harness.logits(model), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Beam search as a loop of a graph, step for step as `smelt.runtime.generate.beam` does it.
+
+Shapes: B = sentences, N = beams, R = rows of a step, K = candidates kept in a step, P = prompt, T = tokens
+so far, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from smelt.export.loop.builder import Builder, Carried
+from smelt.export.loop.place import Level
+from smelt.export.loop.rules import apply_rules, ends, rule_of
+from smelt.export.loop.source import Source
+
+# inputs of a graph that searches with beams, besides those of the rules
+BEAM_INPUTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "num_beams": (np.int64, ()),
+    "length_penalty": (np.float64, ()),
+    "early_stopping": (np.bool_, ()),  # as soon as there are as many texts as beams
+    "never_stop_early": (np.bool_, ()),  # ask with the longest text that there may be
+    "renormalize_logits": (np.bool_, ()),
+}
+_OUT = -1e9  # the score of what is out of the race
+
+
+@dataclass
+class _Beams:
+    """The names of a beam search's values; texts and finished are int64 [B, N, T], scores float32 [B, N].
+
+    ended: bool [B, N], which finished places are taken by a text that has ended. improvable: bool [B, 1].
+    """
+
+    texts: str
+    scores: str
+    finished: str
+    finished_scores: str
+    ended: str
+    improvable: str
+
+
+def beam(root: Level, source: Source, vocabulary: int) -> str:
+    """Append beam search; return int64 [B, T], each row's prompt and the new tokens of its best text.
+
+    Args:
+        root: the outermost graph.
+        source: the model.
+        vocabulary: V.
+    """
+    b = root.builder
+    first = _begin(b, source.prompt)
+    parts = [
+        Carried("running", first.texts, np.int64, (None, None, None)),
+        Carried("scores", first.scores, np.float32, (None, None)),
+        Carried("finished", first.finished, np.int64, (None, None, None)),
+        Carried("finished_scores", first.finished_scores, np.float32, (None, None)),
+        Carried("ended", first.ended, np.bool_, (None, None)),
+        Carried("improvable", first.improvable, np.bool_, (None, 1)),
+    ]
+    carried = [*parts, Carried("ids", source.ids, np.int64, (None, None)), *source.caches, *source.extra]
+    shared = [one.first for one in source.shared]
+
+    def body(b: Builder, count: str, names: list[str]) -> tuple[str, list[str]]:
+        now, (ids, *rest) = _Beams(*names[: len(parts)]), names[len(parts) :]
+        caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
+        found = source.step([root, Level(b)], ids, caches, extra, (0, shared), beams=True)
+        mask = extra[0] if source.mask else None
+        search = _Step(b, count, vocabulary)
+        totals = search.totals(found.logits, now, mask)
+        again, after, ids, old = search.choose(totals, now, found.logits)
+        moved = [b.op("Gather", name, old, axis=0) for name in (*found.caches, *found.extra)]
+        return again, [*after, ids, *moved]
+
+    texts = b.loop("beams", "max_new_tokens", carried, body)[2]
+    return b.op("Gather", texts, b.const(0), axis=1)
+
+
+def _begin(b: Builder, prompt: str) -> _Beams:
+    batch, n = b.rows(prompt), b.op("Unsqueeze", "num_beams", b.const([0]))
+    table = b.op("Concat", batch, n, axis=0)
+    length = b.op("Shape", prompt, start=1, end=2)
+    texts = b.op("Expand", b.op("Unsqueeze", prompt, b.const([1])), b.op("Concat", batch, n, length, axis=0))
+    # or all beams would say the same
+    others = b.op("Greater", b.op("Range", b.const(0), "num_beams", b.const(1)), b.const(0))
+    out, zero = b.const(_OUT, np.float32), b.const(0, np.float32)
+    scores = b.op("Expand", b.op("Where", others, out, zero), table)
+    return _Beams(
+        texts, scores, texts, b.op("Expand", out, table),
+        b.op("Expand", b.const(False, np.bool_), table),
+        b.op("Expand", b.const([[True]], np.bool_), b.op("Concat", batch, b.const([1]), axis=0)),
+    )  # fmt: skip
+
+
+class _Step:
+    """One step of beam search, in the graph `b`; `count` is its number, int64 scalar."""
+
+    def __init__(self, b: Builder, count: str, vocabulary: int) -> None:
+        self.b, self.count, self.vocabulary = b, count, vocabulary
+        # so many that N are left even if all others end
+        each = b.op("Max", b.op("Add", b.rows("eos_token_ids"), b.const([1])), b.const([2]))
+        self.kept = b.op("Mul", "num_beams", each)
+        self.beams = b.op("Unsqueeze", "num_beams", b.const([0]))
+        self.new = b.op("Add", count, b.const(1))  # tokens behind the prompt, this one counted
+        self.out = b.const(_OUT, np.float32)
+
+    def totals(self, logits: str, now: _Beams, mask: str | None) -> str:
+        """Return float32 [B, N * V]: what each text would have with each next token."""
+        b, v = self.b, self.vocabulary
+        scores = b.op("LogSoftmax", logits, axis=-1)
+        rule = rule_of(b, self.count)
+        # in the first step R = B: all beams are the same, and the first stands for all
+        rows, batch = b.rows(logits), b.rows(now.scores)
+        each = b.op("Div", rows, batch)
+        texts = b.op("Slice", now.texts, b.const([0]), each, b.const([1]))
+        flat = b.op("Reshape", texts, b.op("Concat", rows, b.op("Shape", texts, start=2), axis=0))
+        ruled = apply_rules(b, scores, flat, rule, mask)
+        forced = b.op("GreaterOrEqual", rule.forced, b.const(0))
+        ruled = b.choose(
+            forced, lambda i: i.op("Expand", rule.row, i.op("Shape", ruled)),
+            lambda i: i.op("Identity", ruled), np.float32, (None, None),
+        )  # fmt: skip
+        ruled = b.choose(
+            "renormalize_logits", lambda i: i.op("LogSoftmax", ruled, axis=-1),
+            lambda i: i.op("Identity", ruled), np.float32, (None, None),
+        )  # fmt: skip
+        parts = b.op("Reshape", ruled, b.op("Concat", batch, b.const([-1, v]), axis=0))
+        sums = b.op("Add", parts, b.op("Unsqueeze", now.scores, b.const([2])))
+        return b.op("Reshape", sums, b.op("Concat", batch, b.const([-1]), axis=0))
+
+    def choose(self, totals: str, now: _Beams, logits: str) -> tuple[str, list[str], str, str]:
+        """Return whether to go on, the parts of the next `_Beams`, ids [R, 1], and whence each row comes."""
+        b = self.b
+        scores, places = b.ops("TopK", totals, self.kept, outputs=2, axis=1)
+        v = b.const(self.vocabulary)
+        came, tokens = b.op("Div", places, v), b.op("Mod", places, v)
+        candidates = b.op(
+            "Concat", self._taken(now.texts, came), b.op("Unsqueeze", tokens, b.const([2])), axis=2
+        )
+        last = b.op("Equal", self.new, "max_new_tokens")
+        stop = b.op("Or", ends(b, tokens), last)
+        # the best that did not end go on
+        going, order = b.ops("TopK", self._less(scores, stop), self.beams, outputs=2, axis=1)
+        texts = self._taken(candidates, order)
+        chosen = b.op("GatherElements", came, order, axis=1)
+        finished = self._finished(now, candidates, scores, stop)
+        improvable = b.op("And", now.improvable, self._could_improve(going, finished))
+        full = b.op("And", "early_stopping", b.all_of(finished[2]))
+        over = b.op("Or", b.op("Or", full, b.all_of(stop)), b.op("Not", b.any_of(improvable)))
+        ids = b.op("Reshape", b.op("GatherElements", tokens, order, axis=1), b.const([-1, 1]))
+        each = b.op("Div", b.rows(logits), b.rows(scores))
+        sentences = b.op("Range", b.const(0), b.op("Squeeze", b.rows(scores), b.const([0])), b.const(1))
+        before = b.op("Unsqueeze", b.op("Mul", sentences, each), b.const([1]))
+        own = b.op("Min", chosen, b.op("Sub", each, b.const([1])))
+        old = b.op("Reshape", b.op("Add", before, own), b.const([-1]))
+        return b.op("Not", over), [texts, going, *finished, improvable], ids, old
+
+    def _taken(self, texts: str, places: str) -> str:
+        """Return [B, K, T]: of [B, N, T] those at [B, K]."""
+        return self.b.op("GatherND", texts, self.b.op("Unsqueeze", places, self.b.const([2])), batch_dims=1)
+
+    def _less(self, scores: str, where: str) -> str:
+        """Put `scores` out of the race where a bool says so."""
+        b = self.b
+        return b.op("Add", scores, b.op("Mul", b.cast(where, np.float32), self.out))
+
+    def _finished(self, now: _Beams, candidates: str, scores: str, stop: str) -> list[str]:
+        """Put candidates that have just ended among the finished texts where they are better."""
+        b = self.b
+        place = b.op("Range", b.const(0), b.op("Squeeze", self.kept, b.const([0])), b.const(1))
+        ended = b.op("And", stop, b.op("Less", place, self.beams))  # the others are a reserve
+        worth = b.op("Div", scores, self._penalty(self.new))
+        full = b.op("And", "early_stopping", b.all_of(now.ended, [1], keep=True))
+        for lost in (full, b.op("Not", now.improvable), b.op("Not", ended)):
+            worth = self._less(worth, lost)
+        merged = b.op("Concat", now.finished_scores, worth, axis=1)
+        best, order = b.ops("TopK", merged, self.beams, outputs=2, axis=1)
+        tail = b.op(
+            "Expand", "pad_token_id", b.op("Concat", b.op("Shape", now.texts, end=2), b.const([1]), axis=0)
+        )
+        texts = b.op("Concat", b.op("Concat", now.finished, tail, axis=2), candidates, axis=1)
+        flags = b.op("GatherElements", b.op("Concat", now.ended, ended, axis=1), order, axis=1)
+        return [self._taken(texts, order), best, flags]
+
+    def _could_improve(self, going: str, finished: Sequence[str]) -> str:
+        """Say (bool [B, 1]) whether the best running beam may still beat the worst finished text."""
+        b = self.b
+        _, scores, ended = finished
+        length = b.op("Where", "never_stop_early", "max_new_tokens", self.new)
+        best = b.op("Slice", going, b.const([0]), b.const([1]), b.const([1]))
+        possible = b.op("Div", best, self._penalty(length))
+        worst = b.op("Where", ended, b.op("ReduceMin", scores, b.const([1]), keepdims=1), self.out)
+        return b.any_of(b.op("Greater", possible, worst), [1], keep=True)
+
+    def _penalty(self, length: str) -> str:
+        """Return float32: `length` to the power of the length penalty, of which the sum is a divisor."""
+        b = self.b
+        return b.cast(b.op("Pow", b.cast(length, np.float64), "length_penalty"), np.float32)

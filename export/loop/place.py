@@ -1,0 +1,85 @@
+"""The nodes of one step, put into the graph of all steps: each as far outside as what it reads allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from smelt.core.errors import RunError
+from smelt.export.loop.builder import Builder
+
+
+@dataclass
+class Level:
+    """A builder, and what the step's values are called there. Each of several lies in the one before."""
+
+    builder: Builder
+    names: dict[str, str] = field(default_factory=dict)
+
+
+def place(graph: Any, levels: Sequence[Level], prefix: str) -> None:
+    """Copy the nodes of an onnx.GraphProto, each to the first level at which all that it reads is there.
+
+    So what depends on the source is computed once a batch. Constants, and what is computed from them alone,
+    lie where they are read, several times if need be: ONNX Runtime packs no constant that a graph two levels
+    further in reads (measured: a decoding step took twice as long). Names get `prefix`; the levels' `names`
+    then say what each of the graph's values is called.
+
+    Raises:
+        RunError: a node holds a graph of its own.
+    """
+    told = known_at(levels)  # among it what would have a default
+    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in told}
+    made: dict[str, Any] = {}  # nodes that read constants alone, by what they make
+    for node in graph.node:
+        if any(attribute.HasField("g") for attribute in node.attribute):
+            raise RunError(f"{graph.name}: node '{node.name}' holds a graph, which cannot go into the loop.")
+        read = [name for name in node.input if name]
+        if all(name in constants or name in made for name in read):
+            made |= dict.fromkeys(node.output, node)
+            continue
+        needed = [name for name in read if name not in constants and name not in made]
+        depth = next(at for at in range(len(levels)) if known_at(levels[: at + 1]).keys() >= set(needed))
+        for name in read:
+            if name not in needed:
+                _bring(name, constants, made, levels[depth], f"{prefix}{depth}.")
+        _copy(node, levels[depth], known_at(levels[: depth + 1]), prefix)
+
+
+def _bring(
+    name: str, constants: Mapping[str, Any], made: Mapping[str, Any], level: Level, prefix: str
+) -> None:
+    """Bring a constant, or the nodes that make it of constants, to a level."""
+    import onnx
+
+    if name in level.names:
+        return
+    if name in constants:
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(constants[name])
+        tensor.name = level.names[name] = prefix + name
+        level.builder.initializers.append(tensor)
+        return
+    node = made[name]
+    for read in filter(None, node.input):
+        _bring(read, constants, made, level, prefix)
+    _copy(node, level, level.names, prefix)
+
+
+def _copy(node: Any, level: Level, known: Mapping[str, str], prefix: str) -> None:
+    import onnx
+
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.name = prefix + node.name if node.name else ""  # which need not be one of its own
+    del copy.input[:], copy.output[:]
+    copy.input.extend(known[name] if name else "" for name in node.input)
+    copy.output.extend(prefix + name if name else "" for name in node.output)
+    level.names |= {name: prefix + name for name in node.output if name}
+    level.builder.nodes.append(copy)
+
+
+def known_at(levels: Sequence[Level]) -> dict[str, str]:
+    """Return what the step's values are called at the last of `levels`."""
+    return {name: called for level in levels for name, called in level.names.items()}

@@ -1,0 +1,200 @@
+"""Models as a search sees them: what is fed first, what a step carries on, what all steps share.
+
+Shapes: B = sentences, R = rows (sentences, times beams), S = tokens fed at once, L = source length,
+P = tokens before, H = heads, d = width of a head, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from smelt.export.loop.builder import Builder, Carried
+from smelt.export.loop.place import Level, known_at, place
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step leaves. logits: float32 [R, V]; caches [R, H, P + S, d]; extra: the next step's."""
+
+    logits: str
+    caches: list[str]
+    extra: list[str]
+
+
+class Source(Protocol):
+    """A model as the search sees it.
+
+    ids: int64 [B, S], what is fed first. prompt: int64 [B, P], what a text begins with. mask: int64 [B, P],
+    0 where the prompt is padded; None where it never is. caches, extra: of each row; shared: of each
+    sentence, the same in all steps.
+    """
+
+    ids: str
+    prompt: str
+    mask: str | None
+    caches: list[Carried]
+    extra: list[Carried]
+    shared: list[Carried]
+
+    def step(
+        self, levels: Sequence[Level], ids: str, caches: Sequence[str], extra: Sequence[str],
+        shared: tuple[int, Sequence[str]], beams: bool,
+    ) -> Stepped:  # fmt: skip
+        """Put one step into the last level.
+
+        Args:
+            levels: outermost first.
+            ids: int64 [R, S].
+            caches: names of this step's.
+            extra: as caches.
+            shared: at which level the shared values are known, and their names.
+            beams: several rows of a sentence follow each other.
+        """
+
+
+class Translator:
+    """A `Source` of an encoder-decoder model."""
+
+    mask: str | None = None
+    extra: list[Carried] = []  # noqa: RUF012
+
+    def __init__(self, root: Builder, encoder: Any, decoder: Any, start: str) -> None:
+        """Put the encoder into `root`; `start` is int64 scalar, the token that texts begin with."""
+        self._decoder = decoder
+        level = Level(root, {"input_ids": "input_ids", "attention_mask": "attention_mask"})
+        place(encoder, [level], "encoder.")
+        inputs = {i.name: i for i in decoder.input}
+        own = [o.name for o in decoder.output if o.name != "logits"]
+        cross = [o.name for o in encoder.output if o.name != "last_hidden_state"]
+        self._own, self._cross = own, [_past(name) for name in cross]
+        batch = root.rows("input_ids")
+        self.ids = self.prompt = root.op(
+            "Expand",
+            root.op("Reshape", start, root.const([1, 1])),
+            root.op("Concat", batch, root.const([1]), axis=0),
+        )
+        self.caches = [_empty(root, batch, inputs[_past(name)]) for name in own]
+        self.shared = [Carried("cross", level.names[name], *_kind(inputs[_past(name)])) for name in cross]
+        self.shared.append(Carried("source_mask", "attention_mask", np.int64, (None, None)))
+
+    def step(
+        self, levels: Sequence[Level], ids: str, caches: Sequence[str], extra: Sequence[str],
+        shared: tuple[int, Sequence[str]], beams: bool,
+    ) -> Stepped:  # fmt: skip
+        """See `Source.step`."""
+        at, values = shared
+        names = [*self._cross, "encoder_attention_mask"]
+        levels[at].names |= dict(zip(names, values, strict=True))
+        inner = levels[-1]
+        inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
+        b = inner.builder
+        sizes = b.op("Concat", b.rows(values[0]), b.const([-1]), axis=0) if beams else ""
+        place(self._decoder, levels, "decoder.")
+        if beams:
+            _share_keys(b, set(values), sizes)
+        known = known_at(levels)
+        return Stepped(known["logits"], [known[name] for name in self._own], [])
+
+
+class Writer:
+    """A `Source` of a decoder-only model: its first step feeds the whole prompt, padded on the left."""
+
+    shared: list[Carried] = []  # noqa: RUF012
+
+    def __init__(self, root: Builder, decoder: Any) -> None:
+        self._decoder = decoder
+        inputs = {i.name: i for i in decoder.input}
+        self._past = [name for name in inputs if name.startswith("past_key_values.")]
+        self.ids = self.prompt = "input_ids"
+        self.mask: str | None = "attention_mask"
+        batch = root.rows("input_ids")
+        self.caches = [_empty(root, batch, inputs[name]) for name in self._past]
+        zero = root.const(0)
+        counted = root.op("Sub", root.op("CumSum", "attention_mask", root.const(1)), root.const(1))
+        places = root.op("Where", root.op("Equal", "attention_mask", zero), zero, counted)
+        self.extra = [
+            Carried("mask", "attention_mask", np.int64, (None, None)),
+            Carried("places", places, np.int64, (None, None)),
+        ]
+
+    def step(
+        self, levels: Sequence[Level], ids: str, caches: Sequence[str], extra: Sequence[str],
+        shared: tuple[int, Sequence[str]], beams: bool,
+    ) -> Stepped:  # fmt: skip
+        """See `Source.step`."""
+        inner, inside = levels[-1], levels[-1].builder
+        mask, places = extra
+        fed = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+        inner.names |= fed | dict(zip(self._past, caches, strict=True))
+        inner.names["num_logits_to_keep"] = inside.const(1)
+        place(self._decoder, levels, "decoder.")
+        known = known_at(levels)
+        one = inside.op("Concat", inside.rows(mask), inside.const([1]), axis=0)
+        seen = inside.op("Expand", inside.const([[1]]), one)
+        last = inside.op("Slice", places, inside.const([-1]), inside.const([2**31]), inside.const([1]))
+        after = [
+            inside.op("Concat", mask, seen, axis=1),
+            inside.op("Add", last, inside.const(1)),
+        ]
+        logits = inside.op("Squeeze", known["logits"], inside.const([1]))
+        return Stepped(logits, [known[_present(name)] for name in self._past], after)
+
+
+def _share_keys(inside: Builder, keys: set[str], sizes: str) -> None:
+    """Let the rows of one sentence be the queries of one attention over its keys, which are not repeated.
+
+    A query [R, 1, H d] becomes [B, R / B, H d]; rows of beams follow each other. `sizes`: int64 [B, -1].
+    """
+    from onnx import helper
+
+    nodes: list[Any] = []
+    for node in inside.nodes:
+        if node.op_type != "MultiHeadAttention" or node.input[1] not in keys:
+            nodes.append(node)
+            continue
+        query, out = node.input[0], node.output[0]
+        width = inside.name("query_width")
+        shape, together, apart, rows = (inside.name(w) for w in ("shape", "queries", "attended", "row_shape"))
+        nodes += [
+            helper.make_node("Shape", [query], [width], start=2),
+            helper.make_node("Concat", [sizes, width], [shape], axis=0),
+            helper.make_node("Reshape", [query, shape], [together]),
+        ]
+        node.input[0], node.output[0] = together, apart
+        nodes += [
+            node,
+            helper.make_node("Shape", [query], [rows]),
+            helper.make_node("Reshape", [apart, rows], [out]),
+        ]
+    inside.nodes[:] = nodes
+
+
+def _kind(info: Any) -> tuple[Any, tuple[int | None, ...]]:
+    """Return dtype and shape of a graph's input; None for what may differ."""
+    from onnx import helper
+
+    tensor = info.type.tensor_type
+    shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+    return helper.tensor_dtype_to_np_dtype(tensor.elem_type), shape
+
+
+def _empty(root: Builder, batch: str, info: Any) -> Carried:
+    """Return the cache [B, H, 0, d] that a first step gets."""
+    from onnx import numpy_helper
+
+    dtype, (_, heads, _, width) = _kind(info)
+    shape = root.op("Concat", batch, root.const([heads, 0, width]), axis=0)
+    nothing = root.op("ConstantOfShape", shape, value=numpy_helper.from_array(np.zeros(1, dtype)))
+    return Carried("cache", nothing, dtype, (None, heads, None, width))
+
+
+def _past(name: str) -> str:
+    return f"past_key_values.{name.removeprefix('present.')}"
+
+
+def _present(name: str) -> str:
+    return f"present.{name.removeprefix('past_key_values.')}"

@@ -1,0 +1,239 @@
+"""ONNX Runtime: graphs as sessions, on the CPU, or on CUDA where they were made for it.
+
+What a graph leaves for its next call, and what an encoder leaves for all calls, stays an OrtValue that is
+bound as it is; only what is asked for becomes a numpy array.
+
+Shapes: R = rows, S = tokens fed at once, P = tokens fed before, H = heads that cache, d = width of a head,
+V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of
+from smelt.runtime.backends.device import onnx_device
+from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
+from smelt.runtime.batch import Logits, Tokens
+from smelt.runtime.causal import KEEP
+
+_KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+@dataclass
+class Held:
+    """The bound inputs of the next call.
+
+    caches: OrtValues [R, H, P, d], in the order of the backend's names. shared: input name -> OrtValue, what
+    is the same in all calls, and for all beams of a sentence.
+    """
+
+    binding: Any
+    caches: list[Any]
+    shared: dict[str, Any]
+
+
+class OnnxBackend:
+    """A `Backend` over ONNX Runtime sessions: CPU, or CUDA where the target is ort-cuda."""
+
+    name = "onnxruntime"
+    version: str = onnxruntime.__version__
+    at_once = None
+    in_all = None
+
+    def __init__(
+        self, folder: Path, graphs: Graphs, target: str | None, threads: int | None, device: str
+    ) -> None:
+        self._folder, self._graphs, self._threads = folder, graphs, threads
+        self.device = onnx_device(device, target)
+        self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
+        self._sessions: dict[str, Any] | None = {}
+        self._inputs: dict[str, set[str]] = {}
+        self._lock = threading.Lock()  # around the opening of graphs
+        # the fused attention of this target takes several tokens on top of a past only for one row
+        self._by_row = (target or "ort-cpu") == "ort-cpu"
+        self._main: Any = None
+        for graph in graphs.in_order:
+            _require(folder, graph)
+        if not self.whole:  # else they wait until somebody asks for a single step
+            self._open_steps()
+
+    def _open_steps(self) -> None:
+        """Open the graphs of a single step; others see them once all is known of them."""
+        made = {g.name: _open(self._folder, g, self._threads, self.device) for g in self._graphs.in_order}
+        main = made[self._graphs.main.name]
+        # graphs made before there was such an input give the logits of all tokens
+        self._may_keep = any(i.name == KEEP for i in main.get_overridable_initializers())
+        # for TensorRT, where inputs have no default
+        self._must_keep = any(i.name == KEEP for i in main.get_inputs())
+        if self._graphs.caches:
+            self._pair_caches(made)
+        self._main = main
+        self._publish(made)
+
+    def _publish(self, made: dict[str, Any]) -> None:
+        for name, session in made.items():
+            both = (*session.get_inputs(), *session.get_overridable_initializers())
+            self._inputs[name] = {i.name for i in both}
+        if self._sessions is not None:
+            self._sessions = {**self._sessions, **made}
+
+    def _pair_caches(self, sessions: dict[str, Any]) -> None:
+        """Find which output becomes which input of the next call, and what an empty cache looks like."""
+        main = self._graphs.main
+        left = {name: [o.name for o in session.get_outputs()] for name, session in sessions.items()}
+        self._present = [name for name in left.pop(main.name) if name.startswith(PRESENT)]
+        self._once = [name for names in left.values() for name in names if name.startswith(PRESENT)]
+        self._past = [past_of(name) for name in self._present]
+        inputs = {i.name: i for i in sessions[main.name].get_inputs()}
+        expected = main.inputs | {*self._past, *map(past_of, self._once)}
+        if odd := (set(inputs) ^ expected) - {KEEP}:
+            files = " and ".join(f"{graph.name}.onnx" for graph in self._graphs.in_order)
+            raise InputError(
+                f"{self._folder}: {files}: inputs and outputs do not fit each other:"
+                f" {', '.join(sorted(odd))}. {MAKE_AGAIN}"
+            )
+        if not self._past:
+            raise InputError(
+                f"{self._folder / main.name}.onnx: a graph without a cache: none of its inputs is"
+                f" {PAST}*. {MAKE_AGAIN}"
+            )
+        self._empty = [(i.shape[1], i.shape[3], _KINDS[i.type]) for i in map(inputs.get, self._past) if i]
+
+    def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
+        """Run a graph once; return all of its outputs by name."""
+        session = self._session(graph)
+        known = {name: values for name, values in feeds.items() if name in self._inputs[graph]}
+        names = [output.name for output in session.get_outputs()]
+        return dict(zip(names, session.run(names, known), strict=True))
+
+    def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> Held:
+        """Run the graph that comes before, if there is one; bind what it leaves, and empty caches."""
+        made = {name: self._value(values) for name, values in (shared or {}).items()}
+        if self._graphs.before is not None:
+            made |= self._run_before(self._graphs.before.name, feeds or {})
+        binding = self._session(self._graphs.main.name).io_binding()
+        empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty]
+        held = Held(binding, [self._value(array) for array in empty], made)
+        for name, value in (*made.items(), *zip(self._past, held.caches, strict=True)):
+            binding.bind_ortvalue_input(name, value)
+        return held
+
+    def _run_before(self, graph: str, feeds: Feeds) -> dict[str, Any]:
+        """Return what `graph` leaves for all calls, where it was made."""
+        session = self._session(graph)
+        binding = session.io_binding()
+        for name, values in feeds.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(values))
+        for name in self._once:
+            binding.bind_output(name, self.device)
+        session.run_with_iobinding(binding)
+        return {past_of(name): v for name, v in zip(self._once, binding.get_outputs(), strict=True)}
+
+    def step(self, held: Held, feeds: Feeds, last: int = 1) -> Logits:
+        """Feed int64 [R, S]; return the graph's logits, [R, V] or [R, S or last, V]."""
+        rows, tokens = feeds["input_ids"].shape
+        if tokens > 1 and rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
+            raise InputError("Several tokens on top of a past can be fed to this graph only for one row.")
+        wanted = max(1, last)  # 0 would be all
+        if self._may_keep and wanted < tokens:
+            logits, *held.caches = self._run_few(held, feeds, wanted)
+        else:
+            logits, *held.caches = self._run(held.binding, feeds, wanted)
+        for name, value in zip(self._past, held.caches, strict=True):
+            held.binding.bind_ortvalue_input(name, value)
+        found: Logits = logits.numpy()
+        return found
+
+    def _run(self, binding: Any, feeds: Feeds, wanted: int) -> Any:
+        for name, values in feeds.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(values))
+        if self._must_keep:
+            binding.bind_cpu_input(KEEP, np.array(wanted, dtype=np.int64))
+        # outputs are bound anew: they grow, and what the last step left is now an input
+        binding.bind_output("logits", "cpu")
+        for name in self._present:
+            binding.bind_output(name, self.device)
+        self._main.run_with_iobinding(binding)
+        return binding.get_outputs()
+
+    def _run_few(self, held: Held, feeds: Feeds, wanted: int) -> list[Any]:
+        """As `_run`, with the logits of some tokens: a binding does not take inputs that have a default."""
+        fed = {**feeds, KEEP: np.array(wanted, dtype=np.int64)}
+        values = {
+            n: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(v)) for n, v in fed.items()
+        }
+        values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
+        logits, *caches = self._main.run_with_ort_values(["logits", *self._present], values)
+        there = caches if self.device == "cpu" else [self._value(cache.numpy()) for cache in caches]
+        return [logits, *there]
+
+    def reorder(self, held: Held, rows: Tokens, shared: bool) -> None:
+        """Make row i what row rows[i] was, and bind it; what is shared is copied only where it must be."""
+        if shared:
+            held.shared = {name: self._moved(value, rows) for name, value in held.shared.items()}
+        held.caches = [self._moved(value, rows) for value in held.caches]
+        moved = held.shared.items() if shared else ()
+        for name, value in (*moved, *zip(self._past, held.caches, strict=True)):
+            held.binding.bind_ortvalue_input(name, value)
+
+    def _moved(self, value: Any, rows: Tokens) -> Any:
+        # on the CPU `numpy` and `_value` only look at the memory: `take_rows` makes the one copy
+        return self._value(take_rows(value.numpy(), rows))
+
+    def _value(self, array: NDArray[Any]) -> Any:
+        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device)
+
+    def _session(self, graph: str) -> Any:
+        """Return the session of a graph, opened now if it waited for that."""
+        if self._sessions is not None and graph not in self._sessions:
+            with self._lock:
+                if self._sessions is not None and graph not in self._sessions:
+                    self._open_late(graph)
+        if self._sessions is None:
+            raise InputError(f"{self._folder}: this model was closed.")
+        return self._sessions[graph]
+
+    def _open_late(self, graph: str) -> None:
+        if graph in self.whole:
+            shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
+            self._publish({graph: _open(self._folder, shape, self._threads, self.device)})
+        else:
+            self._open_steps()
+
+    def close(self) -> None:
+        """Free the sessions and their threads."""
+        self._sessions = self._main = None
+
+
+def _require(folder: Path, graph: Graph) -> Path:
+    path = folder / f"{graph.name}.onnx"
+    if not path.is_file():
+        raise InputError(f"{path}: no such graph. {MAKE_AGAIN}")
+    return path
+
+
+def _open(folder: Path, graph: Graph, threads: int | None, device: str) -> Any:
+    path = _require(folder, graph)
+    session = open_session(path, threads, device)
+    inputs, outputs = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
+    if lacking := (graph.inputs - inputs) | (graph.outputs - outputs):
+        raise InputError(
+            f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
+            f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {MAKE_AGAIN}"
+        )
+    return session
+
+
+def take_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
+    """Return `array[rows]`; over two dimensions `take` copies five times as fast as over four."""
+    taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
+    return taken.reshape(len(rows), *array.shape[1:])

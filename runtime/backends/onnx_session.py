@@ -1,0 +1,56 @@
+"""Opening one graph in ONNX Runtime, with the options that are fast and exact on this processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.runtime.backends.device import NO_ORT_CUDA
+
+MAKE_AGAIN = "Run the onnx stage again to make it anew."
+
+
+def open_session(path: Path, threads: int | None = None, device: str = "cpu") -> Any:
+    """Open the graph `path`.
+
+    Raises:
+        InputError: ONNX Runtime cannot read the file or does not know one of its operators.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if lacks_vnni(Path("/proc/cpuinfo")):
+        # there int8 products may overflow 16 bits; this asks for exact ones. With VNNI they are exact
+        # anyway and this mode is slower: 21 ms instead of 10 for an int8 encoder of 288 rows
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    # The fused node is slower than Add and LayerNormalization: measured on an int8 encoder of 4 layers,
+    # 160 rows of 256: 4.7 ms with it, 2.8 ms without; on single rows there is no difference.
+    providers = (
+        ["CUDAExecutionProvider", "CPUExecutionProvider"] if device == "cuda" else ["CPUExecutionProvider"]
+    )
+    try:
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=providers, disabled_optimizers=["SkipLayerNormFusion"]
+        )
+    except Exception as error:  # its error classes share no base but Exception
+        raise InputError(f"{path}: ONNX Runtime cannot load this graph: {error} {MAKE_AGAIN}") from error
+    if providers[0] not in session.get_providers():  # it warns, and goes on without the provider
+        raise MissingDependencyError(f"{path}: {NO_ORT_CUDA}")
+    return session
+
+
+def lacks_vnni(cpuinfo: Path) -> bool:
+    """Say whether this is an x86 processor known to lack instructions that sum int8 products in 32 bits.
+
+    Args:
+        cpuinfo: the file in which Linux lists the processor's features; elsewhere nothing is known.
+    """
+    try:
+        words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
+    return "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}

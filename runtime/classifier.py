@@ -1,0 +1,35 @@
+"""Classifiers: one call of one graph for a batch.
+
+Shapes: B = batch, L = tokens of the longest row, C = classes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from smelt.runtime.backends.backend import Graph, Graphs
+from smelt.runtime.batch import Batch, Logits
+from smelt.runtime.runner import Runner
+
+MODEL = "model"
+
+
+class Classifier(Runner):
+    """A `Runner` of texts that go through a model as a whole."""
+
+    graphs: ClassVar[Graphs] = Graphs(
+        Graph(MODEL, frozenset({"input_ids", "attention_mask"}), frozenset({"logits"})), caches=False
+    )
+
+    def forward(self, batch: Batch) -> Logits:
+        """Return class logits, float32 [B, C]."""
+        types = batch.token_type_ids
+        feeds = {
+            "input_ids": batch.input_ids,
+            "attention_mask": batch.attention_mask,
+            "token_type_ids": np.zeros_like(batch.input_ids) if types is None else types,
+        }
+        logits: Logits = self.backend.call(MODEL, feeds)["logits"]
+        return logits

@@ -1,0 +1,126 @@
+"""Every axis of a model that is as wide as its hidden states, for those who make these narrower.
+
+A channel of the hidden states runs through all blocks, since each adds to what the one before it gave: it
+goes from all axes that are given here, or from none. What a model of another width computes differently
+besides (the scale of the embedding, sines) says the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from smelt.core.errors import InputError
+from smelt.families.norms import norm_feeds
+from smelt.families.registry import FAMILIES, family_of
+from smelt.families.walk import blocks_of, head_of
+from smelt.runtime.layers.low_rank import LowRankLinear
+
+States = Literal["hidden", "head"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a tensor, a parameter or a buffer of the model.
+
+    names: of the tensor, all that it has. dim: which of its axes. stream: `hidden`, or `head` for what a
+    classifier's head makes of them and hands on inside of itself: as wide in transformers' models, though of
+    channels of its own. reads: the tensor multiplies what comes in along this axis; otherwise it gives, norms
+    or scales it.
+    """
+
+    names: tuple[str, ...]
+    dim: int
+    stream: States
+    reads: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+
+def hidden_axes(model: Any) -> list[Axis]:
+    """Return the axes as wide as the hidden states of `model`, each once, wherever its tensor stands.
+
+    A word embedding that is the output layer too is there twice, with the same dim: as a table, and with
+    `reads` as an output layer.
+
+    Args:
+        model: of floats; layers may be low-rank pairs, and may be shared.
+
+    Raises:
+        InputError: another family, or a quantized layer.
+    """
+    family = family_of(model)
+    if family is None:
+        raise InputError(
+            f"the layers of a {model.config.model_type} model are not known. Known: {', '.join(FAMILIES)}."
+        )
+    names: dict[Tensor, list[str]] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
+    found: dict[tuple[Tensor, int, bool], Axis] = {}
+    for name, dim, stream, reads in _axes(model):
+        tensor = _tensor(model, name)
+        axis = Axis(tuple(names[tensor]), dim, stream, reads)
+        found.setdefault((tensor, dim, reads), axis)
+    return list(found.values())
+
+
+def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
+    """Yield name of the tensor, dim, stream and whether it reads."""
+    family: Any = family_of(model)
+    for stack in family.stacks(model.config.to_dict()):
+        for table in stack.stream.tables:
+            yield table, 1, "hidden", False
+    for block in blocks_of(model):
+        parts = [(a.products[:-1], a.out) for a in block.attentions]
+        for inputs, out in [*parts, (block.feed_forward.inputs, block.feed_forward.down)]:
+            for name in inputs:
+                yield from _in(model, name, "hidden")
+            yield from _out(model, out, "hidden")
+    of_heads = {norm for block in blocks_of(model) for a in block.attentions for norm in a.norms or ()}
+    norms = [feed.norm for feed in norm_feeds(model) if feed.norm not in of_heads]
+    for norm in norms:
+        yield from _vectors(model, norm, "head" if norm in family.head else "hidden")
+    head = [name for name in head_of(model) if name not in norms]
+    for place, name in enumerate(head):
+        yield from _in(model, name, "head" if place else "hidden")
+        if place < len(head) - 1:
+            yield from _out(model, name, "head")
+
+
+def _in(model: Any, name: str, stream: States) -> Iterator[tuple[str, int, States, bool]]:
+    module = model.get_submodule(name)
+    half = f"{name}.down" if isinstance(module, LowRankLinear) else name
+    yield f"{half}.weight", 1, stream, True
+
+
+def _out(model: Any, name: str, stream: States) -> Iterator[tuple[str, int, States, bool]]:
+    module = model.get_submodule(name)
+    half = f"{name}.up" if isinstance(module, LowRankLinear) else name
+    yield f"{half}.weight", 0, stream, False
+    if model.get_submodule(half).bias is not None:
+        yield f"{half}.bias", 0, stream, False
+
+
+def _vectors(model: Any, norm: str, stream: States) -> Iterator[tuple[str, int, States, bool]]:
+    for name, _ in model.get_submodule(norm).named_parameters():
+        yield f"{norm}.{name}", 0, stream, False
+
+
+def _tensor(model: Any, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    tensor = getattr(module, last, None)
+    if not isinstance(tensor, Tensor):
+        raise InputError(
+            f"{owner} is a {type(module).__name__}, whose width cannot change. Make the model narrower before"
+            " it is quantized."
+        )
+    return tensor

@@ -1,0 +1,113 @@
+"""An encoder whose output is one vector for a text: the body of a family, pooled and normalized.
+
+It is a model of transformers like a classifier without a head: its body has the name that the family's
+other models give it, so that everything that finds parts by their names finds them. In a file that others
+can read (no edits) the names are those of the bare encoder, as sentence-transformers and AutoModel have them.
+
+Shapes: B = batch, L = tokens, D = width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
+from smelt.core.errors import InputError
+from smelt.runtime.text.sentence_files import SentenceRules
+
+# Below all values of hidden states, and finite in float16.
+_LOWEST = -1e4
+
+
+@dataclass
+class SentenceOutput(ModelOutput):  # type: ignore[misc]
+    """sentence_embedding: float [B, D]."""
+
+    sentence_embedding: Tensor | None = None
+
+
+def sentence_class(config: Any, rules: SentenceRules) -> Any:
+    """Return the class of sentence embedders for a config of transformers.
+
+    Raises:
+        InputError: transformers has no bare encoder for it.
+    """
+    body = transformers.MODEL_MAPPING.get(type(config), None)
+    if body is None:
+        raise InputError(f"config.json: a {config.model_type} model has no encoder that makes vectors.")
+    parent: Any = body.__bases__[0]  # the family's, which knows how its weights are drawn
+
+    class SentenceModel(parent):  # type: ignore[misc]
+        """input_ids, attention_mask int64 [B, L] -> sentence_embedding float [B, D]."""
+
+        sentence_rules = rules
+        body_class = body
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            setattr(self, self.base_model_prefix, body(config, **_without_pooler(body)))
+            self.post_init()
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            attention_mask: Tensor | None = None,
+            token_type_ids: Tensor | None = None,
+        ) -> SentenceOutput:
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+            hidden = self.base_model(input_ids, attention_mask=mask, **types).last_hidden_state
+            return SentenceOutput(sentence_embedding=vector_of(hidden, mask, rules))
+
+    return SentenceModel
+
+
+def _without_pooler(body: Any) -> dict[str, bool]:
+    """Return the argument that leaves the layer out which no embedder reads, where `body` has it."""
+    known = inspect.signature(body.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
+
+
+def is_sentence_model(model: Any) -> bool:
+    """Say whether `model` is of `sentence_class`."""
+    return hasattr(model, "sentence_rules")
+
+
+def vector_of(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
+    """Return one vector for each text, float [B, D].
+
+    Args:
+        hidden: float [B, L, D], the last hidden states.
+        mask: int64 [B, L], 1 where a token is; padding counts for nothing.
+        rules: pooling and normalization.
+    """
+    if rules.pooling == "cls":
+        pooled = hidden[:, 0]
+    elif rules.pooling == "max":
+        pooled = hidden.masked_fill(mask[:, :, None] == 0, _LOWEST).amax(dim=1)
+    else:
+        # shares that sum to 1 times the tokens: no sum over a long text leaves the range of float16
+        there = mask.to(hidden.dtype)
+        shares = there / there.sum(dim=1, keepdim=True).clamp(min=1)
+        pooled = (shares[:, None, :] @ hidden)[:, 0]
+    if rules.normalize:
+        pooled = pooled / torch.linalg.vector_norm(pooled, dim=-1, keepdim=True).clamp(min=1e-12)
+    return pooled
+
+
+def result_of(output: Any) -> Tensor:
+    """Return what an encoder of transformers gives: a classifier's logits, or the vectors of texts."""
+    found: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
+    return cast(Tensor, found)
+
+
+def as_bare_encoder(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `tensors` of a sentence model under the names that its body alone gives them."""
+    prefix = f"{model.base_model_prefix}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,41 @@
+"""The loss of a student of vectors: its parts, weighed, from the same batch."""
+
+import pytest
+import sentences
+import torch
+
+from smelt.compress.distill.sentences import vectors_objective
+from smelt.compress.distill.weights import LossWeights
+from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"embedding": 0},
+        {"similarity": 0.25, "scores": 2.0},
+        {"embedding": 0, "similarity": 0, "scores": 1},
+    ],
+)
+def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, tmp_path):
+    teacher, _ = load_model(sentences.embedder(tmp_path / "teacher"))
+    student, _ = load_model(sentences.embedder(tmp_path / "student", seed=1))
+    ids = torch.randint(5, 20, (6, 7), generator=torch.Generator().manual_seed(0))
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([[1.0], [0.0], [2.0]]),
+    }
+    with torch.no_grad():
+        loss = vectors_objective(teacher, LossWeights(**said))(student, batch)
+        own, wanted = (m(ids).sentence_embedding for m in (student, teacher))
+    weights = {"embedding": 1.0, "similarity": 1.0, "scores": 0.0} | said
+    expected = (
+        weights["embedding"] * distance_loss(own, wanted)
+        + weights["similarity"] * similarity_loss(own, wanted)
+        + weights["scores"] * order_loss(own, batch["labels"])
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) > 0

@@ -1,0 +1,153 @@
+"""Every stage that works in torch on sentence embedders: what comes out makes vectors of length 1 again."""
+
+import harness
+import numpy as np
+import pytest
+import sentences
+import tiny
+
+from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.share.layers import Share, ShareSettings
+from smelt.core.data import Columns, Split, read_split
+from smelt.core.errors import InputError
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.predict import sentence_vectors
+
+SHORT = {"max_steps": 3, "batch_size": 4, "evals": 1, "precision": "fp32"}
+STAGES = {
+    "finetune": (Finetune, FinetuneSettings(**SHORT | {"evals": 0})),
+    "distill": (Distill, DistillSettings(student={"layers": 1}, **SHORT)),
+    "prune": (Prune, PruneSettings(keep=0.5, rows=8, batch_size=4)),
+    "magnitude": (Prune, PruneSettings(keep=0.5, importance="magnitude")),
+    "factorize": (Factorize, FactorizeSettings(rank=8)),
+    "share": (Share, ShareSettings()),
+    "int8": (Quantize, QuantizeSettings()),
+    "int4": (Quantize, QuantizeSettings(scheme="int4", group_size=32)),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = sentences.embedder(tmp_path_factory.mktemp("bert") / "m", num_hidden_layers=3)
+    return tiny.artifact(folder, sentences.TASK)
+
+
+def context(folder, source, teacher=None, **made):
+    split = read_split(str(sentences.rows(folder / "rows.jsonl", **made)), sentences.TASK, Columns(), folder)
+    return harness.context(folder / "out", sentences.TASK, split, ancestors={"model": teacher or source})
+
+
+def vectors(folder):
+    with open_folder(folder, "torch") as runner:
+        return sentence_vectors(runner, tiny.SENTENCES)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_leaves_an_embedder(name, source, tmp_path):
+    stage, settings = STAGES[name]
+    ctx = context(tmp_path, source)
+    stage()(source, settings, ctx)
+    found = vectors(ctx.out)
+    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    assert np.abs(found - vectors(source.path)).max() > 1e-6
+    assert (ctx.out / "modules.json").is_file()
+    config = load_model(ctx.out)[0].config
+    assert config.architectures == ["BertModel"]
+
+
+def test_training_on_scores_lowers_their_loss(source, tmp_path):
+    ctx = context(tmp_path, source)
+    settings = FinetuneSettings(max_steps=30, batch_size=8, learning_rate=1e-3, evals=1, precision="fp32")
+    Finetune()(source, settings, ctx)
+    before, *_, after = [v["loss"] for v in ctx.facts["training"]["validations"]]
+    assert after < 0.75 * before
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_student_comes_nearer_to_its_teacher_without_any_scores(paired, source, tmp_path):
+    """Three layers become one; texts alone are enough."""
+    ctx = context(tmp_path, source, scores=False, paired=paired)
+    settings = DistillSettings(
+        student={"layers": 1}, max_steps=60, batch_size=8, learning_rate=3e-3, evals=1, precision="fp32"
+    )
+    Distill()(source, settings, ctx)
+    before, *_, after = [v["loss"] for v in ctx.facts["training"]["validations"]]
+    assert after < 0.5 * before
+    close = np.mean(np.sum(vectors(ctx.out) * vectors(source.path), axis=1))
+    assert close > 0.8
+
+
+def test_an_untouched_student_is_as_its_teacher_to_the_loss(source, tmp_path):
+    ctx = context(tmp_path, source)
+    Distill()(source, DistillSettings(dropout=0.0, weight_decay=0.0, **SHORT), ctx)
+    assert ctx.facts["training"]["validations"][0]["loss"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_teacher_of_another_width_teaches_cosines_and_not_vectors(source, tmp_path):
+    wide = tiny.artifact(sentences.embedder(tmp_path / "wide", hidden_size=64), sentences.TASK)
+    ctx = context(tmp_path, source, wide)
+    message = (
+        "the teacher's vectors have 64 numbers, the student's 32.*losses: {embedding: 0, similarity: 1.0}"
+    )
+    with pytest.raises(InputError, match=message):
+        Distill()(source, DistillSettings(**SHORT), ctx)
+    Distill()(source, DistillSettings(losses={"embedding": 0}, **SHORT), ctx)
+    assert vectors(ctx.out).shape[1] == 32
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "message"),
+    [
+        (Finetune, FinetuneSettings(**SHORT), "finetune: the rows of .* have no scores"),
+        (Prune, PruneSettings(), "prune: importance: taylor: the rows of .* Or take magnitude"),
+    ],
+)
+def test_rows_without_scores_are_refused_where_the_loss_is_made_of_them(
+    stage, settings, message, source, tmp_path
+):
+    with pytest.raises(InputError, match=message):
+        stage()(source, settings, context(tmp_path, source, scores=False))
+
+
+@pytest.mark.parametrize(
+    ("losses", "task", "expected"),
+    [
+        (
+            {"logits": 1.0},
+            sentences.TASK,
+            [("losses.logits", "is no part of the loss of sentence-similarity")],
+        ),
+        (
+            {"similarity": 1.0},
+            "translation",
+            [("losses.similarity", "is no part of the loss of translation")],
+        ),
+        (
+            {"embedding": 0, "similarity": 0},
+            sentences.TASK,
+            [("losses", "at least one weight must be above 0")],
+        ),
+        ({"scores": 1.0}, sentences.TASK, [("losses.scores", "have no scores")]),
+        ({}, sentences.TASK, []),
+        ({"labels": 1.0}, "translation", []),
+    ],
+)
+def test_parts_of_the_loss_fit_the_task_and_the_rows(losses, task, expected):
+    from smelt.core.data import Example
+
+    data = {"train": Split("rows", (Example("a", text_pair="b"),))}
+    found = Distill.check_rows(DistillSettings(losses=losses), task, data)
+    assert [where for where, _ in found] == [where for where, _ in expected]
+    assert all(text in said for (_, said), (_, text) in zip(found, expected, strict=True))
+
+
+def test_what_is_not_said_of_vectors_changes_no_key():
+    said = DistillSettings(losses={"logits": 2.0}).model_dump(mode="json")
+    assert said["losses"] == {"logits": 2.0, "labels": 0.5}
+    assert DistillSettings(losses={"scores": 0.5}).model_dump(mode="json")["losses"]["scores"] == 0.5

@@ -1,0 +1,23 @@
+"""Stages that change a model's structure leave one with which everything else can still be done."""
+
+import every_family
+import pytest
+import what_follows
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.share.layers import Share, ShareSettings
+
+STAGES = {
+    "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
+    "factorize": (Factorize(), FactorizeSettings(rank=6)),
+    "share": (Share(), ShareSettings()),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral")]
+)
+def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
+    made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out
+    what_follows.check(made, family, tmp_path / "later")

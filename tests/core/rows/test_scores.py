@@ -1,0 +1,42 @@
+"""Scores of pairs: numbers however a file writes them, in all rows or in none."""
+
+import pytest
+
+from smelt.core.data import SIMILARITY, Columns, Example, Split, read_split, texts_read
+from smelt.core.errors import InputError
+from smelt.core.rows.scores import read_score, require_alike
+
+
+@pytest.mark.parametrize(("value", "expected"), [(3, 3.0), ("3.5", 3.5), (0, 0.0), (None, None), ("", None)])
+def test_a_score_is_a_number_or_nothing(value, expected):
+    assert read_score(value, "f:1", "label") == expected
+
+
+@pytest.mark.parametrize("value", ["high", True, [1], float("nan"), "inf"])
+def test_what_is_no_number_is_named_with_its_row(value):
+    with pytest.raises(InputError, match=r"f:1: column 'label' must be a number, how similar"):
+        read_score(value, "f:1", "label")
+
+
+def test_rows_that_are_alike_pass_and_others_are_named():
+    require_alike([True, True], [1, 2], "label", "score")
+    require_alike([False], [1], "label", "score")
+    with pytest.raises(InputError, match=r"row 4 has a score \(column 'label'\) and row 2 has none"):
+        require_alike([False, True], [2, 4], "label", "score")
+
+
+def test_a_csv_file_gives_pairs_whose_texts_are_read_one_by_one(tmp_path):
+    (tmp_path / "d.csv").write_text("text,text_b,label\na,b,1\nc,d,0.5\n")
+    split = read_split("d.csv", SIMILARITY, Columns(), tmp_path)
+    assert split.examples == (Example("a", text_pair="b", label=1.0), Example("c", text_pair="d", label=0.5))
+    assert split.labelled
+    assert texts_read(split.examples, SIMILARITY) == (["a", "c", "b", "d"], None)
+    assert texts_read(split.examples, "text-classification") == (["a", "c"], ["b", "d"])
+    assert not Split("x", (Example("a"),)).labelled
+
+
+def test_a_column_that_the_recipe_names_has_to_be_there(tmp_path):
+    (tmp_path / "d.csv").write_text("text,text_b\na,b\n")
+    assert not read_split("d.csv", SIMILARITY, Columns(), tmp_path).labelled
+    with pytest.raises(InputError, match="no column 'similarity'"):
+        read_split("d.csv", SIMILARITY, Columns(label="similarity"), tmp_path)

@@ -1,0 +1,90 @@
+"""The page: whole in itself, well formed, safe from what strangers wrote."""
+
+import html
+import re
+
+import pytest
+from sample_report import Outline, sample
+
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.view import significant_digits
+
+
+@pytest.fixture
+def report():
+    return sample()
+
+
+def test_html_fetches_nothing_and_is_small(report):
+    text = write_html(report)
+    assert not re.search(r"https?:|//\w|url\(|@import|<script|<link|<img|<iframe|\bsrc=", text)
+    assert "default-src 'none'" in text
+    assert len(text.encode()) < 100_000
+
+
+def test_html_is_well_formed_and_holds_the_numbers(report):
+    outline = Outline(write_html(report))
+    assert outline.open == []
+    assert "to the first token" in outline.texts
+    text = " ".join(outline.texts)
+    for one in report["steps"]:
+        assert one["name"] in text
+        for score in one["quality"].values():
+            assert f"{score['value']:.2f}" in text
+            assert f"[{score['ci95'][0]:.2f}, {score['ci95'][1]:.2f}]" in text
+        for entry in one["latency"]:
+            assert f"{entry['speedup']:.2f}×" in text
+            assert significant_digits(entry["p50_ms"]) in text
+    small, engine, openvino = (report["steps"][i] for i in (4, 8, 9))
+    for said in (engine["reason"], openvino["error"], small["warnings"][0]):
+        assert said in text
+    assert "None" not in text
+    assert "null" not in text
+
+
+def test_html_escapes_what_a_stranger_wrote(report):
+    evil = "<script>alert(1)</script>\"'&"
+    report["recipe"]["model"] = evil
+    report["environment"]["cpu"] = evil
+    report["steps"][1]["name"] = evil
+    report["steps"][2]["settings"] = {evil: evil}
+    report["steps"][8]["reason"] = evil
+    report["steps"][0]["warnings"] = [evil]
+    report["steps"][0]["quality"]["bleu"]["signature"] = evil
+    report["frontier"] = [evil]
+    text = write_html(report)
+    outline = Outline(text)
+    assert "script" not in outline.tags
+    assert outline.open == []
+    assert html.escape("<script>alert(1)</script>", quote=False) in text
+
+
+def test_html_marks_only_significant_differences(report):
+    text = write_html(report)
+    assert re.search(r'class="bad"[^>]*>−0\.91<abbr', text)  # prune, p = 0.002
+    report["steps"][3]["against_baseline"]["bleu"]["p_value"] = 0.5
+    assert re.search(r'class="even"[^>]*>−0\.91</span>', write_html(report))
+
+
+def test_table_of_steps_shows_its_figures_in_cards_on_narrow_screens(report):
+    text = write_html(report)
+    outline = Outline(text)
+    labels = {value for name, value in outline.values if name == "data-label"}
+    assert labels == {
+        *(
+            "BLEU",
+            "BLEU diff.",
+            "chrF",
+            "chrF diff.",
+            "difference",
+            "p50 ms, batch 1",
+            "speed, batch 1",
+            "p50 ms, batch 8",
+        ),
+        *("speed, batch 8", "size, MB", "M parameters", "gates"),
+    }
+    # no cell of the table may stand beside the next where there is no room: each row becomes a card
+    narrow = text[text.index("@media (max-width: 820px)") :]
+    assert re.search(r"table\.cards tr \{ display: grid;", narrow)
+    assert "min-width: 520px" not in text
+    assert text.count("<table") == text.count('<table class="cards">') == 2

@@ -1,0 +1,66 @@
+"""The report as Markdown."""
+
+import re
+
+import pytest
+from sample_report import Outline, sample
+
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.markdown import write_markdown
+
+
+@pytest.fixture
+def report():
+    return sample()
+
+
+def cells_of(line):
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
+    text = write_markdown(report)
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 5
+    for block in blocks:
+        assert len({len(cells_of(line)) for line in block}) == 1
+        assert all(re.fullmatch(r":--|--:", cell) for cell in cells_of(block[1]))
+    body = {cells_of(line)[0].split(" ")[-1].split(";")[-1]: cells_of(line) for line in blocks[0][2:]}
+    assert len(body) == 10
+    assert body["prune"][4] == r"37.51 \[36.20, 38.79\]"
+    assert body["prune"][5] == r"−0.91\*"
+    assert body["prune"][6] == "46.2"
+    assert body["prune"][10] == "88.2 (67 %)"
+    assert body["engine"][3:6] == ["skipped", "–", "–"]
+    assert "TensorRT is not installed" in text
+    assert "**failed**" in text
+
+
+def test_markdown_escapes_names(report):
+    report["steps"][1]["name"] = "a|b <script>*x*"
+    report["recipe"]["model"] = "# <b>"
+    report["frontier"] = []
+    text = write_markdown(report)
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert r"a\|b &lt;script&gt;\*x\*" in text
+    block = next(block for block in text.split("\n\n") if block.startswith("|"))
+    assert len({len(cells_of(line)) for line in block.splitlines()}) == 1
+
+
+def test_parts_stand_in_markdown_with_the_words_of_the_task(report):
+    text = write_markdown(report)
+    block = next(b for b in text.split("\n\n") if "to the first token" in b)
+    head, _, first = block.splitlines()[:3]
+    assert cells_of(head)[2:] == [
+        f"{name} ms"
+        for name in ("tokenizing", "encoder", "to the first token", "per further token", "detokenizing")
+    ]
+    assert cells_of(first)[:4] == ["model", "1", "0.30", "16.9"]
+    report["recipe"]["task"] = "language-modeling"
+    assert "prefill ms" in write_markdown(report)
+    for one in report["steps"]:
+        for row in one["latency"]:
+            row["parts"] = {"tokenizing_ms": 0.2, "model_ms": 3.0, "rest_ms": 0.1}
+    assert "| model ms | labels ms |" in write_markdown(report)
+    assert Outline(write_html(report)).open == []

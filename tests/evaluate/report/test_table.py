@@ -1,0 +1,31 @@
+"""The table that a terminal shows."""
+
+import pytest
+from sample_report import sample
+
+from smelt.evaluate.report.table import table
+
+
+@pytest.fixture
+def report():
+    return sample()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_table_fits_and_holds_the_numbers(report, width):
+    report["steps"][1]["name"] = (
+        "a-very-long-name-of-a-step-chosen-without-a-thought-of-the-width-of-a-terminal"
+    )
+    report["frontier"] = []
+    text = table(report, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    line = next(one for one in lines if "onnx-int8" in one)
+    assert line.split()[-5:] == ["37.05", "−1.37*", "14.2", "5.94×", "25.1"]
+    assert any("engine" in one and "skipped: TensorRT is not installed" in one for one in lines)
+    assert "gate failed at 'onnx-int8': BLEU max_drop 1.00, read 1.37" in text
+    assert lines[-1] == "status: gate-failed"
+
+
+def test_table_can_be_plain_ascii(report):
+    assert table(report, ascii_only=True).isascii()

@@ -1,0 +1,67 @@
+"""Rows and numbers as every drawing shows them."""
+
+import pytest
+from sample_report import Outline, sample
+
+from smelt.evaluate.report.html import write_html
+from smelt.evaluate.report.markdown import write_markdown
+from smelt.evaluate.report.schema import (
+    validate_report,
+)
+from smelt.evaluate.report.table import table
+from smelt.evaluate.report.view import number, rows, signed, significant_digits
+
+
+@pytest.fixture
+def report():
+    return sample()
+
+
+def test_tree_draws_branches_and_keeps_chains_level(report):
+    drawn = [row.branch + row.step.name for row in rows(validate_report(report))]
+    assert drawn == [
+        "model",
+        "├─ control",
+        "└─ distill",
+        "   prune",
+        "   small",
+        "   ├─ quantize",
+        "   │  onnx-int8",
+        "   ├─ onnx-fp32",
+        "   │  engine",
+        "   └─ openvino",
+    ]
+
+
+def test_tiny_p_values_are_not_shown_as_zero(report):
+    report["steps"][6]["against_parent"]["bleu"]["p_value"] = 1e-7
+    text = " ".join(Outline(write_html(report)).texts)
+    assert "p < 0.001" in text
+    assert "p = 0.000" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0.00"), (-0.001, "0.00"), (-1.5, "−1.50"), (1.5, "+1.50"), (1234.5, "+1,234.50")],
+)
+def test_signed_numbers(value, text):
+    assert signed(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "0.01"), (1.234, "1.23"), (12.34, "12.3"), (123.4, "123"), (12345, "12,345")]
+)
+def test_significant_digits(value, text):
+    assert significant_digits(value) == text
+    assert number(float(value), 0) == f"{value:,.0f}"
+
+
+def test_a_language_models_n_is_in_tokens(report):
+    for one in report["steps"]:
+        if one["quality"]:
+            one["quality"] = {"perplexity": one["quality"]["bleu"] | {"n": 12345}}
+        one["against_baseline"], one["gates"] = {}, []
+    assert "n = 12,345 tokens" in write_markdown(report)
+    assert "n = 12,345 tokens" in table(report)
+    assert "Test tokens" in write_html(report)
+    assert "n = 1,000 examples" in write_markdown(sample())

@@ -1,0 +1,101 @@
+"""Sentence embedders as graphs: one vector a text, from ids and mask alone, with padding as without."""
+
+import harness
+import numpy as np
+import onnxruntime
+import pytest
+import sentences
+import tiny
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import ParityError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.tensorrt.preflight import load_graph, preflight
+from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.batch import Batch
+from smelt.runtime.predict import sentence_vectors
+
+TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]
+
+
+def export(folder, source, stage=Onnx, name="onnx", **settings):
+    split = read_split(str(sentences.rows(folder / "rows.jsonl")), sentences.TASK, Columns(), folder)
+    ctx = harness.context(folder / name, sentences.TASK, {"train": split})
+    made = OnnxSettings(**settings) if stage is Onnx else QuantizeSettings(**settings)
+    stage()(tiny.artifact(source, sentences.TASK), made, ctx)
+    return ctx
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling"),
+    [*((name, "mean") for name in sentences.FAMILIES), ("bert", "cls"), ("roberta", "max")],
+)
+def test_the_graph_gives_the_vector_of_each_text_alone(family, pooling, tmp_path):
+    folder = sentences.embedder(tmp_path / "m", family, pooling=pooling)
+    ctx = export(tmp_path, folder)
+    session = onnxruntime.InferenceSession(ctx.out / "model.onnx")
+    assert [i.name for i in session.get_inputs()] == ["input_ids", "attention_mask"]
+    assert [(o.name, o.shape) for o in session.get_outputs()] == [("sentence_embedding", ["batch", 32])]
+    assert ctx.warnings == []  # onnxsim's result was taken too
+    assert set(ctx.facts["parity"]["model"]) >= {"largest", "mean", "exact"}
+    assert "agreement" not in ctx.facts["parity"]["model"]
+    with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
+        found = sentence_vectors(runner, TEXTS)
+    assert np.abs(found - sentences.by_hand(folder, TEXTS, pooling)).max() < 2e-6
+
+
+def test_padding_leaves_no_trace(tmp_path):
+    ctx = export(tmp_path, sentences.embedder(tmp_path / "m"))
+    ids = np.array([[2, 7, 9, 3]])
+    long = np.concatenate([ids, np.full((1, 9), 11)], axis=1)  # not even pad tokens
+    with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
+        alone = runner.forward(Batch(ids, np.ones_like(ids)))
+        padded = runner.forward(Batch(long, (np.arange(13) < 4).astype(np.int64)[None]))
+    assert np.abs(alone - padded).max() < 1e-6
+
+
+def test_a_graph_that_pools_padding_too_is_not_let_through(tmp_path, monkeypatch):
+    from smelt.runtime.models import sentence_model
+
+    real = sentence_model.vector_of
+    folder = sentences.embedder(tmp_path / "m")
+
+    def wrong(hidden, mask, rules):
+        import torch
+
+        tracing = torch.compiler.is_exporting()
+        return real(hidden, torch.ones_like(mask) if tracing else mask, rules)
+
+    monkeypatch.setattr(sentence_model, "vector_of", wrong)
+    with pytest.raises(ParityError, match="sentence_embedding differs from its parent's"):
+        export(tmp_path, folder)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4"])
+def test_a_quantized_embedder_leaves_with_its_codes(scheme, tmp_path):
+    folder = sentences.embedder(tmp_path / "m")
+    coded = export(tmp_path, folder, Quantize, "codes", scheme=scheme)
+    ctx = export(tmp_path, coded.out)
+    assert ctx.facts["parity"]["model"]["operators"] > 5
+    with open_folder(ctx.out, "onnx", "ort-cpu", 1) as runner:
+        found = sentence_vectors(runner, TEXTS)
+    near = np.sum(found * sentences.by_hand(folder, TEXTS), axis=1)
+    assert near.min() > 0.9
+
+
+def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
+    folder = sentences.embedder(tmp_path / "m")
+    ctx = export(tmp_path, folder, target="tensorrt", dtype="fp16")
+    path = ctx.out / "model.onnx"
+    assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
+    ranges, limit = dimension_ranges(ctx.out, TensorrtSettings(), ctx)
+    assert ranges["input"].max <= 16  # the length of a text, not of a pair
+    [shapes] = plan_graphs(ctx.out, ranges, limit, []).values()
+    assert set(shapes) == {"input_ids", "attention_mask"}
+    with open_folder(ctx.out, "onnx", "tensorrt", 1) as runner:
+        found = sentence_vectors(runner, TEXTS[:3])
+    assert found.dtype == np.float32
+    assert np.abs(found - sentences.by_hand(folder, TEXTS[:3])).max() < 5e-3

@@ -1,0 +1,118 @@
+"""One graph from input_ids to sequences says what Hugging Face `generate` says, token for token."""
+
+import generating
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from smelt.export.graphs.of_model import export_graph, graphs_of
+from smelt.export.load_time import spell_out
+from smelt.export.loop.write import write_loops
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.generate import in_graph
+from smelt.runtime.models.checkpoint import load_model
+
+KINDS = ("marian", "t5", "gpt2", "llama")
+STEPS = {"gpt2": ["model"], "llama": ["model"]}
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory):
+    """By kind a runner over the graphs of a random model, whose steps nobody may ask for."""
+    made = {}
+    for kind in KINDS:
+        folder = generating.folder(kind, tmp_path_factory.mktemp(kind))
+        for graph in graphs_of(load_model(folder)[0]):
+            model = export_graph(graph, "ort-cpu", 20)
+            spell_out(model)
+            onnx.save(model, folder / f"{graph.name}.onnx")
+        write_loops(folder, STEPS.get(kind, ["encoder_model", "decoder_with_past_model"]))
+        made[kind] = open_folder(folder, "onnx", "ort-cpu", 1)
+    yield made
+    for runner in made.values():
+        runner.close()
+
+
+@pytest.mark.parametrize("settings", ["GREEDY", "BEAMS"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_graph_equals_generate(runners, kind, settings, monkeypatch):
+    model, runner = generating.model(kind), runners[kind]
+    asked = []
+    real = runner.sequences
+    monkeypatch.setattr(runner, "sequences", lambda *given: asked.append(given) or real(*given))
+    ended = differ = 0
+    for number, (wishes, config) in enumerate(getattr(generating, settings)):
+        for rows in (1, 6):
+            batch = generating.batch(rows, seed=10 * number + rows, left=kind in generating.CAUSAL)
+            ours, theirs = generating.both(runner, model, batch, wishes, config)
+            assert ours == theirs, (wishes, config, rows)
+            ended += sum(len(row) < 12 for row in ours)
+            differ += len({tuple(row) for row in ours}) > 1
+    assert ended >= 6, "hardly any text ended before the limit: the test shows nothing"
+    assert differ >= 6, "every text gave the same tokens: the test shows nothing"
+    # bad words of several tokens, and what replaces scores that are no numbers, are left to Python
+    expected = [in_graph.does(_decoding(w | c)) for w, c in getattr(generating, settings)]
+    assert len(asked) == 2 * sum(expected) > 10
+
+
+def _decoding(asked):
+    """Return a `Decoding` with what a graph might not do."""
+    left_to_python = ("bad_words_ids", "remove_invalid_values")
+    return in_graph.Decoding(**{name: asked[name] for name in left_to_python if name in asked})
+
+
+@pytest.mark.parametrize("kind", ["marian", "llama"])
+def test_the_file_alone_needs_only_texts(runners, kind):
+    """Whoever opens it without smelt gets what the model's own generation config asks for."""
+    runner, model = runners[kind], generating.model(kind)
+    session = onnxruntime.InferenceSession(runner.folder / "generate.onnx")
+    batch = generating.batch(5, seed=1, left=kind == "llama")
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    assert {i.name for i in session.get_inputs()} == set(given)
+    (found,) = session.run(["sequences"], {**given, "max_new_tokens": np.array(9)})
+    prompt = 1 if kind == "marian" else batch.input_ids.shape[1]
+    assert found.shape[1] <= prompt + 9
+    ours = [in_graph.cut_at_end(row, prompt, [generating.EOS]) for row in found]
+    assert ours == generating.theirs(model, batch, max_new_tokens=9, do_sample=False, num_beams=1)
+
+
+def test_rows_that_end_leave_the_batch_and_come_back_in_their_places(runners):
+    """What a row says does not depend on when the others end, and all are where they were."""
+    batch = generating.batch(9, seed=5, left=True)
+    config = {"eos_token_id": [1, 5, 9, 11]}
+    together, theirs = generating.both(runners["gpt2"], generating.model("gpt2"), batch, {}, config)
+    assert together == theirs
+    assert len({len(row) for row in together}) >= 4  # so rows left at different times
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["generate", "generate_beams"])
+def test_constants_lie_no_two_levels_further_out_than_their_readers(runners, kind, name):
+    """ONNX Runtime packs none that do: a step then takes twice as long."""
+    model = onnx.load(runners[kind].folder / f"{name}.onnx", load_external_data=False)
+    seen = 0
+
+    def look(graph, around):
+        nonlocal seen
+        told = {i.name for i in graph.input}  # an input that has a default is no constant
+        levels = [*around, {t.name for t in graph.initializer if np.prod(t.dims) >= 64} - told]
+        for node in graph.node:
+            for far in levels[:-2]:
+                assert not far & set(node.input), node.name
+            seen += bool(levels[-1] & set(node.input))
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    look(attribute.g, levels)
+
+    look(model.graph, [])
+    assert seen > 10
+
+
+def test_the_graphs_of_a_translator_share_one_file_of_weights(runners):
+    folder = runners["marian"].folder
+    names = sorted(path.name for path in folder.iterdir() if "onnx" in path.name)
+    assert names == [
+        "decoder_with_past_model.onnx", "encoder_model.onnx", "generate.onnx", "generate_beams.onnx",
+        "model.onnx_data",
+    ]  # fmt: skip

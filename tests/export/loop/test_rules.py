@@ -1,0 +1,104 @@
+"""Rules inside a graph, against transformers' own processors of logits."""
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+from transformers.generation.logits_process import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from smelt.export.loop.builder import Builder, value
+from smelt.export.loop.rules import INPUTS, apply_rules, ends, rule_of
+
+FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+VOCABULARY = 7
+NOTHING = np.zeros((1, VOCABULARY), np.float32)
+PLAIN = {
+    "max_new_tokens": 5, "eos_token_ids": [2], "pad_token_id": 0, "step_rules": [0], "rule_biases": NOTHING,
+    "forced_tokens": [-1], "text_rules": True, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+}  # fmt: skip
+
+
+def ran(make, outputs, **feeds):
+    """Run what `make` puts into a graph with the inputs of the rules and those in `feeds`."""
+    b = Builder()
+    names = make(b)
+    inputs = [value(n, dtype, [None] * len(shape)) for n, (dtype, shape) in INPUTS.items()]
+    inputs += [value(n, v.dtype, [None] * v.ndim) for n, v in feeds.items() if n not in INPUTS]
+    found = [helper.make_tensor_value_info(n, kind, None) for n, kind in zip(names, outputs, strict=True)]
+    graph = b.graph("rules", inputs, found)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    used = {n: np.asarray(v, INPUTS[n][0]) for n, v in PLAIN.items()}
+    given = {n: np.asarray(v, INPUTS[n][0] if n in INPUTS else None) for n, v in feeds.items()}
+    return session.run(None, used | given)
+
+
+def changed(scores, texts, mask=None, **rules):
+    def make(b):
+        rule = rule_of(b, b.const(0))
+        return [apply_rules(b, "scores", "texts", rule, None if mask is None else "mask")]
+
+    masks = {} if mask is None else {"mask": mask}
+    return ran(make, [FLOAT], scores=scores, texts=texts, **masks, **rules)[0]
+
+
+@pytest.fixture
+def scores():
+    return np.random.default_rng(0).normal(size=(3, VOCABULARY)).astype(np.float32)
+
+
+TEXTS = np.array([[1, 3, 4, 1, 3], [5, 5, 5, 5, 5], [6, 2, 1, 6, 3]])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6])
+def test_ngrams_are_forbidden_as_transformers_forbids_them(scores, size):
+    expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor(TEXTS), torch.tensor(scores)).numpy()
+    assert np.isinf(expected).any() == (size < 6)
+    np.testing.assert_array_equal(changed(scores, TEXTS, no_repeat_ngram_size=size), expected)
+
+
+def test_no_ngram_is_forbidden_when_its_size_is_zero(scores):
+    np.testing.assert_array_equal(changed(scores, TEXTS), scores)
+
+
+def test_repetition_costs_what_it_costs_in_transformers(scores):
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(TEXTS), torch.tensor(scores)).numpy()
+    assert (expected != scores).any()
+    np.testing.assert_array_equal(changed(scores, TEXTS, repetition_penalty=1.7), expected)
+
+
+def test_repetition_does_not_count_padding(scores):
+    padded = np.array([[0, 0, 4, 1, 3], [5, 5, 5, 5, 5], [0, 2, 1, 6, 3]])
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+    got = changed(scores, padded, mask, repetition_penalty=1.7)
+    assert (got[[0, 2], 0] == scores[[0, 2], 0]).all()
+    assert got[0, 4] != scores[0, 4]
+
+
+def test_words_are_not_looked_at_when_no_rule_asks_for_them(scores):
+    got = changed(scores, TEXTS, text_rules=False, repetition_penalty=1.7, no_repeat_ngram_size=2)
+    np.testing.assert_array_equal(got, scores)
+
+
+def of_step(b, step):
+    rule = rule_of(b, b.const(step))
+    return [rule.row, rule.forced]
+
+
+def test_each_step_has_its_own_row_and_the_last_one_goes_on():
+    rows = np.arange(3 * VOCABULARY, dtype=np.float32).reshape(3, VOCABULARY)
+    for step, row in ((0, 2), (1, 0), (2, 1), (3, 1), (9, 1)):
+        rules = {"step_rules": [2, 0, 1], "rule_biases": rows, "forced_tokens": [-1, 4, 5]}
+        got, forced = ran(lambda b, s=step: of_step(b, s), [FLOAT, INT64], **rules)
+        np.testing.assert_array_equal(got, rows[row : row + 1])
+        assert forced == [-1, 4, 5][row]
+
+
+def test_a_token_ends_a_text_when_it_is_among_those_that_do():
+    tokens = np.array([[1, 2], [4, 0]])
+    (got,) = ran(lambda b: [ends(b, "tokens")], [BOOL], tokens=tokens, eos_token_ids=[4, 2])
+    np.testing.assert_array_equal(got, [[False, True], [True, False]])

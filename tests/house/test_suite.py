@@ -1,0 +1,161 @@
+"""The tests themselves: a quick part in each room, failures in few lines, one way to do what all tests do."""
+
+import ast
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import harness
+import matrix
+import once
+import pytest
+import pytest_smelt
+import quick
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if "support" not in path.parts]
+
+
+def functions(path: Path) -> set[str]:
+    return {
+        n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)
+    }
+
+
+def test_each_room_of_tests_has_a_quick_part() -> None:
+    rooms = {path.parent.relative_to(TESTS).as_posix() for path in FILES}
+    assert set(quick.ROOMS) == rooms
+    assert all(quick.ROOMS.values())
+
+
+def test_what_stands_in_the_quick_part_exists() -> None:
+    missing = []
+    for room, entries in quick.ROOMS.items():
+        for entry in entries.split():
+            file, _, name = entry.partition("::")
+            path = TESTS / room / f"{file}.py"
+            if not path.is_file() or (name and name not in functions(path)):
+                missing.append(f"{room}/{entry}")
+    assert missing == []
+
+
+def test_a_file_with_some_of_its_tests_in_the_quick_part_has_no_others_there() -> None:
+    path = TESTS / "compress" / "prune" / "test_structured.py"
+    assert quick.holds(path, ROOT)
+    assert quick.holds(path, ROOT, "test_counts_that_stay")
+    assert not quick.holds(path, ROOT, "test_taylor_works_on_the_device_that_is_given")
+    assert quick.holds(TESTS / "core" / "test_text.py", ROOT, "test_any[1-a]")
+    assert not quick.holds(TESTS / "core" / "store" / "test_text.py", ROOT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_contexts_and_command_lines_are_made_by_the_harness(path: Path) -> None:
+    """`harness.context`, `harness.run` and `harness.smelt` know what else must hold."""
+    made = {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not made & {"Context", "CliRunner"}, "use tests/support/harness.py"
+
+
+def test_no_room_of_support_is_a_heap() -> None:
+    found = {}
+    for folder in [TESTS / "support", *(p for p in (TESTS / "support").iterdir() if p.is_dir())]:
+        files = [p for p in folder.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))]
+        found[folder.name] = len(files)
+    assert {name: count for name, count in found.items() if count > 15} == {}
+
+
+def test_the_rooms_of_support_can_be_imported_from() -> None:
+    rooms = {p.relative_to(ROOT).as_posix() for p in (TESTS / "support").iterdir() if any(p.glob("*.py"))}
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(given["tool"]["pytest"]["ini_options"]["pythonpath"]) == rooms | {"tests/support"}
+
+
+def test_the_command_line_may_not_end_as_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nowhere.yaml" in harness.smelt("plan", "nowhere.yaml", code=2).output
+    with pytest.raises(AssertionError, match=r"nowhere\.yaml"):
+        harness.smelt("plan", "nowhere.yaml", code=0)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("smelt.plan.load.load_plan", fail)
+    with pytest.raises((AssertionError, ZeroDivisionError)):  # caught by smelt, or not
+        harness.smelt("plan", "nowhere.yaml")
+    assert "ZeroDivisionError" in harness.smelt("plan", "nowhere.yaml", code=1, bug=True).output
+
+
+def a_long_failure() -> None:
+    try:
+        list(map(int, ["\n".join(f"line {n}" for n in range(100))]))
+    except ValueError as error:
+        raise RuntimeError("\n".join(["export failed", *(f"row {n}" for n in range(300))])) from error
+
+
+def test_a_long_failure_is_told_in_few_lines_with_both_ends() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        a_long_failure()
+    lines = pytest_smelt.shortened(caught, ROOT).splitlines()
+    assert len(lines) < 40
+    assert lines[0] == "RuntimeError: export failed"
+    assert {"E   RuntimeError: export failed", "E   row 299", "E   ... 287 lines ..."} <= set(lines)
+
+
+def test_frames_of_other_packages_are_left_out_of_a_long_failure() -> None:
+    import json
+
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("[" * 3)
+    told = pytest_smelt.shortened(caught, ROOT)
+    assert "test_suite.py" in told
+    assert "json/decoder.py" not in told
+    assert pytest_smelt.of_project(TESTS / "core" / "test_text.py", ROOT)
+    assert not pytest_smelt.of_project(ROOT / ".venv" / "lib" / "site-packages" / "torch" / "x.py", ROOT)
+
+
+def test_of_long_output_the_end_is_shown() -> None:
+    text = "\n".join(map(str, range(100)))
+    assert pytest_smelt.last_lines(text).splitlines()[0] == "(80 lines more)"
+    assert pytest_smelt.last_lines(text).endswith("\n98\n99")
+    assert pytest_smelt.last_lines("a\nb") == "a\nb"
+
+
+def test_files_outside_of_the_quick_part_are_not_imported_for_it() -> None:
+    config = SimpleNamespace(getoption=lambda name: "quick", rootpath=ROOT)
+    ignored = [path for path in FILES if pytest_smelt.pytest_ignore_collect(path, config)]
+    assert ROOT / "tests" / "pipeline" / "whole" / "test_matrix.py" in ignored
+    assert Path(__file__) not in ignored
+    whole = SimpleNamespace(getoption=lambda name: "", rootpath=ROOT)
+    assert not any(pytest_smelt.pytest_ignore_collect(path, whole) for path in FILES)
+
+
+def test_each_row_and_column_is_taken_when_not_all_cells_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = "abcdefg", "xyz"
+    monkeypatch.delenv("SMELT_MATRIX", raising=False)
+    some = matrix.cells(rows, columns, full=lambda row: row == "b")
+    assert {row for row, _ in some} == set(rows)
+    assert {column for _, column in some} == set(columns)
+    assert len(some) == len(rows) + 2
+    monkeypatch.setenv("SMELT_MATRIX", "all")
+    assert len(matrix.cells(rows, columns)) == 21
+
+
+def test_what_is_made_once_is_not_made_again_unless_making_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(once, "place", lambda: tmp_path)
+    made = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        folder.mkdir()
+        if len(made) == 1:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        once.made_once("a b", make)
+    assert once.made_once("a b", make) == once.made_once("a b", make)
+    assert len(made) == 2

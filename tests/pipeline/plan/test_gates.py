@@ -1,0 +1,79 @@
+"""Gates of a plan: which step each is on, and which is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planning import TREE, mistakes, plan
+
+from smelt.plan.printed import describe_plan
+
+pytest_plugins = ["planning"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_gates_are_on_the_last_step_of_each_branch_that_can_run(folder: Path) -> None:
+    made = plan(folder, TREE)
+    assert [(g.metric, g.kind, g.limit, g.at) for g in made.gates] == [
+        ("bleu", "max_drop", 1.0, ("onnx-int8", "onnx")),
+        ("bleu", "min", 20.0, ("onnx-int8", "onnx")),
+        ("size_bytes", "max", 1e6, ("small",)),
+    ]
+    assert [g.metric for g in made.gates_of("small")] == ["size_bytes"]
+
+
+def test_confidence_of_a_gate_is_planned_and_shown(folder: Path) -> None:
+    made = plan(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
+    assert [gate.confidence for gate in made.gates] == [0.95, None]
+    said = describe_plan(made)
+    assert "bleu: drop at most 1, with confidence 0.95 at model" in said
+    assert "chrf: at least 9 at model" in said
+
+
+def test_without_stages_the_gate_is_on_the_model(folder: Path) -> None:
+    assert plan(folder, "[]\ngates: {bleu: {min: 1}}").gates[0].at == ("model",)
+
+
+def test_gate_without_at_is_not_moved_to_another_step_by_until(folder: Path) -> None:
+    gates = "\ngates: {bleu: {max_drop: 1}, chrf: {max_drop: 1, at: [prune, onnx]}, size_bytes: {max: 9}}"
+    stages = "[prune, {quantize: {}, name: small}, onnx, {onnx: {}, from: prune, name: other}]" + gates
+    every = plan(folder, stages)
+    assert [(g.metric, g.at) for g in every.gates] == [
+        ("bleu", ("onnx", "other")),
+        ("chrf", ("prune", "onnx")),
+        ("size_bytes", ("onnx", "other")),
+    ]
+    assert every.warnings == ()
+    part = plan(folder, stages, until="small")
+    assert [(g.metric, g.at) for g in part.gates] == [("chrf", ("prune",))]
+    assert part.warnings == (
+        "the gate on bleu is not judged at onnx, other, which --until leaves out.",
+        "the gate on chrf is not judged at onnx, which --until leaves out.",
+        "the gate on size_bytes is not judged at onnx, other, which --until leaves out.",
+    )
+    branch = plan(folder, stages, until="other")
+    assert [(g.metric, g.at) for g in branch.gates] == [
+        ("bleu", ("other",)),
+        ("chrf", ("prune",)),
+        ("size_bytes", ("other",)),
+    ]
+
+
+def test_drop_is_not_judged_when_the_baseline_is_left_out(folder: Path) -> None:
+    stages = "[prune, {prune: {}, from: model, name: other}]"
+    stages += "\nbaseline: prune\ngates: {bleu: {max_drop: 1, min: 2}}"
+    made = plan(folder, stages, until="other")
+    assert [(g.metric, g.kind) for g in made.gates] == [("bleu", "min")]
+    assert made.warnings == ("the baseline 'prune' is left out, so nothing is compared with it.",)
+
+
+def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folder: Path) -> None:
+    stages = "[prune]\ngates: {speedup: {min: 2}, bleu: {min: 1}}"
+    made = plan(folder, stages, "score.latency=false")
+    assert [g.metric for g in made.gates] == ["bleu"]
+    assert made.warnings == ("the gate on speedup is not judged, because latency is switched off.",)
+    assert "gate on speedup is not judged" in " ".join(describe_plan(made).split())
+    assert mistakes(folder, stages + "\nscore: {latency: false}") == [
+        "5: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate."
+    ]

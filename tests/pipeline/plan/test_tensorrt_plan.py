@@ -1,0 +1,78 @@
+"""TensorRT in a plan, where it can and where it cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planning import plan
+
+from smelt.core.errors import MissingDependencyError
+from smelt.look import machine
+from smelt.plan.printed import describe_plan
+
+pytest_plugins = ["planning"]
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_missing_tensorrt_stops_a_run_before_any_work_unless_optional(folder: Path) -> None:
+    stages = "\n  - onnx: {target: tensorrt}\n  - tensorrt: {}\n"
+    made = plan(folder, stages)
+    with pytest.raises(MissingDependencyError) as caught:
+        made.require_runnable()
+    assert caught.value.exit_code == 2
+    assert str(caught.value) == (
+        f"{folder / 'recipe.yaml'}:6: step 'tensorrt' cannot run here: TensorRT is not installed"
+        " (pip install tensorrt, with an NVIDIA GPU). With `optional: true` beside the stage it is skipped."
+    )
+    plan(folder, stages, "tensorrt.optional=true").require_runnable()
+    plan(folder, stages, until="onnx").require_runnable()
+
+
+def test_tensorrt_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    made = plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]")
+    assert made.step("tensorrt").unavailable == "there is no NVIDIA GPU with a working driver."
+    assert made.step("tensorrt").unscored is not None
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    assert plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]").step("tensorrt").unavailable is None
+
+
+def test_tensorrt_that_builds_ahead_of_time_is_planned_but_not_scored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "builds_ahead_of_time", lambda: True)
+    stages = "[{onnx: {target: tensorrt}}, tensorrt]"
+    made = plan(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
+    step = made.step("tensorrt")
+    assert step.unavailable is None
+    assert step.unscored is not None
+    assert step.unscored.startswith("scoring needs a CUDA GPU")
+    assert made.gates[0].at == ("onnx",)  # the last step of the branch that has a score
+    assert [w for w in made.warnings if "nothing is compared with the baseline 'tensorrt'" in w]
+    assert "built, not scored (needs a CUDA GPU)" in " ".join(describe_plan(made).split())
+    assert made.step("onnx").unscored is None
+    made.require_runnable()
+
+
+def test_builder_without_a_gpu_is_tried_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(builder: str) -> bool:
+        text = f"class Logger:\n    ERROR = 1\n    def __init__(self, level): pass\n{builder}\n"
+        (tmp_path / "tensorrt.py").write_text(text)
+        machine.builds_ahead_of_time.cache_clear()
+        return machine.builds_ahead_of_time()
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert answer("Builder = lambda logger: object()")
+        assert not answer("Builder = lambda logger: None")
+        assert not answer("def Builder(logger): raise TypeError('factory function returned nullptr')")
+        assert not answer("import os; os.abort()")
+    finally:
+        machine.builds_ahead_of_time.cache_clear()

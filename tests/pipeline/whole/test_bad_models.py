@@ -1,0 +1,131 @@
+"""Model folders that are none: refused in words before any work."""
+
+import json
+import struct
+
+import harness
+import pytest
+from refusals import TRANSLATE, refused
+
+pytest_plugins = ["refusals"]
+
+
+def _write(name, content):
+    def change(home):
+        path = home / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return change
+
+
+def _config(**values):
+    def change(home):
+        path = home / "m" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def _header(change_header):
+    """Write the header of the weights anew; what follows it stays."""
+
+    def change(home):
+        path = home / "m" / "model.safetensors"
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + length])
+        change_header(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+    return change
+
+
+EMBEDDING = "bert.embeddings.word_embeddings.weight"
+
+
+def _swap_shape(header):
+    header[EMBEDDING]["shape"].reverse()
+
+
+def _wrong_bytes(header):
+    header["classifier.weight"]["shape"] = [3, 32]
+
+
+def _no_offsets(header):
+    del header["classifier.weight"]["data_offsets"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda home: (home / "m" / "model.safetensors").unlink(), ("no weights in this folder",)),
+        (lambda home: (home / "m" / "model.safetensors").rename(home / "m" / "pytorch_model.bin"),
+         ("pickle files (pytorch_model.bin), which can run any code",)),
+        (lambda home: (home / "m" / "vocab.txt").unlink(), ("no tokenizer",)),
+        (lambda home: (home / "m" / "config.json").unlink(), ("no config.json in this folder",)),
+        (_write("m/config.json", "{'single': 'quotes'}"), ("config.json: broken JSON: ",)),
+        (_write("m/config.json", b"\xff\xfe"), ("config.json: broken JSON: ",)),
+        (_write("m/config.json", "[1, 2]"), ("expected a JSON object with a model_type",)),
+        (_config(model_type="mamba"), ("model_type 'mamba' is no family of models that this version knows",)),
+        (_write("m/model.safetensors", b"\xff" * 64), ("not a safetensors file",)),
+        (_write("m/model.safetensors", struct.pack("<Q", 2**63) + b"{}"), ("not a safetensors file",)),
+        (_write("m/model.safetensors", struct.pack("<Q", 12) + b'{"a": [1, 2]' + b"x" * 20),
+         ("not a safetensors file",)),
+        (_header(_no_offsets), ("not a safetensors file",)),
+        (_header(_wrong_bytes), ("a damaged header: the tensor 'classifier.weight' is said to be F32 [3, 32]",)),  # noqa: E501
+        (_header(_swap_shape), (f"the tensor '{EMBEDDING}' is [32,", "and config.json asks for [", "(vocab_size")),  # noqa: E501
+        (_config(vocab_size=20), ("config.json asks for [20, 32]",)),
+        (_write("m/tokenizer_config.json", "{"), ("tokenizer_config.json: broken JSON",)),
+        (_write("m/vocab.txt", "\n".join(f"w{i}" for i in range(900))),
+         ("the tokenizer does not belong to this model: it gives token ids up to 899, and the embedding has",)),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_model_folders_that_are_none(home, change, words):
+    change(home)
+    refused(home, None, "recipe.yaml:1: model: ", *words)
+
+
+def test_a_marian_whose_vocabulary_is_larger_than_its_embedding_is_refused(home):
+    path = home / "t" / "vocab.json"
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps(words | {"one-more": len(words)}))
+    refused(home, TRANSLATE, "the tokenizer does not belong to this model", f"up to {len(words)}, and")
+
+
+def test_a_tokenizer_that_knows_few_of_the_tokens_is_warned_about(home):
+    (home / "m" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    (home / "m" / "tokenizer.json").unlink(missing_ok=True)
+    result = harness.smelt("plan", home / "recipe.yaml")
+    assert result.exit_code == 0
+    assert "the tokenizer knows 6 tokens and the embedding has" in result.output
+
+
+def test_a_shape_deep_inside_is_named_before_any_stage_works(home):
+    from safetensors.numpy import load_file, save_file
+
+    path = home / "m" / "model.safetensors"
+    tensors = load_file(path)
+    name = "bert.encoder.layer.1.intermediate.dense.weight"
+    tensors[name] = tensors[name][:-1].copy()
+    save_file(tensors, path, metadata={"format": "pt"})
+    refused(home, None, f"the tensor '{name}' is [63, 32], and its place is [64, 32].", command="run")
+    assert not (home / "r" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"num_attention_heads": 5}, "multiple of the number of attention heads"),
+        ({"hidden_size": "wide"}, "config.json"),
+    ],
+)
+def test_configs_that_transformers_makes_nothing_of(home, values, word):
+    _config(**values)(home)
+    refused(home, None, "config.json", word, command="run")
+
+
+def test_a_config_that_names_no_class_of_models_is_refused(home):
+    path = home / "t" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["pipeline"]}))
+    refused(home, TRANSLATE, "'architectures' is ['pipeline']; expected one class", command="run")

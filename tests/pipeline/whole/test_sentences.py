@@ -1,0 +1,306 @@
+"""Sentence embeddings through the command line: init, plan, run, eval, predict, bench; what is refused."""
+
+import json
+import math
+
+import harness
+import numpy as np
+import pytest
+import sentences
+import tiny
+
+import smelt
+
+CHAIN = """
+model: m
+task: sentence-similarity
+data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
+stages:
+  - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1}
+  - prune: {keep: 0.5, rows: 8}
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1, select: spearman}
+  - quantize: {}
+  - onnx: {}
+score: {latency: false}
+"""
+SHORT = """
+model: m
+task: sentence-similarity
+data: {train: data.jsonl, test: data.jsonl}
+stages:
+  - quantize: {}
+  - onnx: {}
+score: {latency: false}
+"""
+
+
+def words(result):
+    return " ".join(result.output.split())
+
+
+def home(folder, recipe=CHAIN, scores=True, paired=True, **said):
+    sentences.embedder(folder / "m", **said)
+    sentences.rows(folder / "data.jsonl", scores=scores, paired=paired)
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def steps_of(folder):
+    report = json.loads((folder / "run" / "report.json").read_text())
+    return {step["name"]: step for step in report["steps"]}
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    folder = home(tmp_path_factory.mktemp("chain"), max_length=12)
+    result = harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_every_step_is_scored_beside_the_baseline(chain):
+    steps = steps_of(chain)
+    assert [s["status"] for s in steps.values()] == ["done"] * 6
+    for step in steps.values():
+        assert list(step["quality"]) == ["spearman", "pearson", "agreement"]
+        assert step["quality"]["spearman"]["n"] == 8
+        assert step["quality"]["agreement"]["n"] == 16
+    assert steps["model"]["quality"]["agreement"]["value"] == pytest.approx(100)
+    assert steps["quantize"]["quality"]["agreement"]["value"] < 99.99
+    for other in ("against_baseline", "against_parent"):
+        assert set(steps["onnx"][other]) == {"spearman", "pearson", "agreement"}
+        assert set(steps["onnx"][other]["agreement"]) == {"difference", "ci95", "p_value"}
+
+
+def test_eval_gives_the_scores_of_the_report(chain):
+    artifacts = chain / "run" / "artifacts"
+    arguments = ("--data", chain / "data.jsonl", "--json")
+    found = harness.smelt("eval", artifacts / "onnx", *arguments, "--baseline", artifacts / "model")
+    assert json.loads(found.stdout) == steps_of(chain)["onnx"]["quality"]
+    alone = json.loads(harness.smelt("eval", artifacts / "onnx", *arguments).stdout)
+    assert list(alone) == ["spearman", "pearson"]
+    for metric, lack in (("agreement", "--baseline ARTIFACT"), ("accuracy", "not a metric")):
+        wrong = harness.smelt("eval", artifacts / "onnx", *arguments, "--metric", metric)
+        assert wrong.exit_code == 2
+        assert lack in words(wrong)
+
+
+def test_load_embeds_texts_in_their_order(chain):
+    texts = [*tiny.SENTENCES, " ".join(tiny.SENTENCES * 2)]
+    with smelt.load(chain / "run" / "artifacts" / "model") as model:
+        with pytest.warns(smelt.TruncationWarning, match=f"1 of {len(texts)} texts"):
+            found = model.embed(texts, batch_size=2)
+        assert (found.dtype, found.shape) == (np.float32, (len(texts), 32))
+        assert model.embed([]).shape == (0, 32)
+        expected = sentences.by_hand(chain / "run" / "artifacts" / "model", texts)
+        assert np.abs(found - expected).max() < 2e-6
+        with pytest.raises(smelt.InputError, match="this model is for sentence-similarity; use embed"):
+            model.generate(texts)
+        with pytest.raises(smelt.InputError, match="this model is for sentence-similarity; use embed"):
+            model.predict(texts)
+        with pytest.raises(smelt.InputError, match=r"texts\[0\]: expected a text"):
+            model.embed([("a", "b")])
+
+
+def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
+    artifact = chain / "run" / "artifacts" / "model"
+    first, second = "a man walks", "she sings a song"
+    a, b = sentences.by_hand(artifact, [first, second])
+    lines = harness.smelt("predict", artifact, first, f"{first}\t{second}").output.splitlines()
+    assert np.abs(np.array(json.loads(lines[0])) - a).max() < 2e-6
+    assert float(lines[1]) == pytest.approx(a @ b, abs=1e-4)
+    said = harness.smelt("predict", artifact, "--json", first, f"{first}\t{second}")
+    records = [json.loads(line) for line in said.output.splitlines()]
+    assert list(records[0]) == ["text", "embedding"]
+    assert list(records[1]) == ["text", "text_b", "similarity"]
+    assert records[1]["similarity"] == pytest.approx(a @ b, abs=1e-6)
+    rows = harness.smelt("predict", artifact, "--data", chain / "data.jsonl").output.splitlines()
+    assert len(rows) == 8
+    assert all(-1 <= float(row) <= 1 for row in rows)
+
+
+def test_times_are_taken_from_text_to_vector(chain):
+    artifacts = chain / "run" / "artifacts"
+    found = harness.smelt(
+        "bench", artifacts / "model", artifacts / "onnx", "--json", "--batch-size", "2", "--texts", "4",
+        "--rounds", "3",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    result = json.loads(found.stdout)
+    for artifact in result["artifacts"].values():
+        assert artifact["error"] is None
+        [row] = artifact["latency"]
+        assert (row["unit"], row["output_tokens"]) == ("texts/s", 0)
+        assert set(row["parts"]) == {"tokenizing_ms", "model_ms", "rest_ms"}
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_run_without_scores_tells_agreement_alone(paired, tmp_path):
+    folder = home(tmp_path, SHORT, scores=False, paired=paired)
+    result = harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    for step in steps_of(folder).values():
+        assert list(step["quality"]) == ["agreement"]
+        assert step["quality"]["agreement"]["n"] == 16 if paired else 8
+
+
+def test_steps_before_the_baseline_are_compared_with_it_once_it_is_there(tmp_path):
+    recipe = CHAIN.split("  - prune", maxsplit=1)[0] + "score: {latency: false}\nbaseline: distill\n"
+    folder = home(tmp_path, recipe, scores=False)
+    assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
+    steps = steps_of(folder)
+    assert steps["distill"]["quality"]["agreement"]["value"] == pytest.approx(100)
+    model = steps["model"]["quality"]["agreement"]
+    assert model["value"] < 99.99
+    vectors = {}
+    for name in ("model", "distill"):
+        with smelt.load(folder / "run" / "artifacts" / name) as loaded:
+            rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+            vectors[name] = loaded.embed([r["text"] for r in rows] + [r["text_b"] for r in rows]).astype(
+                float
+            )
+    expected = 100 * np.mean(np.sum(vectors["model"] * vectors["distill"], axis=1))
+    assert model["value"] == pytest.approx(expected, abs=1e-3)
+    assert steps["model"]["against_baseline"]["agreement"]["difference"] == pytest.approx(
+        expected - 100, abs=1e-3
+    )
+
+
+def test_a_plain_encoder_makes_vectors_as_the_recipe_says(tmp_path):
+    recipe = SHORT + "embedding: {pooling: cls, normalize: false, max_length: 9}\n"
+    folder = home(tmp_path, recipe, rules=False)
+    plan = harness.smelt("plan", folder / "recipe.yaml")
+    assert "vectors the first token, not normalized, texts of at most 9 tokens" in words(plan)
+    assert "has no modules.json" not in words(plan)
+    assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
+    with smelt.load(folder / "run" / "artifacts" / "onnx") as model, pytest.warns(smelt.TruncationWarning):
+        found = model.embed(["a man " * 20])
+    artifact = folder / "run" / "artifacts" / "model"
+    expected = sentences.by_hand(artifact, ["a man " * 20], "cls", normalize=False)
+    assert math.isclose(float(np.linalg.norm(found)), float(np.linalg.norm(expected)), rel_tol=0.1)
+    with smelt.load(artifact) as model, pytest.warns(smelt.TruncationWarning):
+        assert np.abs(model.embed(["a man " * 20]) - expected).max() < 1e-4
+
+
+def test_a_plain_encoder_without_a_word_is_pooled_by_the_mean_and_the_plan_warns(tmp_path):
+    folder = home(tmp_path, SHORT, rules=False)
+    plan = words(harness.smelt("plan", folder / "recipe.yaml"))
+    assert (
+        "the model has no modules.json, which would say how it makes vectors: the mean of the tokens is taken"
+        in plan
+    )
+    assert "Choose with embedding: {pooling: ...}: mean, cls, max." in plan
+
+
+def test_init_writes_a_recipe_that_runs(tmp_path):
+    folder = home(tmp_path, SHORT)
+    sentences.rows(folder / "train.jsonl", count=40, scores=False)
+    made = harness.smelt(
+        "init", folder / "m", "--data", folder / "train.jsonl", "--out", folder / "made.yaml"
+    )
+    assert made.exit_code == 0, made.output
+    text = (folder / "made.yaml").read_text()
+    assert "task: sentence-similarity" in text
+    assert "losses: {embedding: 1.0, similarity: 1.0}" in text
+    done = harness.smelt(
+        "run", folder / "made.yaml", "--out", folder / "run", "--quiet", "--limit", "8",
+        "--set", "score.latency=false", "--set", "small.max_steps=2",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recipe": SHORT + "embedding: {pooling: middle}\n"}, "recipe.yaml:9: embedding.pooling:"),
+        (
+            {
+                "recipe": SHORT.replace("sentence-similarity", "text-classification")
+                + "embedding: {pooling: cls}\n"
+            },
+            "embedding: is for sentence-similarity; a model for text-classification makes no vectors.",
+        ),
+        (
+            {
+                "recipe": SHORT.replace("latency: false", "latency: false, quality: [spearman]"),
+                "scores": False,
+            },
+            "score.quality[0]: 'spearman' needs scores of pairs, and the test rows have none (column"
+            " 'label'); without them there is agreement.",
+        ),
+        (
+            {"recipe": SHORT + "gates: {pearson: {min: 50}}\n", "scores": False},
+            "gates.pearson: 'pearson' needs scores of pairs",
+        ),
+        (
+            {"recipe": CHAIN, "scores": False},
+            "stages[2].finetune: the rows of data.jsonl have no scores",
+        ),
+        ({"recipe": CHAIN, "scores": False}, "importance: the rows of data.jsonl have no scores"),
+        (
+            {"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)},
+            "losses.logits: is no part of the loss of sentence-similarity; those are embedding, scores,"
+            " similarity.",
+        ),
+        ({"recipe": CHAIN.replace("select: spearman", "select: agreement")}, "'agreement' is not scored"),
+        (
+            {"recipe": SHORT.replace("jsonl}", "jsonl, prefix: 'q: ', source_language: de}")},
+            "source_language: fits",
+        ),
+    ],
+)
+def test_a_mistake_is_named_before_any_work(change, message, tmp_path):
+    folder = home(tmp_path, **change)
+    result = harness.smelt("plan", folder / "recipe.yaml")
+    assert result.exit_code == 2, result.output
+    assert message in words(result)
+
+
+def test_a_classifier_is_refused_before_its_head_is_lost(tmp_path):
+    folder = home(tmp_path, SHORT)
+    tiny.bert(folder / "m")
+    result = harness.smelt("plan", folder / "recipe.yaml")
+    assert result.exit_code == 2
+    assert "'architectures' is ['BertForSequenceClassification']: a classifier makes no vectors" in words(
+        result
+    )
+
+
+def test_rows_are_all_of_one_kind(tmp_path):
+    folder = home(tmp_path, SHORT)
+    rows = (folder / "data.jsonl").read_text()
+    for line, message in (
+        ('{"text": "a"}', "row 1 has a second text (column 'text_b') and row 9 has none"),
+        ('{"text": "a", "text_b": "b"}', "row 1 has a score (column 'label') and row 9 has none"),
+        ('{"text": "a", "label": 1}', "data.jsonl:9: a score ('label') says how similar two texts are"),
+        ('{"text": "a", "text_b": "b", "label": "x"}', "data.jsonl:9: column 'label' must be a number"),
+    ):
+        (folder / "data.jsonl").write_text(f"{rows}{line}\n")
+        result = harness.smelt("plan", folder / "recipe.yaml")
+        assert result.exit_code == 2
+        assert message in words(result)
+
+
+def test_a_prompt_that_stands_before_every_text_has_to_be_said(tmp_path):
+    folder = home(tmp_path, SHORT)
+    said = {"prompts": {"q": "a red "}, "default_prompt_name": "q"}
+    (folder / "m" / "config_sentence_transformers.json").write_text(json.dumps(said))
+    result = harness.smelt("plan", folder / "recipe.yaml")
+    assert result.exit_code == 2
+    assert "puts the prompt 'a red ' before every text" in words(result)
+    recipe = SHORT.replace("test: data.jsonl", 'test: data.jsonl, prefix: "a red "')
+    (folder / "recipe.yaml").write_text(recipe)
+    assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
+    artifact = folder / "run" / "artifacts" / "model"
+    with smelt.load(artifact) as model:
+        assert np.abs(model.embed(["man"]) - sentences.by_hand(artifact, ["a red man"])).max() < 2e-6
+
+
+def test_texts_are_lowercased_where_the_model_says_so(tmp_path):
+    """RoBERTa's tokenizer tells capitals apart."""
+    folder = home(tmp_path, SHORT, family="roberta", lower=True)
+    assert harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet").exit_code == 0
+    for name in ("model", "onnx"):
+        with smelt.load(folder / "run" / "artifacts" / name) as model:
+            found = model.embed(["A MAN", "a man"], batch_size=1)
+            assert np.array_equal(found[0], found[1])

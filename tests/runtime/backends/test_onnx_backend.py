@@ -1,0 +1,210 @@
+import json
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, save
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.batch import Batch
+
+
+def opened(folder):
+    return open_folder(folder, "onnx", "ort-cpu", 1)
+
+
+def write(path, nodes, inputs, outputs):
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(n, t, s) for n, t, s in inputs],
+        [helper.make_tensor_value_info(n, t, s) for n, t, s in outputs],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+INT, FLOAT = TensorProto.INT64, TensorProto.FLOAT
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """A decoder that appends its token to the cache and answers with the sum of all it was fed.
+
+    The encoder leaves the source's ids as keys; logits[:, 0] is the sum of the cache, logits[:, 1]
+    the sum of the source's keys.
+    """
+    (tmp_path / "config.json").write_text(json.dumps({"is_encoder_decoder": True}))
+    ids = ("input_ids", INT, ["batch", "encoder_length"])
+    mask = ("attention_mask", INT, ["batch", "encoder_length"])
+    cross = ["batch", 1, "encoder_length", 1]
+    axes = helper.make_node("Constant", [], ["axes"], value_ints=[1, 3])
+    write(
+        tmp_path / "encoder_model.onnx",
+        [
+            axes,
+            helper.make_node("Mul", ["input_ids", "attention_mask"], ["m"]),
+            helper.make_node("Cast", ["m"], ["f"], to=FLOAT),
+            helper.make_node("Unsqueeze", ["f", "axes"], ["present.0.encoder.key"]),
+            helper.make_node("Identity", ["f"], ["last_hidden_state"]),
+        ],
+        [ids, mask],
+        [("last_hidden_state", FLOAT, ["batch", "encoder_length"]), ("present.0.encoder.key", FLOAT, cross)],
+    )
+    past = ["batch", 1, "past_length", 1]
+    write(
+        tmp_path / "decoder_with_past_model.onnx",
+        [
+            axes,
+            helper.make_node("Constant", [], ["all"], value_ints=[1, 2, 3]),
+            helper.make_node("Constant", [], ["one"], value_ints=[1]),
+            helper.make_node("Cast", ["input_ids"], ["f"], to=FLOAT),
+            helper.make_node("Unsqueeze", ["f", "axes"], ["new"]),
+            helper.make_node(
+                "Concat", ["past_key_values.0.decoder.key", "new"], ["present.0.decoder.key"], axis=2
+            ),
+            helper.make_node("ReduceSum", ["present.0.decoder.key", "all"], ["a"], keepdims=0),
+            helper.make_node("ReduceSum", ["past_key_values.0.encoder.key", "all"], ["b"], keepdims=0),
+            helper.make_node("Unsqueeze", ["a", "one"], ["a1"]),
+            helper.make_node("Unsqueeze", ["b", "one"], ["b1"]),
+            helper.make_node("Concat", ["a1", "b1"], ["logits"], axis=1),
+        ],
+        [
+            ("input_ids", INT, ["batch", 1]),
+            ("encoder_attention_mask", INT, ["batch", "encoder_length"]),
+            ("past_key_values.0.decoder.key", FLOAT, past),
+            ("past_key_values.0.encoder.key", FLOAT, cross),
+        ],
+        [("logits", FLOAT, ["batch", 2]), ("present.0.decoder.key", FLOAT, ["batch", 1, "next", 1])],
+    )
+    return tmp_path
+
+
+BATCH = Batch(np.array([[1, 2, 3], [4, 5, 9]]), np.array([[1, 1, 1], [1, 1, 0]]))
+
+
+def test_caches_pass_from_step_to_step_and_two_states_do_not_mix(counting):
+    with opened(counting) as runner:
+        first, second = runner.encode(BATCH), runner.encode(BATCH)
+        sums = [runner.decode_step(first, np.array(t)) for t in ([1, 10], [2, 20], [3, 30])]
+        other = runner.decode_step(second, np.array([7, 70]))
+    assert [s.tolist() for s in sums] == [[[1, 6], [10, 9]], [[3, 6], [30, 9]], [[6, 6], [60, 9]]]
+    assert other.tolist() == [[7, 6], [70, 9]]
+    assert sums[0].dtype == np.float32
+    assert sums[0].flags.writeable
+
+
+def test_reorder_moves_rows_and_leaves_alone_what_beams_share(counting):
+    with opened(counting) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        state = runner.reorder(state, np.array([0, 0, 1, 1]))  # two beams of each sentence
+        first = runner.decode_step(state, np.array([1, 2, 3, 4]))
+        shared = dict(state.held.shared)
+        state = runner.reorder(state, np.array([1, 1, 3, 2]))
+        assert all(state.held.shared[name] is value for name, value in shared.items())
+        second = runner.decode_step(state, np.array([5, 6, 7, 8]))
+        state = runner.reorder(state, np.array([3, 0]))  # beams and sentences are dropped
+        third = runner.decode_step(state, np.array([0, 0]))
+    assert first.tolist() == [[2, 6], [3, 6], [13, 9], [14, 9]]
+    assert second.tolist() == [[8, 6], [9, 6], [21, 9], [21, 9]]
+    assert third.tolist() == [[21, 9], [8, 6]]
+
+
+def test_reorder_that_changes_nothing_copies_nothing(counting):
+    with opened(counting) as runner:
+        state = runner.encode(BATCH)
+        runner.decode_step(state, np.array([1, 10]))
+        before = list(state.held.caches)
+        state = runner.reorder(state, np.arange(2))
+        assert before
+        assert all(after is value for after, value in zip(state.held.caches, before, strict=True))
+
+
+def test_a_text_generator_does_not_classify(counting):
+    with opened(counting) as runner, pytest.raises(InputError, match="it does not classify"):
+        runner.forward(BATCH)
+
+
+def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
+    decoder = counting / "decoder_with_past_model.onnx"
+    good = decoder.read_bytes()
+    decoder.write_bytes(good[: len(good) // 2])
+    with pytest.raises(InputError, match=r"decoder_with_past_model\.onnx: ONNX Runtime cannot load"):
+        opened(counting)
+    decoder.unlink()
+    with pytest.raises(InputError, match="no such graph"):
+        opened(counting)
+    value = ("x", FLOAT, [1])
+    write(decoder, [helper.make_node("Identity", ["x"], ["y"])], [value], [("y", FLOAT, [1])])
+    with pytest.raises(InputError, match="has no encoder_attention_mask, input_ids, logits; it has the"):
+        opened(counting)
+
+
+def test_an_encoder_of_another_model_is_refused(counting):
+    ids = ("input_ids", INT, ["batch", "encoder_length"])
+    mask = ("attention_mask", INT, ["batch", "encoder_length"])
+    node = helper.make_node("Mul", ["input_ids", "attention_mask"], ["last_hidden_state"])
+    out = ("last_hidden_state", INT, ["batch", "encoder_length"])
+    write(counting / "encoder_model.onnx", [node], [ids, mask], [out])
+    with pytest.raises(InputError, match=r"do not fit each other: past_key_values\.0\.encoder\.key"):
+        opened(counting)
+
+
+def test_a_closed_model_says_so(counting):
+    with opened(counting) as runner:
+        pass
+    with pytest.raises(InputError, match="this model was closed"):
+        runner.encode(BATCH)
+    with pytest.raises(InputError, match="this model was closed"):
+        runner.encoder_outputs(BATCH)
+
+
+def language_model(folder, caches):
+    """A graph that gives each token as its logits; `caches`: of inputs and outputs."""
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    cache = ["batch", 1, "past", 1]
+    write(
+        folder / "model.onnx",
+        [
+            helper.make_node("Add", ["input_ids", "position_ids"], ["s"]),
+            helper.make_node("Cast", ["s"], ["f"], to=FLOAT),
+            helper.make_node("Constant", [], ["last"], value_ints=[2]),
+            helper.make_node("Unsqueeze", ["f", "last"], ["logits"]),
+            *(helper.make_node("Identity", [taken], [left]) for taken, left in caches),
+        ],
+        [
+            *((n, INT, ["batch", "length"]) for n in ("input_ids", "position_ids")),
+            ("attention_mask", INT, ["batch", "total"]),
+            *((taken, FLOAT, cache) for taken, _ in caches),
+        ],
+        [("logits", FLOAT, ["batch", "length", 1]), *((left, FLOAT, cache) for _, left in caches)],
+    )
+    return folder
+
+
+def test_language_model_that_carries_nothing_on_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"model\.onnx: a graph without a cache.*onnx stage again"):
+        opened(language_model(tmp_path, []))
+    key, other = ("past_key_values.0.key", "present.0.key"), ("past_key_values.1.key", "present.2.key")
+    with pytest.raises(InputError, match=r"fit each other: past_key_values\.1\.key, past_key_values\.2\.key"):
+        opened(language_model(tmp_path, [key, other]))
+    with opened(language_model(tmp_path, [key])) as runner:
+        assert runner.decode_step(runner.start(2), np.array([5, 6])).tolist() == [[5], [6]]
+
+
+def test_several_tokens_on_a_past_are_refused_for_several_rows(tmp_path):
+    folder, ids = language_model(tmp_path, [("past_key_values.0.key", "present.0.key")]), np.ones((2, 2), int)
+    with opened(folder) as runner:
+        state = runner.start(2)
+        assert runner.extend(state, ids, ids).shape == (2, 2, 1)
+        with pytest.raises(InputError, match="only for one row"):
+            runner.extend(state, ids, ids)
+        alone = runner.start(1)
+        for _ in range(2):
+            assert runner.extend(alone, ids[:1], ids[:1]).shape == (1, 2, 1)
+    with open_folder(folder, "onnx", "tensorrt", 1) as runner:  # whose attention is not fused
+        state = runner.start(2)
+        for _ in range(2):
+            assert runner.extend(state, ids, ids).shape == (2, 2, 1)

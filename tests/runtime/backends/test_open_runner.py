@@ -1,0 +1,50 @@
+"""Who feeds a model is told by its config, who computes by its folder's format."""
+
+import pytest
+import tiny
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends.open_runner import open_folder, open_runner, runner_for
+from smelt.runtime.backends.torch_backend import TorchBackend
+from smelt.runtime.classifier import Classifier
+from smelt.runtime.generate.decoder_only import DecoderOnly
+from smelt.runtime.generate.encoder_decoder import EncoderDecoder
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more", "expected"),
+    [
+        ("llama", "LlamaForCausalLM", {}, DecoderOnly),
+        ("gpt2", "GPT2LMHeadModel", {}, DecoderOnly),
+        ("llama", "LlamaForSequenceClassification", {}, Classifier),
+        ("marian", "MarianMTModel", {"is_encoder_decoder": True}, EncoderDecoder),
+        ("t5", "T5ForConditionalGeneration", {"is_encoder_decoder": True}, EncoderDecoder),
+        ("bart", "BartForSequenceClassification", {"is_encoder_decoder": True}, Classifier),
+        ("bert", "BertForSequenceClassification", {}, Classifier),
+    ],
+)
+def test_config_says_how_a_model_is_fed(kind, architecture, more, expected):
+    assert runner_for({"model_type": kind, "architectures": [architecture], **more}) is expected
+
+
+def test_config_without_a_word_is_a_classifiers():
+    assert runner_for({}) is Classifier
+
+
+def test_artifact_opens_in_its_runtime(tmp_path):
+    with open_runner(tiny.artifact(tiny.bert(tmp_path), "text-classification"), 1, "cpu") as runner:
+        assert isinstance(runner, Classifier)
+        assert isinstance(runner.backend, TorchBackend)
+        assert (runner.name, runner.device, runner.folder) == ("torch", "cpu", tmp_path)
+
+
+def test_format_that_nothing_runs_is_told_with_the_folder(tmp_path):
+    with pytest.raises(InputError, match=rf"{tmp_path.name}: no runner for the format 'gguf'"):
+        open_folder(tmp_path, "gguf")
+
+
+def test_config_that_cannot_be_read_is_told_before_anything_is_opened(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"generation_config\.json"):
+        open_folder(tmp_path, "onnx", "ort-cpu")

@@ -1,0 +1,38 @@
+"""Which runtime is for which artifact, and that what the registry says of it is so."""
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends import registry
+from smelt.runtime.backends.registry import RUNTIMES, Runtime, find_runtime
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.format)
+def test_every_runtime_loads_and_has_what_a_backend_is_asked_for(runtime):
+    found = runtime.load()
+    assert isinstance(found.name, str)
+    for method in ("call", "start", "step", "reorder", "close"):
+        assert callable(getattr(found, method)), method
+
+
+def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
+    extra = Runtime("onnx", "x:y", (), "cpu", target="elsewhere")
+    monkeypatch.setattr(registry, "RUNTIMES", (extra, *RUNTIMES))
+    names = [runtime.opens for runtime in RUNTIMES]
+    for target in (None, "ort-cpu", "ort-cuda", "tensorrt"):
+        assert find_runtime("onnx", target).opens == names[1]
+    assert find_runtime("torch", None).opens == names[0]
+    assert find_runtime("tensorrt", "tensorrt").opens == names[2]
+    assert find_runtime("onnx", "elsewhere") is extra
+
+
+def test_format_that_nothing_runs_is_named():
+    with pytest.raises(InputError, match=r"no runner for the format 'gguf'.*torch, onnx, tensorrt"):
+        find_runtime("gguf", None)
+
+
+def test_an_engine_serves_one_call_at_a_time_and_always_on_the_gpu():
+    engine, others = find_runtime("tensorrt", None), [find_runtime(f, None) for f in ("torch", "onnx")]
+    assert (engine.calls, engine.place) == (1, "cuda")
+    assert [runtime.calls for runtime in others] == [None, None]
+    assert [runtime.place("cpu", "ort-cuda") for runtime in others] == ["cpu", "cpu"]

@@ -1,0 +1,117 @@
+"""What decoding asks for, as numbers; and who is asked: the graph, or the loop in Python."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate import in_graph
+from smelt.runtime.generate.decoding import Decoding
+from smelt.runtime.generate.in_graph import cut_at_end, does, feeds_of, generate_in_graph
+from smelt.runtime.generate.rules import Rules
+
+WISHES = {
+    "start": 3, "eos": [1, 2], "pad": 0, "max_new_tokens": 9, "bad_words_ids": [[7], [1]], "min_length": 4,
+    "suppress_tokens": [9], "forced_bos_token_id": 6, "forced_eos_token_id": [2, 1],
+    "begin_suppress_tokens": [8],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [1, 3])
+def test_the_rule_of_each_step_does_what_the_rules_of_python_do(prompt):
+    decoding = Decoding(**WISHES)
+    feeds = feeds_of(decoding, prompt, 12)
+    assert feeds["max_new_tokens"] == 9
+    assert len(feeds["step_rules"]) == 9
+    rules = Rules(decoding, np.full((1, prompt), 3), None)
+    scores = np.random.default_rng(0).normal(size=(2, 12)).astype(np.float32)
+    kinds = set()
+    for step, number in enumerate(feeds["step_rules"]):
+        expected = scores.copy()
+        rules.apply(expected, np.full((2, prompt + step), 5))
+        row, forced = feeds["rule_biases"][number], feeds["forced_tokens"][number]
+        found = row + (np.zeros_like(scores) if forced >= 0 else scores)
+        np.testing.assert_array_equal(found, expected)
+        if forced >= 0:  # of several that are equally good the first wins
+            assert forced == expected[0].argmax()
+        kinds.add(int(number))
+    assert len(kinds) == len(feeds["rule_biases"]) >= 3
+    assert feeds["forced_tokens"][feeds["step_rules"][-1]] == 1
+
+
+def test_what_no_graph_does_is_known():
+    assert does(Decoding(**WISHES, beams=3, repetition_penalty=1.5, no_repeat_ngram_size=2))
+    for more in ({"do_sample": True}, {"bad_words_ids": [[4, 5]]}, {"remove_invalid_values": True}):
+        assert not does(Decoding(**WISHES | more))
+
+
+def test_a_model_without_an_end_is_told_of_a_token_that_never_comes():
+    assert feeds_of(Decoding(start=3, max_new_tokens=2), 1, 5)["eos_token_ids"].tolist() == [-1]
+
+
+@pytest.mark.parametrize(("early", "penalty", "full", "never"), [
+    (True, 1.0, True, False), (False, 1.0, False, False), ("never", 1.0, False, True),
+    ("never", 0.0, False, False),
+])  # fmt: skip
+def test_early_stopping_is_two_questions(early, penalty, full, never):
+    feeds = feeds_of(Decoding(start=3, beams=2, early_stopping=early, length_penalty=penalty), 1, 5)
+    assert (bool(feeds["early_stopping"]), bool(feeds["never_stop_early"])) == (full, never)
+
+
+def test_a_text_is_cut_behind_its_end():
+    assert cut_at_end(np.array([3, 5, 2, 0, 0]), 1, [1, 2]) == [5, 2]
+    assert cut_at_end(np.array([3, 5, 6]), 1, [1, 2]) == [5, 6]
+
+
+class Noting:
+    """A runner that notes what its graphs are asked."""
+
+    def __init__(self, whole=("generate", "generate_beams")):
+        self.backend, self.config, self.searches = SimpleNamespace(whole=whole), {"vocab_size": 12}, {}
+        self.asked = []
+
+    def sequences(self, graph, batch, feeds):
+        self.asked.append((graph, feeds))
+        return np.array([[3, 4, 1, 0]])
+
+
+BATCH = Batch(np.ones((1, 2), np.int64), np.ones((1, 2), np.int64))
+
+
+def test_beams_and_greedy_search_have_a_graph_each():
+    runner = Noting()
+    assert generate_in_graph(runner, BATCH, Decoding(**WISHES)) == [[4, 1]]
+    generate_in_graph(runner, BATCH, Decoding(**WISHES, beams=2))
+    assert [graph for graph, _ in runner.asked] == ["generate", "generate_beams"]
+
+
+@pytest.mark.parametrize(
+    ("whole", "more"), [(("generate",), {"beams": 2}), (("generate",), {"do_sample": True})]
+)
+def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, more):
+    monkeypatch.setattr(in_graph, "generate_with", lambda *given: "python")
+    runner = Noting(whole)
+    assert generate_in_graph(runner, BATCH, Decoding(**WISHES, **more)) == "python"
+    assert runner.asked == []
+
+
+def test_the_same_settings_are_worked_out_once_and_others_anew():
+    runner = Noting()
+    first, second = Decoding(**WISHES), Decoding(**WISHES | {"max_new_tokens": 5})
+    for decoding in (first, first, second):
+        generate_in_graph(runner, BATCH, decoding)
+    feeds = [feeds for _, feeds in runner.asked]
+    assert feeds[0] is feeds[1]
+    assert feeds[2]["max_new_tokens"] == 5
+
+
+def test_settings_that_lie_where_others_lay_are_not_taken_for_them():
+    runner = Noting()
+    generate_in_graph(runner, BATCH, first := Decoding(**WISHES))
+    (kept,) = runner.searches.values()
+    other = Decoding(**WISHES | {"max_new_tokens": 5})
+    runner.searches[id(other), 1] = kept  # as when `first` were gone and `other` had its address
+    generate_in_graph(runner, BATCH, other)
+    assert runner.asked[-1][1]["max_new_tokens"] == 5
+    assert first.max_new_tokens == 9

@@ -1,0 +1,176 @@
+"""The axes that carry the hidden states: against torch-pruning's graph, and by making models narrower."""
+
+import family_models
+import pytest
+import torch
+import transformers
+
+from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
+from smelt.compress.prune.groups import AttentionGroup
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+from smelt.families.walk import attentions_of, blocks_of
+from smelt.runtime.models.axes import hidden_axes
+from smelt.runtime.models.conv1d import use_linears
+from smelt.runtime.models.structure import replace_module
+
+
+@pytest.mark.parametrize("name", family_models.NAMES)
+def test_the_axes_are_those_of_the_dependency_graph(name):
+    model = family_models.load(name)
+    family = FAMILIES[name]
+    dependencies = family_models.graph(model)
+    ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}
+    # an encoder and its decoder are two graphs, tied by their embeddings, of which it does not know
+    theirs = set().union(
+        *(family_models.group(dependencies, model, b.feed_forward.down) for b in blocks_of(model))
+    )
+    # sines are added to the states without a gradient, which is what it follows
+    sines = {
+        (table, 1)
+        for stack in family.stacks(model.config.to_dict())
+        for table in stack.stream.tables[1:]
+        if family.positions.computed
+    }
+    assert ours - theirs == sines
+    assert theirs - ours == set()
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "mpnet", "modernbert"])
+def test_the_axes_inside_of_a_head_are_those_of_the_dependency_graph(name):
+    model = family_models.load(name)
+    ours = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "head"}
+    assert ours == family_models.group(family_models.graph(model), model, FAMILIES[name].head[0])
+
+
+def copied(model, factor_of):
+    """Make every second channel of the hidden states a copy of the one before it; nothing gets narrower."""
+    for axis in hidden_axes(model):
+        tensor = factor_of(axis.name)
+        even = tensor.index_select(axis.dim, torch.arange(0, tensor.shape[axis.dim], 2))
+        tensor.copy_(even.repeat_interleave(2, axis.dim))
+
+
+def without_half_of_the_heads(model, state):
+    """Let the later half of all heads give nothing in `model`; take them from the tensors `state`."""
+    for parts in attentions_of(model):
+        unit = AttentionGroup(parts)
+        stay = torch.arange(unit.count(model) // 2)
+        columns = len(stay) * unit.head_dim(model)
+        model.get_submodule(parts.out).weight[:, columns:] = 0
+        for product, rows in unit.row_places(model, stay).items():
+            for name in (f"{product}.weight", f"{product}.bias"):
+                if name in state:
+                    state[name] = state[name].index_select(0, rows)
+        state[f"{parts.out}.weight"] = state[f"{parts.out}.weight"][:, :columns]
+    for name in state:
+        if name.endswith("mpnet.encoder.relative_attention_bias.weight"):
+            state[name] = state[name][:, : state[name].shape[1] // 2]
+
+
+@pytest.mark.parametrize("name", family_models.NAMES)
+def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_the_width(name):
+    """The model of a config of half the width takes the tensors that are left, and computes the same.
+
+    Copies change no mean and no root of mean squares. What reads them takes each channel once instead of
+    twice, so that its columns are doubled.
+    """
+    wide, family = family_models.load(name), FAMILIES[name]
+    tensors = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
+    said = wide.config.to_dict()
+    axes = hidden_axes(wide)
+    with torch.no_grad():
+        copied(wide, tensors.__getitem__)
+        state = {n: t.clone() for n, t in wide.state_dict().items()}
+        state |= {axis.name: tensors[axis.name].clone() for axis in axes}  # sines that no file holds
+        values = {family.width: said[family.width] // 2}
+        attentions = [attention for stack in family.stacks(said) for attention in stack.attentions]
+        word = attentions[0].width_setting
+        if word:
+            values[word] = getattr(wide.get_submodule(attentions_of(wide)[0].name), attentions[0].width)
+        else:
+            values |= {attention.setting: said[attention.setting] // 2 for attention in attentions}
+            without_half_of_the_heads(wide, state)
+        config = type(wide.config).from_dict(said | values)
+        config._attn_implementation = "eager"
+        narrow = type(wide)(config).eval()
+        use_linears(narrow)
+        fewer = family.embedding_scale(said) / family.embedding_scale(config.to_dict())
+        head = family.head[0]
+        tied = wide.get_submodule(head).weight is wide.get_input_embeddings().weight
+        logits = (2 if tied else 1) * family.output_scale(said) / family.output_scale(config.to_dict())
+        fill(narrow, wide, state, axes, fewer, tied)
+        batch = family_models.batch_for(wide)
+        expected = family_models.run(wide, batch).logits
+        found = family_models.run(narrow, batch).logits
+    assert expected.std() > 1e-2
+    torch.testing.assert_close(found * logits / (fewer if tied else 1), expected, rtol=1e-3, atol=1e-3)
+
+
+def fill(narrow, wide, state, axes, fewer, tied):
+    """Give `narrow` the even channels of the tensors `state` of `wide`; words are multiplied with `fewer`."""
+    words = wide.get_input_embeddings().weight
+    of_words = {name for name, p in wide.named_parameters(remove_duplicate=False) if p is words}
+    for axis in axes:
+        if axis.reads and tied and axis.name in of_words:
+            continue  # the table, which is cut as one
+        times = 2 if axis.reads else fewer if axis.name in of_words else 1
+        old = state[axis.name]
+        new = old.index_select(axis.dim, torch.arange(0, old.shape[axis.dim], 2)) * times
+        state.update(dict.fromkeys(axis.names, new))
+    places = {**dict(narrow.named_parameters(remove_duplicate=False)), **dict(narrow.named_buffers())}
+    for name, tensor in state.items():
+        assert places[name].shape == tensor.shape, name
+        places[name].copy_(tensor)
+
+
+def test_a_low_rank_pair_reads_in_one_half_and_gives_in_the_other():
+    model = family_models.load("marian")
+    whole = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    for name in ("fc1", "fc2"):
+        layer = model.get_submodule(f"model.encoder.layers.0.{name}")
+        pair = factorize_layer(layer, FactorizeSettings(rank=9))[0]
+        replace_module(model, f"model.encoder.layers.0.{name}", pair)
+    gone = {("fc1.weight", 1), ("fc2.weight", 0), ("fc2.bias", 0)}
+    new = {("fc1.down.weight", 1), ("fc2.up.weight", 0), ("fc2.up.bias", 0)}
+    at = "model.encoder.layers.0."
+    found = {(axis.name, axis.dim) for axis in hidden_axes(model)}
+    assert whole - found == {(at + name, dim) for name, dim in gone}
+    assert found - whole == {(at + name, dim) for name, dim in new}
+
+
+def test_an_axis_of_shared_tensors_is_there_once_with_all_names():
+    model = family_models.load("bert")
+    alone = len(hidden_axes(model))
+    layers = model.bert.encoder.layer
+    layers[1].intermediate = layers[0].intermediate
+    layers[1].output.dense.weight = layers[0].output.dense.weight
+    axes = hidden_axes(model)
+    assert len(axes) == alone - 2
+    both = [axis.names for axis in axes if "bert.encoder.layer.1.output.dense.weight" in axis.names]
+    assert both == [("bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.1.output.dense.weight")]
+
+
+def test_a_word_embedding_that_is_the_output_layer_is_a_table_and_reads():
+    model = family_models.load("gpt2")
+    of_words = [axis for axis in hidden_axes(model) if axis.name == "transformer.wte.weight"]
+    assert [(axis.dim, axis.reads) for axis in of_words] == [(1, False), (1, True)]
+    assert of_words[0].names == ("transformer.wte.weight", "lm_head.weight")
+
+
+def test_a_quantized_layer_has_no_axis_that_could_be_cut():
+    from smelt.compress.quantize.settings import QuantizeSettings
+    from smelt.compress.quantize.stage import quantize_model
+
+    model = family_models.load("bert")
+    quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
+    with pytest.raises(InputError, match="QuantizedEmbedding, whose width cannot change"):
+        hidden_axes(model)
+
+
+def test_another_family_is_refused_with_those_that_are_known():
+    config = transformers.ElectraConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
+    )
+    with pytest.raises(InputError, match=r"an? electra model are not known\. Known: marian"):
+        hidden_axes(transformers.ElectraModel(config))

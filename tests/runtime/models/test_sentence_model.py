@@ -1,0 +1,90 @@
+"""Vectors of texts: pooled as sentence-transformers pools, without a trace of padding; files for others."""
+
+import numpy as np
+import pytest
+import sentences
+import tiny
+import torch
+from safetensors import safe_open
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.models.sentence_model import is_sentence_model, vector_of
+from smelt.runtime.predict import sentence_vectors
+from smelt.runtime.text.sentence_files import POOLINGS, SentenceRules
+
+TEXTS = [*tiny.SENTENCES[:3], "she", " ".join(tiny.SENTENCES * 3)]
+
+
+def vectors(folder, batch_size=8):
+    with open_folder(folder, "torch") as runner:
+        return sentence_vectors(runner, TEXTS, batch_size)
+
+
+@pytest.mark.parametrize("family", sentences.FAMILIES)
+def test_vectors_are_those_of_transformers_one_by_one_when_texts_are_padded(family, tmp_path):
+    folder = sentences.embedder(tmp_path / "m", family)
+    found = vectors(folder)
+    assert found.dtype == np.float32
+    assert np.abs(found - sentences.by_hand(folder, TEXTS)).max() < 2e-6
+    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_each_pooling_is_computed_over_the_tokens_alone(pooling, normalize, tmp_path):
+    folder = sentences.embedder(tmp_path / "m", pooling=pooling, normalize=normalize)
+    expected = sentences.by_hand(folder, TEXTS, pooling, normalize)
+    assert np.abs(vectors(folder) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_a_long_text_of_large_values_stays_finite_in_half_precision():
+    """A sum over 8,000 tokens of 20 would be beyond 65504."""
+    hidden = torch.full((1, 8000, 4), 20.0, dtype=torch.float16)
+    mask = torch.ones(1, 8000, dtype=torch.int64)
+    found = vector_of(hidden, mask, SentenceRules(normalize=False))
+    assert torch.allclose(found.float(), torch.full((1, 4), 20.0), rtol=0.02)
+
+
+def test_a_text_is_cut_where_sentence_transformers_cuts_it(tmp_path):
+    folder = sentences.embedder(tmp_path / "m", max_length=6)
+    with open_folder(folder, "torch") as runner:
+        cuts = []
+        sentence_vectors(runner, TEXTS, cut=lambda count, limit: cuts.append((count, limit)))
+    assert cuts == [(4, 6)]
+
+
+def test_what_is_saved_is_a_bare_encoder_that_transformers_opens(tmp_path):
+    folder = sentences.embedder(tmp_path / "m")
+    model, edits = load_model(folder)
+    assert is_sentence_model(model)
+    out = tmp_path / "out"
+    out.mkdir()
+    save_model(model, edits, out, folder)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "encoder.layer.0.attention.self.query.weight" in names
+    assert not any("pooler" in name for name in names)
+    assert count_parameters(out) == count_parameters(folder)  # the pooler, which nobody reads, is not counted
+    assert np.abs(sentences.by_hand(out, TEXTS) - sentences.by_hand(folder, TEXTS)).max() < 1e-6
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_tensor_that_no_embedder_reads_is_an_error(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = sentences.embedder(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"head.dense.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=r"no place for the tensors head\.dense\.weight"):
+        load_model(folder)
+
+
+def test_a_classifier_beside_which_the_file_lies_stays_a_classifier(tmp_path):
+    """smelt before this task copied modules.json along where a classifier was made of an embedder."""
+    folder = tiny.bert(tmp_path / "m")
+    sentences.embedder(tmp_path / "e")
+    (folder / "modules.json").write_bytes((tmp_path / "e" / "modules.json").read_bytes())
+    assert type(load_model(folder)[0]).__name__ == "BertForSequenceClassification"

@@ -1,0 +1,53 @@
+"""What all runners have: files, a backend's facts, a generator, an end."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+
+from smelt.core.errors import InputError
+from smelt.evaluate.latency.watch import Watch
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.classifier import Classifier
+from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.predict import generate_texts
+from smelt.runtime.runner import read_files
+
+
+def test_facts_are_the_backends_and_its_end_is_the_runners(tmp_path):
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "a"}}')
+    closed = []
+    backend = SimpleNamespace(
+        name="n", version="7", device="cuda", at_once=None, in_all=None, close=lambda: closed.append(1)
+    )
+    with Classifier(read_files(tmp_path), backend, generate_with) as runner:
+        assert (runner.name, runner.version, runner.device) == ("n", "7", "cuda")
+        assert runner.config == {"id2label": {"0": "a"}}
+        assert runner.generation_config == {}  # there is no such file
+        assert not closed
+    assert closed == [1]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"generation_config\.json"):
+        read_files(tmp_path)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_texts_are_the_generators_when_a_runner_has_one_of_its_own(tmp_path, watched):
+    """A loop inside a graph takes the place of the one in Python; who watches the runner is handed on."""
+    asked = []
+
+    def whole(runner, batch, decoding, part=0):
+        asked.append((runner, len(batch.input_ids), decoding.max_new_tokens, part))
+        return [[5, 6, 0]] * len(batch.input_ids)
+
+    with open_runner(tiny.artifact(tiny.marian(tmp_path))) as runner:
+        runner.generator = whole
+        seen = Watch(runner) if watched else runner
+        found = generate_texts(seen, tiny.SENTENCES[:3], Generation(max_new_tokens=4), batch_size=2)
+        assert found == runner.text.tokenizer.decode_rows([[5, 6, 0]] * 3)
+    assert asked == [(seen, 2, 4, 0), (seen, 1, 4, 1)]

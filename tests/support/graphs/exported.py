@@ -1,0 +1,52 @@
+"""Tiny models that went through a run, as artifacts to open: a torch step and its ONNX graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import causal
+import classifiers
+import seq2seq
+import tiny
+from once import made_once
+
+RECIPE = """
+model: m
+task: {task}
+data: {{test: {data}}}
+stages: [onnx]
+score: {{latency: false, generation: {{max_new_tokens: 4}}}}
+"""
+
+# translator: Marian, whose tokenizer has no tokenizer.json; classifier: BERT; writer: Llama.
+KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "translator": (tiny.marian, "translation"),
+    "t5": (seq2seq.t5, "translation"),
+    "classifier": (tiny.bert, "text-classification"),
+    "roberta": (classifiers.roberta, "text-classification"),
+    "writer": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
+    "gpt2": (lambda folder: causal.model(folder, "gpt2"), "language-modeling"),
+}
+
+
+def artifact(kind: str, step: str = "onnx") -> Path:
+    """Return the artifact of the step `model` or `onnx` of a run with a model of `kind`; read only."""
+    return made_once(f"run-{kind}", lambda home: _run(home, kind)) / "run" / "artifacts" / step
+
+
+def _run(home: Path, kind: str) -> None:
+    import smelt
+
+    home.mkdir()
+    make, task = KINDS[kind]
+    make(home / "m")
+    if task == "text-classification":
+        data = tiny.labelled(home / "data.jsonl", 6)
+    elif task == "language-modeling":
+        data = causal.lines(home / "data.txt", 1)
+    else:
+        data = tiny.pairs(home / "data.jsonl", 6)
+    (home / "recipe.yaml").write_text(RECIPE.format(task=task, data=data.name))
+    smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)

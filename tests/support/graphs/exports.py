@@ -1,0 +1,121 @@
+"""Tiny models of several families, exported once for all tests, with what parity asks of them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import causal
+import classifiers
+import harness
+import sentences
+import seq2seq
+import tiny
+
+from smelt.core.data import Example, Split
+from smelt.core.stage import Context
+
+ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
+FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "marian": (tiny.marian, "translation"),
+    "t5": (seq2seq.t5, "summarization"),
+    "bart": (seq2seq.bart, "summarization"),
+    "bert": (classifiers.bert, "text-classification"),
+    "distilbert": (classifiers.distilbert, "text-classification"),
+    "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),
+    "qwen2": (lambda folder: causal.model(folder, "qwen2"), "language-modeling"),
+    "roberta": (classifiers.roberta, "text-classification"),
+    "llama": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
+    "embedder": (sentences.embedder, sentences.TASK),
+}
+SCHEMES: dict[str, dict[str, Any] | None] = {
+    "fp32": None,
+    "int8": {},
+    "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
+    "binary": {"scheme": "binary", "group_size": 32},
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder with graphs, and the arguments with which `check_graphs` was called on them."""
+
+    folder: Path
+    subject: Any
+    reference: Any
+    facts: dict[str, Any]
+
+
+def context(out: Path, task: str) -> Context:
+    """Return what a stage is given that writes to the new folder `out`: sentences as validation data."""
+    return harness.context(out, task, {"validation": Split("made", ROWS)})
+
+
+@functools.cache
+def exported(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp32") -> Exported:
+    """Return the graphs of a family in a scheme; read only."""
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from smelt.export.onnx_stage import OnnxSettings
+
+    make, task = FAMILIES[family]
+    folder = Path(tempfile.mkdtemp(prefix=f"smelt-{family}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source = make(folder / "model")
+    give_biases(source)
+    if (settings := SCHEMES[scheme]) is not None:
+        ctx = context(folder / "codes", task)
+        Quantize()(tiny.artifact(source, task), QuantizeSettings(**settings), ctx)
+        source = ctx.out
+    ctx = context(folder / "onnx", task)
+    settings = OnnxSettings(target=target, dtype=dtype, loop=False)
+    subject, reference = captured(source, settings, ctx)
+    if dtype == "fp16":  # the comparison rounded the model's weights: it is no longer what it was before
+        reference = replace(reference, exact=None)
+    return Exported(ctx.out, subject, reference, ctx.facts)
+
+
+def captured(source: Path, settings: Any, ctx: Context) -> tuple[Any, Any]:
+    """Run the onnx stage; return what its last comparison was called with."""
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.parity import check
+
+    seen: list[Any] = []
+    real = check.check_graphs
+
+    def spy(subject: Any, reference: Any) -> Any:
+        seen.extend([subject, reference])
+        return real(subject, reference)
+
+    check.check_graphs = spy
+    try:
+        Onnx()(tiny.artifact(source, ctx.task), settings, ctx)
+    finally:
+        check.check_graphs = real
+    return seen[0], seen[1]
+
+
+def give_biases(folder: Path) -> None:
+    """Draw all biases and norms of the model in `folder`: a bias of zeros is missed by nobody."""
+    import torch
+
+    from smelt.runtime.models.checkpoint import load_model, save_model
+
+    model, edits = load_model(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif parameter.dim() == 1:
+                parameter.normal_(1, 0.2)
+    other = folder.with_name(f"{folder.name}-saved")
+    other.mkdir()
+    save_model(model, edits, other, folder)
+    shutil.rmtree(folder)
+    other.rename(folder)

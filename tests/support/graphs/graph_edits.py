@@ -1,0 +1,125 @@
+"""Changing finished graphs by hand: what the mutations of mutations.py are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from onnx import helper, numpy_helper
+
+PRODUCTS = ("DynamicQuantizeMatMul", "MatMulNBits", "MatMul", "Gemm")
+ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
+
+
+class Nothing(Exception):  # noqa: N818
+    """The graph has nothing that this mutation could change."""
+
+
+MUTATIONS: dict[str, Callable[[Any], None]] = {}
+
+
+def mutation(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Keep a mutation under its name."""
+    MUTATIONS[change.__name__] = change
+    return change
+
+
+def nodes(model: Any, *kinds: str) -> list[Any]:
+    """Return the nodes of these kinds, of which there must be one."""
+    found = [node for node in model.graph.node if node.op_type in kinds]
+    if not found:
+        raise Nothing(", ".join(kinds))
+    return found
+
+
+def constant(model: Any, *words: str) -> Any:
+    """Return the first constant whose name holds all `words`."""
+    found = (t for t in model.graph.initializer if all(word in t.name for word in words))
+    if (tensor := next(found, None)) is None:
+        raise Nothing(" ".join(words))
+    return tensor
+
+
+def change(tensor: Any, how: Callable[[Any], Any]) -> None:
+    """Replace the values of a constant by `how(values)`."""
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(values.copy())), tensor.name))
+
+
+def rewire(model: Any, old: str, new: str, after: Any = None) -> None:
+    """Let every node (and output) that reads `old` read `new`; `after` keeps what it reads."""
+    for node in model.graph.node:
+        if node is not after:
+            for place, name in enumerate(node.input):
+                if name == old:
+                    node.input[place] = new
+    if any(output.name == old for output in model.graph.output):
+        maker = next(n for n in model.graph.node if old in n.output)
+        maker.output[list(maker.output).index(old)] = f"{old}.before"
+        for node in model.graph.node:
+            for place, name in enumerate(node.input):
+                if name == old:
+                    node.input[place] = f"{old}.before"
+        model.graph.node.append(helper.make_node("Identity", [new], [old]))
+
+
+def put_after(model: Any, node: Any, kind: str, *more: Any, out: int = 0, **attributes: Any) -> None:
+    """Let `kind`, with constants `more` as further inputs, change what `node` gives to all who read it."""
+    put_behind(model, node.output[out], list(model.graph.node).index(node), kind, *more, **attributes)
+
+
+def put_behind(model: Any, value: str, at: int, kind: str, *more: Any, **attributes: Any) -> None:
+    """Let `kind` change the value `value` for all who read it; `at` is the place of who makes it, or -1."""
+    names = []
+    for number, array in enumerate(more):
+        name = f"{value}.mutation.{number}"
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+        names.append(name)
+    changed = f"{value}.mutated"
+    if any(output.name == value for output in model.graph.output):
+        model.graph.node[at].output[list(model.graph.node[at].output).index(value)] = changed
+        model.graph.node.append(helper.make_node(kind, [changed, *names], [value], **attributes))
+        return
+    rewire(model, value, changed)
+    new = helper.make_node(kind, [value, *names], [changed], name=f"mutation.{value}", **attributes)
+    rest = [*list(model.graph.node)[: at + 1], new, *list(model.graph.node)[at + 1 :]]
+    del model.graph.node[:]
+    model.graph.node.extend(rest)
+
+
+def residuals(model: Any) -> Iterator[Any]:
+    """Yield the additions of a sublayer to what went into it."""
+    constants = {t.name for t in model.graph.initializer}
+    makers = {name: n for n in model.graph.node for name in n.output}
+    kinds = [n for n in model.graph.node if n.op_type in PRODUCTS]
+    products = {n.output[0] for n in kinds if n.input[1] in constants or n.op_type == "MatMulNBits"}
+    for node in model.graph.node:
+        if node.op_type == "Add" and not constants & set(node.input):
+            made = [makers[n] for n in node.input if n in makers]
+            biased = [n for m in made if m.op_type == "Add" for n in m.input]
+            if products & {*node.input, *biased}:
+                yield node
+
+
+def head_width(model: Any, node: Any, heads: int) -> int:
+    """Return d, from the product that follows the attention."""
+    reader = next(n for n in model.graph.node if node.output[0] in n.input)
+    sizes = {t.name: list(t.dims) for t in model.graph.initializer}
+    if reader.op_type == "MatMulNBits":
+        return int(next(a.i for a in reader.attribute if a.name == "K")) // heads
+    return sizes[reader.input[1]][0] // heads
+
+
+def scale_sizes(model: Any, node: Any) -> Any:
+    dims = {t.name: list(t.dims) for t in model.graph.initializer}
+    makers = {name: n for n in model.graph.node for name in n.output}
+    name = node.input[2]
+    while name in makers:
+        name = makers[name].input[0]
+    return dims[name]
+
+
+def with_first(values: Any, first: Any) -> Any:
+    values.flat[0] = first
+    return values

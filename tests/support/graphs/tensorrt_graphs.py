@@ -1,0 +1,33 @@
+"""Graphs for TensorRT of tiny models of several families, in float32 and in float16."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import exports
+from exports import ROWS, context
+
+__all__ = ["GRAPHS", "ROWS", "context", "copy", "exported"]
+
+GRAPHS = {"marian": 2, "t5": 2, "roberta": 1, "embedder": 1, "gpt2": 1, "llama": 1}
+"""Families, and how many graphs each leaves as."""
+
+
+def exported(family: str) -> Path:
+    """Return a folder with the fp32 graphs of a family, its config and tokenizer; read only."""
+    return exports.exported(family, "fp32", "tensorrt").folder
+
+
+def copy(family: str, out: Path, half: bool = False) -> Path:
+    """Copy the graphs and all else to the new folder `out`; with `half` in fp16, as `dtype: fp16` does."""
+    import onnx
+
+    from smelt.export.half import to_half
+
+    shutil.copytree(exported(family), out)
+    for path in sorted(out.glob("*.onnx")) if half else ():
+        model = onnx.load(path)
+        to_half(model, path.stem)
+        onnx.save(model, path)
+    return out

@@ -1,0 +1,102 @@
+"""Codes, scales and zero points that are others'. See mutations.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from graph_edits import (
+    Nothing,
+    change,
+    constant,
+    mutation,
+    nodes,
+    scale_sizes,
+    with_first,
+)
+from onnx import numpy_helper
+
+
+@mutation
+def change_one_scale(model: Any) -> None:
+    """One scale of one quantized matrix is 1 % larger."""
+    change(_scales(model), lambda v: with_first(v, v.flat[0] * v.dtype.type(1.01)))
+
+
+@mutation
+def swap_two_scales(model: Any) -> None:
+    """Two scales of one quantized matrix change places."""
+
+    def swapped(values: Any) -> Any:
+        flat = values.reshape(-1)
+        flat[[0, -1]] = flat[[-1, 0]]
+        return values
+
+    change(_scales(model), swapped)
+
+
+@mutation
+def take_another_layers_scales(model: Any) -> None:
+    """A product reads the scales of another layer of its size."""
+    from smelt.export.parity.operators import QUANTIZED
+
+    products = nodes(model, *QUANTIZED)
+    for first in products:
+        for second in products:
+            if first.input[2] != second.input[2] and scale_sizes(model, first) == scale_sizes(model, second):
+                first.input[2] = second.input[2]
+                return
+    raise Nothing("scales")
+
+
+def _scales(model: Any) -> Any:
+    return constant(model, ".matrix.", "scales")
+
+
+@mutation
+def change_one_scale_of_the_lookup(model: Any) -> None:
+    """The scale of one row of the embedding, of a word that no text holds, is twice as large."""
+    words = ".matrix.lookup" if any(".matrix.lookup" in t.name for t in model.graph.initializer) else None
+    if words is None:
+        raise Nothing("lookup")
+
+    def doubled(values: Any) -> Any:
+        values[3] *= 2
+        return values
+
+    change(constant(model, words), doubled)
+
+
+@mutation
+def change_one_code(model: Any) -> None:
+    """One code is another."""
+    tensor = next((t for t in model.graph.initializer if t.name.endswith((".codes", ".columns"))), None)
+    if tensor is None:
+        raise Nothing("codes")
+    change(tensor, lambda v: with_first(v, v.flat[0] ^ v.dtype.type(1)))
+
+
+@mutation
+def other_zero_point(model: Any) -> None:
+    """One zero point is one higher; int8 codes, whose zero is 0, get one of 1."""
+    for node in nodes(model, "DynamicQuantizeMatMul", "MatMulNBits"):
+        if node.op_type == "DynamicQuantizeMatMul":
+            model.graph.initializer.append(numpy_helper.from_array(np.array(1, np.int8), "zero.mutation"))
+            inputs = [*node.input[:3], "zero.mutation", *node.input[4:]]
+            del node.input[:]
+            node.input.extend(inputs)
+            return
+        if len(node.input) > 3 and node.input[3]:
+            change(constant(model, node.input[3]), lambda v: with_first(v, v.flat[0] ^ v.dtype.type(1)))
+            return
+    raise Nothing("zero point")
+
+
+@mutation
+def drop_zero_points(model: Any) -> None:
+    """An asymmetric matrix is taken for a symmetric one."""
+    for node in nodes(model, "MatMulNBits"):
+        if len(node.input) > 3 and node.input[3]:
+            node.input[3] = ""
+            return
+    raise Nothing("zero points")

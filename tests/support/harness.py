@@ -1,0 +1,103 @@
+"""What most tests of a stage do: give it a context, run it, look at the model; and call the command line.
+
+    ctx = harness.run(Prune(), PruneSettings(keep=0.5), folder, tmp_path / "out", data=rows)
+    model = harness.model_of(ctx)
+    harness.smelt("plan", recipe, code=2)
+
+Tiny models to run it on are in models/ (`every_family.make` for any family), graphs in graphs/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import Split, Task
+from smelt.core.stage import Context
+
+
+def context(
+    out: Path, task: Task = "translation", data: Split | Mapping[str, Split] | None = None, **more: Any
+) -> Context:
+    """Return what a stage is given that writes to `out`, a folder that is made if need be.
+
+    Args:
+        out: where the stage writes.
+        task: the task of the recipe.
+        data: splits by name; a single one is for training and for validation.
+        more: other fields of `Context`. Without them: seed 0, one thread, the CPU, no artifact above this
+            one, and a score that knows no metric.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    splits = {"train": data, "validation": data} if isinstance(data, Split) else dict(data or {})
+    values: dict[str, Any] = {
+        "seed": 0, "ancestors": {}, "score": lambda *_: {}, "threads": 1, "device": "cpu",
+    }  # fmt: skip
+    return Context(out=out, task=task, data=splits, **(values | more))
+
+
+def run(
+    stage: Any,
+    settings: Any,
+    source: Path | Artifact,
+    out: Path,
+    task: Task = "translation",
+    data: Split | Mapping[str, Split] | None = None,
+    **more: Any,
+) -> Context:
+    """Run a stage on a model folder, or on an artifact, whose task then counts; return its context.
+
+    What was made is in `ctx.out`, what it tells in `ctx.facts` and `ctx.warnings`. The model that went in is
+    the ancestor `model`, as in a recipe of one stage.
+    """
+    artifact = source if isinstance(source, Artifact) else tiny.artifact(source, task)
+    ctx = context(out, artifact.manifest.task, data, **({"ancestors": {"model": artifact}} | more))
+    stage(artifact, settings, ctx)
+    return ctx
+
+
+def model_of(ctx: Context) -> Any:
+    """Return the model that a stage left, read from its folder."""
+    from smelt.runtime.models.checkpoint import load_model
+
+    return load_model(ctx.out)[0]
+
+
+def logits(model: Any) -> Any:
+    """Return what a model of any kind makes of two texts of nine fixed tokens (and five of output)."""
+    import torch
+
+    ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    more = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(ids, **more).logits
+
+
+def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bug: bool = False) -> Any:
+    """Run `smelt ARGUMENTS` in this process; return click's result (`exit_code`, `output`, ...).
+
+    Fails when smelt ends by an exception of its own, or shows a traceback, or says that something happened
+    which it did not foresee: no input may lead there.
+
+    Args:
+        arguments: of the command line; paths and numbers may be given as they are.
+        code: the exit code that is expected; None: any.
+        lines: standard input.
+        bug: whether the test put a bug in, which smelt then may not have foreseen.
+    """
+    from click.testing import CliRunner
+
+    from smelt.cli import main
+
+    __tracebackhide__ = True
+    result = CliRunner().invoke(main, [*map(str, arguments)], input=lines)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert "Traceback" not in result.output, result.output
+    assert bug or "did not foresee" not in result.output, result.output
+    assert code is None or result.exit_code == code, result.output
+    return result

@@ -1,0 +1,203 @@
+"""A real TensorRT builder on a machine without a GPU: packages, links and a stub in a folder.
+
+TensorRT's Python bindings (tensorrt-cu13-bindings) are put on TensorRT for RTX (bundled in
+onnxruntime-ep-nv-tensorrt-rtx-cu13), which parses and builds on a CPU. The two are of different
+versions, so this is a test rig and nothing else: flags may mean other things, and nothing can be run.
+
+`environment()` makes the rig in build/rig the first time that a test asks for it (pip fetches 142 MB,
+307 MB unpacked) and returns the variables under which `import tensorrt` finds it; `require()` skips the
+test where that cannot be done. SMELT_TENSORRT_RIG names another folder for it; `off` makes none.
+
+As a script it reads requests as JSON on standard input and prints the answers; see `build`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("tensorrt-cu13-bindings==11.4.0.106", "onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0")
+LIBRARIES = "onnxruntime_ep_nv_tensorrt_rtx"
+LINKS = {
+    "libnvinfer.so.11": "libtensorrt_rtx.so.*",
+    "libnvonnxparser.so.11": "libtensorrt_onnxparser_rtx.so.*",
+}
+# The bindings want NVIDIA's plugins, which are not on PyPI; no graph of ours uses one.
+STUB = "int initLibNvInferPlugins(void* logger, const char* name) { return 1; }\n"
+PACKAGE = "from tensorrt_bindings import *\nfrom tensorrt_bindings import __version__\n"
+# Raised whenever the folder is put together in another way.
+_LAYOUT = 1
+_SECONDS_FOR_PIP = 900
+
+
+class NoRigError(Exception):
+    """Why there is no rig here."""
+
+
+def require() -> dict[str, str]:
+    """Return the rig's environment, or skip the test with the reason."""
+    import pytest
+
+    try:
+        return environment()
+    except NoRigError as error:
+        pytest.skip(f"no TensorRT builder here: {error}")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process in which `import tensorrt` finds the rig; make it if need be.
+
+    Raises:
+        NoRigError: no Linux, no C compiler, or pip cannot fetch the packages.
+    """
+    place = os.environ.get("SMELT_TENSORRT_RIG")
+    if place == "off":
+        raise NoRigError("SMELT_TENSORRT_RIG is off")
+    base = Path(place) if place else Path(__file__).resolve().parents[3] / "build" / "rig"
+    found = _made(base.resolve())
+    if isinstance(found, NoRigError):
+        raise found
+    libraries = [str(found), str(found / "site" / LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
+    # one thread each: tests run beside others
+    return os.environ | {
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+        "PYTHONPATH": str(found / "python"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@functools.cache
+def _made(base: Path) -> Path | NoRigError:
+    """Return the finished rig below `base`; the answer, also a bad one, holds for the whole test run."""
+    name = "-".join([sys.implementation.cache_tag, *(p.split("==")[1] for p in PACKAGES), str(_LAYOUT)])
+    rig = base / name
+    if rig.is_dir():
+        return rig
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if sys.platform != "linux":
+        return NoRigError("the libraries are linked by their Linux names")
+    if compiler is None:
+        return NoRigError("there is no C compiler (cc) for the stub of a library")
+    import fcntl
+
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with (base / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system when its holder dies
+            if not rig.is_dir():
+                with tempfile.TemporaryDirectory(dir=base) as space:
+                    half = Path(space) / "rig"
+                    install(half / "site")
+                    assemble(half, compiler)
+                    half.rename(rig)
+    except NoRigError as error:
+        return error
+    except (OSError, subprocess.SubprocessError) as error:
+        return NoRigError(f"the rig could not be made in {base}: {error}")
+    return rig
+
+
+def install(site: Path) -> None:
+    """Fetch the two packages into `site`.
+
+    Raises:
+        NoRigError: pip is not there or fails, for example without a network.
+    """
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input",
+        "--no-deps", "--no-compile", "--only-binary", ":all:", "--retries", "1", "--timeout", "30",
+        "--target", str(site), *PACKAGES,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_FOR_PIP, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise NoRigError(f"pip cannot fetch {' and '.join(PACKAGES)}: {last}")
+
+
+def assemble(folder: Path, compiler: str) -> None:
+    """Make, beside `folder`/site: the links, the plugin stub, and python/ with `tensorrt`.
+
+    All links are relative, so that the folder may be moved.
+
+    Raises:
+        NoRigError: a package does not hold what it should.
+    """
+    for wanted, pattern in LINKS.items():
+        library = next((folder / "site" / LIBRARIES).glob(pattern), None)
+        if library is None:
+            raise NoRigError(f"no {pattern} in {PACKAGES[1]}")
+        (folder / wanted).symlink_to(library.relative_to(folder))
+    source = folder / "stub.c"
+    source.write_text(STUB)
+    stub = folder / "libnvinfer_plugin.so.11"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(stub), str(source)], check=True)
+    package = folder / "python" / "tensorrt"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(PACKAGE)
+    (folder / "python" / "tensorrt_bindings").symlink_to(Path("..") / "site" / "tensorrt_bindings")
+
+
+def build(path: Path, shapes: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Build one engine with smelt's own code, in a process of its own; skip the test where there is no rig.
+
+    Args:
+        path: the ONNX file.
+        shapes: min, opt and max shape by input name.
+        more: timing_cache (path); plan (a path to write the engine to).
+
+    Returns:
+        `bytes` (of the engine), `warnings`, `progress` (steps reported); or `error`, the message.
+    """
+    return build_all({path: shapes}, **more)[0]
+
+
+def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
+    """Build several engines in one process; see `build`."""
+    more = {name: str(value) for name, value in more.items()}
+    requests = [{"onnx": str(path), "shapes": shapes, **more} for path, shapes in graphs.items()]
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(requests),
+        env=require(),
+        text=True,
+        capture_output=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    from smelt.core.errors import RunError
+    from smelt.export.tensorrt.build import BuildOptions, build_engine
+    from smelt.runtime.backends.tensorrt_module import import_tensorrt
+
+    cache = Path(request["timing_cache"]) if "timing_cache" in request else None
+    options = BuildOptions(256, 1, True, "none", False, cache)
+    steps: list[str] = []
+
+    def progress(done: int, total: int, note: str = "") -> None:
+        steps.append(note)
+
+    try:
+        plan, warnings = build_engine(
+            import_tensorrt(), Path(request["onnx"]), request["shapes"], options, progress
+        )
+    except RunError as error:
+        return {"error": str(error)}
+    if "plan" in request:
+        Path(request["plan"]).write_bytes(plan)
+    return {"bytes": len(plan), "warnings": warnings, "progress": len(steps)}
+
+
+if __name__ == "__main__":
+    print(json.dumps([_answer(request) for request in json.load(sys.stdin)]))

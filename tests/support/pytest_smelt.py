@@ -1,0 +1,179 @@
+"""What pytest does otherwise in this project: the quick part, failures in few lines, processor time by room.
+
+Loaded by `-p pytest_smelt` in pyproject.toml; a conftest.py would shadow other packages' (see CONTRIBUTING).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import once
+import pytest
+import quick
+from _pytest.logging import LogCaptureHandler
+
+# where they are imported from, their assertions show values as those of tests do
+pytest.register_assert_rewrite("for_init", "harness", "planning", "refusals", "sharing", "what_follows")
+
+MOST_LINES = 80
+"""A failure of more lines is told again: the project's own lines alone, and of messages both ends."""
+ENDS, WIDEST = 7, 240
+LAST_OF_OUTPUT = 20
+SPENT = "processor_s"
+BEGIN = pytest.StashKey[float]()
+ROOM: Counter[str] = Counter()
+FILE: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption(
+        "--processor-time",
+        action="store_true",
+        help="show the processor time of each room and of the files that take most (children included)",
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    """Make the folder of what is made once; silence what torch's compiler tells of each of its steps."""
+    if once.PLACE not in os.environ:  # or this is a worker of a run that has one
+        os.environ[once.PLACE] = tempfile.mkdtemp(prefix="smelt-tests-")
+        config.add_cleanup(remove_what_was_made)
+    trace = logging.getLogger("torch.__trace")
+    add = trace.addHandler
+    trace.addHandler = lambda handler: None if isinstance(handler, LogCaptureHandler) else add(handler)  # type: ignore[method-assign]
+
+
+def remove_what_was_made() -> None:
+    shutil.rmtree(os.environ.pop(once.PLACE), ignore_errors=True)
+
+
+# the quick part
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
+    """Leave files alone that `-m quick` would only import."""
+    if config.getoption("markexpr") != "quick" or collection_path.is_dir():
+        return None
+    return True if not quick.holds(collection_path, config.rootpath) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[Any], config: Any) -> None:
+    """Mark the tests of the quick part, before `-m` looks for them."""
+    for item in items:
+        if quick.holds(item.path, config.rootpath, item.name) and "slow" not in item.keywords:
+            item.add_marker("quick")
+
+
+# memory
+
+
+def pytest_collection_finish() -> None:
+    """Let the collections of garbage pass over what importing torch and transformers made.
+
+    They were a fifth of the processor time: each of the many walks through a million objects that stay.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+# failures
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]:
+    """Tell long failures in few lines (`--tb=long` tells all), and keep the processor time that was spent."""
+    report = yield
+    now = processor_seconds()
+    report.user_properties.append((SPENT, now - item.stash[BEGIN]))
+    item.stash[BEGIN] = now
+    if report.failed and call.excinfo is not None and item.config.option.tbstyle == "auto":
+        if len(str(report.longrepr).splitlines()) > MOST_LINES:
+            report.longrepr = shortened(call.excinfo, item.config.rootpath)
+        report.sections = [(name, last_lines(text)) for name, text in report.sections]
+    return report
+
+
+def shortened(found: Any, root: Path) -> str:
+    """Return a failure without the frames of other packages; long messages lose their middle."""
+
+    def own(excinfo: Any) -> Any:
+        kept = excinfo.traceback.filter(lambda entry: of_project(Path(entry.path), root))
+        return kept or excinfo.traceback[-1:]
+
+    text = str(found.getrepr(style="short", tbfilter=own, chain=True))
+    lines: list[str] = []
+    for message, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("E ")):
+        told = [line[:WIDEST] for line in block if line[1:].strip()]
+        lines += without_middle(told) if message else told
+    return "\n".join(
+        [
+            found.exconly().splitlines()[0],
+            *lines,
+            "",
+            "(frames of other packages are left out; --tb=long shows them)",
+        ]
+    )
+
+
+def of_project(path: Path, root: Path) -> bool:
+    return path.is_relative_to(root) and "site-packages" not in path.parts
+
+
+def without_middle(lines: list[str], ends: int = ENDS) -> list[str]:
+    """Return the first and the last `ends` lines."""
+    if len(lines) <= 2 * ends:
+        return lines
+    return [*lines[:ends], f"E   ... {len(lines) - 2 * ends} lines ...", *lines[-ends:]]
+
+
+def last_lines(text: str, most: int = LAST_OF_OUTPUT) -> str:
+    """Return the last lines of what was printed or logged."""
+    lines = text.splitlines()
+    return text if len(lines) <= most else "\n".join([f"({len(lines) - most} lines more)", *lines[-most:]])
+
+
+# processor time
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
+    """Begin to count."""
+    item.stash[BEGIN] = processor_seconds()
+    return (yield)
+
+
+def processor_seconds() -> float:
+    """Return what this process and its children that have ended took."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Add up what each part of a test took, wherever it ran."""
+    file = report.nodeid.partition("::")[0]
+    for name, seconds in report.user_properties:
+        if name == SPENT:
+            FILE[file] += seconds
+            ROOM["/".join(file.split("/")[:-1])] += seconds
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    """Show it, where it was asked for."""
+    if not config.getoption("--processor-time"):
+        return
+    terminalreporter.section("processor time, s")
+    for kind in (ROOM, FILE):
+        for name, seconds in kind.most_common(60):
+            terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+        terminalreporter.write_line(f"{sum(kind.values()):8.1f}  together\n")

@@ -1,0 +1,63 @@
+"""The quick part of the tests, `make test ARGS="-m quick"`: of each room what takes little time.
+
+A file stands here with all of its tests, or with the names of some. Files that are not here are not even
+imported. `tests/house/test_suite.py` asks that each room has some, and that what stands here exists.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOMS: dict[str, str] = {
+    "compress": "test_float_model",
+    "compress/distill": "test_fit",
+    "compress/factorize": "test_svd",
+    "compress/prune": "test_fit test_structured::test_counts_that_stay",
+    "compress/quantize": "test_coding test_settings",
+    "compress/share": "test_layers::test_groups_are_neighbours",
+    "compress/train": "test_losses test_classifier_losses",
+    "configs": "test_phrases",
+    "core": "test_artifact test_data test_errors test_hub test_labels test_shares test_text",
+    "core/rows": "test_csv_rows test_json_rows",
+    "core/store": "test_store::test_the_first_of_two_writers_wins test_store::test_remove_forgets",
+    "evaluate": "test_frontier test_label_quality test_footprint test_stored_floats",
+    "evaluate/latency": "test_summary test_rounds test_settings test_prompts test_watch",
+    "evaluate/report": "test_chart test_html test_markdown test_schema test_table test_view",
+    "export": "test_stored_once test_load_time",
+    "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
+    "export/loop": "test_rules",
+    "export/parity": "test_compare test_rows",
+    "export/tensorrt": "test_preflight test_messages test_causal_profile",
+    "families": "test_registry",
+    "house": "test_circles test_families test_layers test_recipes test_rooms test_schemes test_suite",
+    "pipeline": "test_cli::test_stages_lists_all_and_explains_one",
+    "pipeline/commands": "test_stage_help",
+    "pipeline/execute": "test_display test_gate_verdicts test_lengths",
+    "pipeline/faults": "test_faults::test_trace_is_kept_only_of_what_nobody_foresaw",
+    "pipeline/look": "test_model_files",
+    "pipeline/plan": "test_plan test_checks test_gates test_inputs test_printed test_text_rules",
+    "pipeline/recipe": "test_recipe test_stage_table test_yaml_file",
+    "pipeline/use": "test_arguments test_predict_data",
+    "pipeline/whole": "test_bad_recipes",
+    "runtime": "test_class_predictions test_pairs",
+    "runtime/backends": "test_device::test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu",
+    "runtime/generate": "test_rules test_sampling test_settings",
+    "runtime/layers": "test_quantized",
+    "runtime/models": "test_conv1d test_structure",
+    "runtime/schemes": "test_registry test_int8_dynamic",
+    "runtime/schemes/parts": "test_groups test_integers test_packing",
+    "runtime/text": "test_limits test_rules test_tokenizing_file test_tools test_windows test_write_rules",
+}
+
+
+def holds(path: Path, root: Path, test: str | None = None) -> bool:
+    """Return whether a test of the file `path` is in the quick part; without `test`, whether any is."""
+    try:
+        place = path.relative_to(root / "tests")
+    except ValueError:
+        return False
+    for entry in ROOMS.get(place.parent.as_posix(), "").split():
+        file, _, name = entry.partition("::")
+        if file == place.stem and (not name or test is None or test.partition("[")[0] == name):
+            return True
+    return False

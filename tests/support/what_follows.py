@@ -1,0 +1,76 @@
+"""What must still be possible after a stage: a check that a new technique calls on what it made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import every_family
+import harness
+
+from smelt.families.registry import FAMILIES
+
+
+def check(made: Path, family: str, space: Path) -> None:
+    """Save, load, train, quantize and export the float model in `made`, whose structure may be any.
+
+    Args:
+        made: a folder that a stage wrote.
+        family: its family.
+        space: a folder for what is made here.
+    """
+    space.mkdir(exist_ok=True)
+    saved_is_the_same(made, space / "saved")
+    training_changes_weights_alone(made, family, space / "trained")
+    codes_compute_nearly_the_same(made, family, space / "codes")
+    graphs_agree(made, family, space / "graphs")
+
+
+def saved_is_the_same(made: Path, out: Path) -> None:
+    """The model computes the same when it was saved and read again."""
+    import torch
+
+    from smelt.runtime.models.checkpoint import load_model, save_model
+
+    model, edits = load_model(made)
+    out.mkdir()
+    save_model(model, edits, out, made)
+    again, same = load_model(out)
+    assert same == edits
+    assert torch.equal(harness.logits(again), harness.logits(model))
+
+
+def training_changes_weights_alone(made: Path, family: str, out: Path) -> None:
+    """Training leaves names, shapes and edits as they are; weights change and stay numbers."""
+    import torch
+    from safetensors.torch import load_file
+
+    from smelt.compress.finetune import Finetune, FinetuneSettings
+    from smelt.runtime.models.structure import read_edits
+
+    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    every_family.run(Finetune(), settings, made, family, out)
+    before, after = (load_file(folder / "model.safetensors") for folder in (made, out))
+    assert read_edits(out) == read_edits(made)
+    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+    assert all(torch.isfinite(t).all() for t in after.values())
+    assert any(not torch.equal(t, before[n]) for n, t in after.items())
+
+
+def codes_compute_nearly_the_same(made: Path, family: str, out: Path) -> None:
+    """Every layer gets codes, and what they compute is near."""
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from smelt.runtime.models.checkpoint import load_model
+
+    ctx = every_family.run(Quantize(), QuantizeSettings(), made, family, out)
+    assert ctx.facts["float_linear_layers"] == []
+    whole, codes = (harness.logits(load_model(folder)[0]) for folder in (made, out))
+    assert 0 < (codes - whole).abs().mean() < 0.2 * whole.std()
+
+
+def graphs_agree(made: Path, family: str, out: Path) -> None:
+    """Each graph agrees with the model; one that does not raises."""
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
+
+    ctx = every_family.run(Onnx(), OnnxSettings(), made, family, out)
+    assert ctx.facts["parity"].keys() == ctx.facts["graphs"].keys()
+    assert len(ctx.facts["graphs"]) == (2 if FAMILIES[family].kind == "seq2seq" else 1)

@@ -25,15 +25,16 @@ def table_read_once() -> Iterator[None]:
     except ImportError:
         yield
         return
-    reads = ONNXRegistry.__dict__.get("from_torchlib")
+    registry: Any = ONNXRegistry
+    reads = vars(registry).get("from_torchlib")
     if not isinstance(reads, classmethod):
         yield
         return
-    ONNXRegistry.from_torchlib = classmethod(_with_a_memory(reads.__func__))  # type: ignore[method-assign]
+    registry.from_torchlib = classmethod(_with_a_memory(reads.__func__))
     try:
         yield
     finally:
-        ONNXRegistry.from_torchlib = reads  # type: ignore[method-assign]
+        registry.from_torchlib = reads
 
 
 @functools.cache

@@ -38,9 +38,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         read_files(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "word"), [("gpt2", "n_positions"), ("llama", "max_position_embeddings")]
-)
+@pytest.mark.parametrize(("family", "word"), [("gpt2", "n_positions"), ("llama", "max_position_embeddings")])
 def test_what_a_runtime_takes_is_said_in_the_word_of_the_models_family(tmp_path, family, word):
     """Prompts are cut, and outputs end, by that number; GPT-2 calls it otherwise than most."""
     for rows, in_all, expected in ((64, 20, 20), (64, 99, 64)):

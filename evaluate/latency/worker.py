@@ -190,8 +190,8 @@ class Worker:
     def _firsts(self) -> list[float | None]:
         """Return for each group, ms, what its first token takes where the loop is in the graph, else None.
 
-        A graph does not show it; so it is asked for one token, outside of what is timed, in every round: a few
-        times, since one answer alone is as slow as whatever disturbs it.
+        A graph does not show it; so it is asked for one token, outside of what is timed, in every round. It
+        is asked a few times, since one answer alone is as slow as whatever disturbs it.
         """
         watch = self._watch
         assert watch is not None

@@ -118,17 +118,23 @@ class _Step:
         texts = b.op("Slice", now.texts, b.const([0]), each, b.const([1]))
         flat = b.op("Reshape", texts, b.op("Concat", rows, b.op("Shape", texts, start=2), axis=0))
         ruled = apply_rules(b, scores, flat, rule, mask)
+        # each way ends in the sum itself: what a branch hands on as it is would be copied
+        before = b.op("Unsqueeze", now.scores, b.const([2]))
+        table = b.op("Concat", batch, b.const([-1, v]), axis=0)
+
+        def added(inside: Builder, scores: str) -> str:
+            return inside.op("Add", inside.op("Reshape", scores, table), before)
+
+        def as_ruled(inside: Builder) -> str:
+            return inside.choose(
+                "renormalize_logits", lambda i: added(i, i.op("LogSoftmax", ruled, axis=-1)),
+                lambda i: added(i, ruled), np.float32, (None, None, None),
+            )  # fmt: skip
+
         forced = b.op("GreaterOrEqual", rule.forced, b.const(0))
-        ruled = b.choose(
-            forced, lambda i: i.op("Expand", rule.row, i.op("Shape", ruled)),
-            lambda i: i.op("Identity", ruled), np.float32, (None, None),
-        )  # fmt: skip
-        ruled = b.choose(
-            "renormalize_logits", lambda i: i.op("LogSoftmax", ruled, axis=-1),
-            lambda i: i.op("Identity", ruled), np.float32, (None, None),
-        )  # fmt: skip
-        parts = b.op("Reshape", ruled, b.op("Concat", batch, b.const([-1, v]), axis=0))
-        sums = b.op("Add", parts, b.op("Unsqueeze", now.scores, b.const([2])))
+        sums = b.choose(
+            forced, lambda i: i.op("Add", rule.row, before), as_ruled, np.float32, (None, None, None)
+        )
         return b.op("Reshape", sums, b.op("Concat", batch, b.const([-1]), axis=0))
 
     def choose(self, totals: str, now: _Beams, logits: str) -> tuple[str, list[str], str, str]:

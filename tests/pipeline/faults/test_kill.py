@@ -9,6 +9,7 @@ import time
 import matrix
 import pytest
 import tiny
+from colliding import WITHOUT_LOCKS
 from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
@@ -73,10 +74,16 @@ def _require_no_half_artifact(folder):
 KILLS = (30, 8) if matrix.whole() else (14, 4)
 
 
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as running:
+        yield running
+
+
 @pytest.mark.parametrize(
     ("kills", "locks"), list(zip(KILLS, (True, False), strict=True)), ids=["kernel", "lease"]
 )
-def test_kills_at_random_moments_change_nothing(tmp_path, kills, locks):
+def test_kills_at_random_moments_change_nothing(tmp_path, server, kills, locks):
     """Each campaign is a store of its own: killed and begun again until it is through.
 
     The second time on a file system that knows no locks, as some network ones are.
@@ -86,37 +93,37 @@ def test_kills_at_random_moments_change_nothing(tmp_path, kills, locks):
     tiny.labelled(home / "data.jsonl", 8)
     (home / "recipe.yaml").write_text(RECIPE)
     moments = random.Random(7)
-    with ForkServer(locks) as server:
-        started = time.monotonic()
-        server.start(*_command(home, tmp_path / "calm"))
-        assert server.wait() == 0
-        whole = time.monotonic() - started
-        calm = _outcome(tmp_path / "calm")
-        assert len(calm[0]) == 7
-        killed, campaign, interrupted = 0, 0, 0
-        while killed < kills:
-            folder = tmp_path / f"stormy-{campaign}"
-            campaign += 1
-            assert campaign <= kills, "no run lasted long enough to be killed"
-            ended = -signal.SIGKILL
-            while ended == -signal.SIGKILL and killed < kills:
-                process = server.start(*_command(home, folder))
-                time.sleep(moments.uniform(0, whole / 2))
-                os.kill(process, signal.SIGKILL)  # not reaped before `wait`, so it is still the same
-                ended = server.wait()
-                assert ended in (-signal.SIGKILL, 0)
-                killed += ended == -signal.SIGKILL
-                _require_no_half_artifact(folder)
-                report = folder / "r" / "report.json"
-                if ended and report.is_file():
-                    interrupted += json.loads(report.read_text())["status"] == "interrupted"
-            if ended:
-                server.start(*_command(home, folder))
-                assert server.wait() == 0
-            assert _outcome(folder) == calm
-            # a kill between the making of a marker and its record leaves an empty file for an hour
-            left = [path for path in (folder / "s" / "tmp").iterdir() if path.is_dir() or path.stat().st_size]
-            assert not left
-            assert not list(unfinished_in(folder / "r"))
-            assert not list((folder / "s" / "locks").iterdir())
+    before = "" if locks else WITHOUT_LOCKS
+    started = time.monotonic()
+    server.start(*_command(home, tmp_path / "calm"), before=before)
+    assert server.wait() == 0
+    whole = time.monotonic() - started
+    calm = _outcome(tmp_path / "calm")
+    assert len(calm[0]) == 7
+    killed, campaign, interrupted = 0, 0, 0
+    while killed < kills:
+        folder = tmp_path / f"stormy-{campaign}"
+        campaign += 1
+        assert campaign <= kills, "no run lasted long enough to be killed"
+        ended = -signal.SIGKILL
+        while ended == -signal.SIGKILL and killed < kills:
+            process = server.start(*_command(home, folder), before=before)
+            time.sleep(moments.uniform(0, whole / 2))
+            os.kill(process, signal.SIGKILL)  # not reaped before `wait`, so it is still the same
+            ended = server.wait()
+            assert ended in (-signal.SIGKILL, 0)
+            killed += ended == -signal.SIGKILL
+            _require_no_half_artifact(folder)
+            report = folder / "r" / "report.json"
+            if ended and report.is_file():
+                interrupted += json.loads(report.read_text())["status"] == "interrupted"
+        if ended:
+            server.start(*_command(home, folder), before=before)
+            assert server.wait() == 0
+        assert _outcome(folder) == calm
+        # a kill between the making of a marker and its record leaves an empty file for an hour
+        left = [path for path in (folder / "s" / "tmp").iterdir() if path.is_dir() or path.stat().st_size]
+        assert not left
+        assert not list(unfinished_in(folder / "r"))
+        assert not list((folder / "s" / "locks").iterdir())
     assert interrupted or not locks, "no kill fell between two steps"

@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import harness
 import pytest
 import tiny
 from colliding import WITHOUT_LOCKS, take_locks_away
+from fork_server import ForkServer
 
 from smelt.core.artifact import read_artifact
 from smelt.core.store.holder import read_holder
@@ -39,20 +39,18 @@ def home(tmp_path_factory):
 
 # A run whose stage waits for a file, so that the other run surely meets it at work.
 SLOW = """
-import sys, time
+import time
 from pathlib import Path
-from smelt.cli import main
 from smelt.compress.prune.structured import Prune
 call = Prune.__call__
 
 def slow(self, src, settings, ctx):
-    Path(sys.argv[1], "at-work").touch()
-    while not Path(sys.argv[1], "go").exists():
+    Path(place, "at-work").touch()
+    while not Path(place, "go").exists():
         time.sleep(0.01)
     call(self, src, settings, ctx)
 
 Prune.__call__ = slow
-main(sys.argv[2:])
 """
 
 
@@ -67,47 +65,42 @@ def _until(condition):
         time.sleep(0.01)
 
 
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as running:
+        yield running
+
+
 @pytest.fixture(params=["", WITHOUT_LOCKS], ids=["kernel", "lease"])
-def slow_run(request, home, tmp_path, monkeypatch):
-    """A run at its first step, on a file system with locks and on one without."""
+def slow_run(request, home, server, tmp_path, monkeypatch):
+    """The process id of a run at its first step, on a file system with locks and on one without."""
     if request.param:
         take_locks_away(monkeypatch)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            request.param + SLOW,
-            str(tmp_path),
-            *_arguments(home, tmp_path / "one", tmp_path / "s"),
-        ],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    before = f"{request.param}\nplace = {str(tmp_path)!r}\n{SLOW}"
+    process = server.start(*_arguments(home, tmp_path / "one", tmp_path / "s"), before=before)
     _until((tmp_path / "at-work").exists)
     yield process
-    process.kill()
-    process.wait()
+    server.end()
 
 
 def _statuses(folder):
     return [step["status"] for step in json.loads((folder / "report.json").read_text())["steps"]]
 
 
-def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, tmp_path, slow_run):
+def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home, server, tmp_path, slow_run):
     """While the slow run is at its step: its folder is refused, another step is not kept waiting."""
     refused = harness.smelt(*_arguments(home, tmp_path / "one", tmp_path / "other"))
     assert refused.exit_code == 2
-    said = f"{tmp_path}/one: process {slow_run.pid} is working on a run in this folder. Give another one with"
+    said = f"{tmp_path}/one: process {slow_run} is working on a run in this folder. Give another one with"
     assert said in refused.output
 
     arguments = [*_arguments(home, tmp_path / "apart", tmp_path / "s"), "--set", "prune.keep=0.25"]
     apart = harness.smelt(*arguments)
     assert apart.exit_code == 0, apart.output
     assert "waits for" not in apart.output
-    assert slow_run.poll() is None
+    assert server.runs()
 
-    waits = f"prune: waits for process {slow_run.pid}, which is making the same step"
+    waits = f"prune: waits for process {slow_run}, which is making the same step"
     log = tmp_path / "two" / "log.txt"
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(
@@ -116,7 +109,8 @@ def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home,
         _until(lambda: log.is_file() and waits in log.read_text())
         assert not (log.parent / "artifacts" / "prune").exists()
         (tmp_path / "go").touch()
-        assert slow_run.wait(timeout=120) == 0
+        _until(lambda: not server.runs())
+        assert server.wait() == 0
         assert other.result(timeout=120).exit_code == 0
     assert _statuses(tmp_path / "one") == ["done", "done"]
     assert _statuses(tmp_path / "two") == ["cached", "cached"]
@@ -125,9 +119,9 @@ def test_of_two_that_want_the_same_step_one_does_it_and_the_other_takes_it(home,
     assert not list((tmp_path / "s" / "locks").iterdir())
 
 
-def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, tmp_path, slow_run):
-    slow_run.kill()
-    slow_run.wait()
+def test_the_step_of_a_run_that_was_killed_is_free_for_the_next(home, server, tmp_path, slow_run):
+    os.kill(slow_run, signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
     result = harness.smelt(*_arguments(home, tmp_path / "two", tmp_path / "s"))
     assert result.exit_code == 0, result.output
     assert "waits for" not in result.output

@@ -1,7 +1,7 @@
 """Runs of smelt whose imports are done already: a warmed process that forks one child for each.
 
-`python fork_server.py` reads lines of JSON, the arguments of `smelt`, and answers each with the child's
-process id; to a second line, which may be empty, it answers how the child ended. Nothing that would
+`python fork_server.py` reads lines of JSON. To one with `arguments`, those of `smelt`, it answers with the
+child's process id; to "runs" whether that child still does; to "wait" how it ended. Nothing that would
 start threads runs before the forks.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 _IMPORTED_BY_A_RUN = [
     *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute.run", "smelt.plan.checks"),
@@ -29,34 +31,56 @@ _IMPORTED_BY_A_RUN = [
 
 
 class ForkServer:
-    """The parent's end: a context manager. Without `locks` the runs' file system knows none."""
+    """The parent's end: a context manager. One run at a time; `environment` is that of all runs."""
 
-    def __init__(self, locks: bool = True) -> None:
-        self._locks = locks
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        self._child: int | None = None
 
     def __enter__(self) -> Self:
         single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self._process: Any = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *([] if self._locks else ["without-locks"])],
+            [sys.executable, str(Path(__file__).resolve())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | single | {"TOKENIZERS_PARALLELISM": "false"},
+            env={**self._environment, **single, "TOKENIZERS_PARALLELISM": "false"},
         )
         assert self._process.stdout.readline() == "ready\n"
         return self
 
-    def start(self, *arguments: str) -> int:
-        """Begin `smelt ARGUMENTS`; return its process id, which stays its own until `wait`."""
-        self._process.stdin.write(json.dumps(arguments) + "\n")
+    def _ask(self, request: Any) -> Any:
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, *arguments: Any, before: str = "", output: Path | None = None) -> int:
+        """Begin `smelt ARGUMENTS`; return its process id, which stays its own until `wait`.
+
+        Args:
+            arguments: paths and numbers may be given as they are.
+            before: Python that the run's process executes first.
+            output: the file to which it prints, errors included; without one, nobody reads what it prints.
+        """
+        told = [*map(str, arguments)]
+        request = {"arguments": told, "before": before, "output": str(output or os.devnull)}
+        self._child = int(self._ask(request | {"errors": output is not None}))
+        return self._child
+
+    def runs(self) -> bool:
+        """Tell whether the run that was begun last has not ended."""
+        return bool(self._ask("runs"))
 
     def wait(self) -> int:
         """Return the exit code of the run that was begun last, or minus the signal that ended it."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._child = None
+        return int(self._ask("wait"))
+
+    def end(self) -> None:
+        """Kill the run that was begun last, unless someone waited for its end."""
+        if self._child is not None:
+            os.kill(self._child, signal.SIGKILL)
+            self.wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -67,12 +91,9 @@ class ForkServer:
 
 def _serve() -> None:
     import torch
-    from colliding import WITHOUT_LOCKS
 
-    from smelt.cli import main
+    import smelt.cli
 
-    if sys.argv[1:] == ["without-locks"]:
-        exec(WITHOUT_LOCKS, {})
     for name in _IMPORTED_BY_A_RUN:
         import_module(name)
     for name in ("BertForSequenceClassification", "BertTokenizer"):
@@ -83,24 +104,40 @@ def _serve() -> None:
     gc.freeze()  # what is there now stays: a child's collections need not look at it, or copy its pages
     answers = os.fdopen(os.dup(1), "w")
     print("ready", file=answers, flush=True)
+    child = 0
     while line := sys.stdin.readline():
-        child = os.fork()
-        if not child:
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (0, 1):
-                os.dup2(nothing, descriptor)
-            try:
-                main(json.loads(line))
-            except SystemExit as end:
-                os._exit(end.code if isinstance(end.code, int) else 1)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(70)
-            os._exit(0)
-        print(child, file=answers, flush=True)
-        sys.stdin.readline()
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        request = json.loads(line)
+        if request == "runs":
+            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            answer: Any = ended is None
+        elif request == "wait":
+            answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        else:
+            child = answer = os.fork()
+            if not child:
+                _run(smelt.cli.main, request)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _run(main: Any, request: dict[str, Any]) -> NoReturn:
+    """Be the child: one run, and the end of this process."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2)[: 1 + request["errors"]]:
+        os.dup2(output, descriptor)
+    try:
+        exec(request["before"], {})
+        main(request["arguments"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    else:
+        code = 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

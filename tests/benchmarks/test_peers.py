@@ -56,10 +56,8 @@ def test_every_row_is_drawn_also_what_is_missing() -> None:
     page = draw({"A case": [*SMELT, QUICK, gone]}, {"A case": "10 rows a round."})
     lines = page.splitlines()
     assert lines[0] == "### A case"
-    assert (
-        "| quick | int8 | 100.00 [50.00, 100.00] | 200.00 | 0.50 [0.25, 0.50] of smelt-fast | 3 | BLEU 35.10 |"
-        in lines
-    )
+    times = "100.00 [50.00, 100.00] | 200.00 | 0.50 [0.25, 0.50] of smelt-fast"
+    assert f"| quick | int8 | {times} | 3 | BLEU 35.10 |" in lines
     assert "| gone | int8 | - | - | - | - | not installed: ERROR: No matching distribution |" in lines
     assert any(line.startswith("| **smelt-fast** | int8 | 200.00 [100.00, 400.00] |") for line in lines)
 

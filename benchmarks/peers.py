@@ -43,14 +43,14 @@ class Bench:
         self.envs: Path = options.envs.resolve()
         self.shared: Path = options.data.resolve()
         self.results: Path = options.results.resolve()
-        self.models = self.envs / "models"
+        self.models: Path = self.envs / "models"
 
     def model(self, work: str) -> Path:
         """Return the folder of a work's model; random ones are made at the first call."""
-        given = self.shared / "models" / "marian-small-en-de"
+        given: Path = self.shared / "models" / "marian-small-en-de"
         if work == "marian":
             return given
-        folder = self.models / work
+        folder: Path = self.models / work
         if not (folder / "config.json").exists():
             other = self.shared / "data" / "wikitext2" / "train.txt.gz" if work == "llama" else given
             command = [sys.executable, "-P", "-m", "peer_systems.models", work, str(folder), str(other)]

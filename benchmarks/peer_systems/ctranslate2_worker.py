@@ -23,7 +23,7 @@ def make(job: Job) -> None:
 def serve(job: Job) -> Opened:
     """Open the converted model: text to text for marian, tokens in and out for opus."""
     version = f"CTranslate2 {ctranslate2.__version__}"
-    folder = job.get("from", job["files"])
+    folder: str = job["from"] if "from" in job else job["files"]
     translator = ctranslate2.Translator(
         folder,
         device="cpu",

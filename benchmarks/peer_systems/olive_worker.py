@@ -73,7 +73,6 @@ def _register(rows: list[list[int]]) -> None:
     from olive.data.component.dataset import BaseDataset
     from olive.data.registry import Registry
 
-    @Registry.register_dataset("rows_of_peers")
     def rows_of_peers(data_dir: Any = None, **_: Any) -> Any:
         made = []
         for row in rows:
@@ -81,6 +80,8 @@ def _register(rows: list[list[int]]) -> None:
             given = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
             made.append(({"input_ids": ids, **given}, 0))
         return BaseDataset(made)
+
+    Registry.register_dataset("rows_of_peers")(rows_of_peers)
 
 
 def serve(job: Job) -> Opened:

@@ -28,7 +28,7 @@ class Result:
 
     def ms(self, kind: str = "cpu_s") -> float:
         """Return the median of the rounds, ms for each row."""
-        return 1000 * statistics.median(one[kind] for one in self.rounds) / self.texts
+        return float(1000 * statistics.median(one[kind] for one in self.rounds) / self.texts)
 
 
 def ratios(result: Result, reference: str) -> list[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,12 @@ from peer_systems.worker import Case, Job, Opened, Rows, main
 
 def make(job: Job) -> None:
     """Build the model for the CPU in the precision of the variant."""
-    from onnxruntime_genai.models.builder import create_model
-
     files = Path(job["files"])
-    more = {} if job["variant"] == "fp32" else {"int4_accuracy_level": "4"}
-    create_model("", job["model"], str(files), job["variant"], "cpu", str(files / "cache"), **more)
+    options = ["hf_token=false", *([] if job["variant"] == "fp32" else ["int4_accuracy_level=4"])]
+    where = ["-i", job["model"], "-o", str(files), "-c", str(files / "cache")]
+    what = ["-p", job["variant"], "-e", "cpu", "--extra_options", *options]
+    builder = [sys.executable, "-P", "-m", "onnxruntime_genai.models.builder", *where, *what]
+    subprocess.run(builder, check=True)
 
 
 def serve(job: Job) -> Opened:

@@ -1,5 +1,6 @@
 """The table of peers.py, drawn of results that are made up."""
 
+import benches  # noqa: F401 -- before what lies in benchmarks
 import operators
 import pytest
 from peer_systems.models import token_rows

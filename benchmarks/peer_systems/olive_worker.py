@@ -32,7 +32,8 @@ def make(job: Job) -> None:
 def _workflow(job: Job) -> dict[str, Any]:
     files = Path(job["files"])
     quantize: dict[str, Any] = {"type": "OnnxDynamicQuantization"}
-    if job["variant"] == "static":
+    static = job["variant"] == "static"
+    if static:
         _register(job["calibration"])
         quantize = {"type": "OnnxStaticQuantization", "data_config": "rows", "quant_format": "QDQ"}
     names = ["input_ids", "attention_mask", "token_type_ids"]
@@ -50,7 +51,7 @@ def _workflow(job: Job) -> dict[str, Any]:
                 "dynamic_axes": {name: {"0": "batch", "1": "length"} for name in names},
             },
         },
-        "data_configs": [{"name": "rows", "type": "DataContainer", **rows}],
+        "data_configs": [{"name": "rows", "type": "DataContainer", **rows}] if static else [],
         "systems": {
             "local": {
                 "type": "LocalSystem",

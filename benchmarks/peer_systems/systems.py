@@ -20,7 +20,7 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         "transformers==4.57.6",
         "sentencepiece==0.2.3",
     ),
-    "olive": (*STOCK, "olive-ai==0.13.0", "onnxruntime==1.32.0", "onnxscript==0.7.2"),
+    "olive": (*STOCK, "olive-ai==0.13.0", "requests==2.34.2", "onnxruntime==1.32.0", "onnxscript==0.7.2"),
     "genai": (*STOCK, "onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "onnx-ir==1.1.0"),
     "llamacpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0", "numpy==2.4.6"),
 }

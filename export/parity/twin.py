@@ -57,17 +57,34 @@ def _link(source: Path, target: Path) -> None:
 
 
 def dequantize(model: Any) -> int:
-    """Replace the quantized operators of an onnx.ModelProto in place; return how many there were."""
+    """Replace the quantized operators of an onnx.ModelProto in place; return how many there were.
+
+    Activations go past QuantizeLinear and the DequantizeLinear that follows it; one of a constant stays.
+    """
     nodes: list[Any] = []
+    codes: set[str] = set()  # of activations
     found = 0
     for node in model.graph.node:
         exact = exact_nodes(node)
-        found += exact is not None
+        back = node.op_type == "DequantizeLinear" and node.input[0] in codes
+        if back or node.op_type == "QuantizeLinear":
+            exact = [_past(node)]
+            codes.add(node.output[0])
+        found += exact is not None and node.op_type != "QuantizeLinear"
         nodes += [node] if exact is None else exact
     if found:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
+    kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
     return found
+
+
+def _past(node: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_node("Identity", node.input[:1], node.output, node.name)
 
 
 def widen_halves(model: Any) -> None:

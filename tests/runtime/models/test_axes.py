@@ -159,8 +159,8 @@ def test_a_word_embedding_that_is_the_output_layer_is_a_table_and_reads():
 
 
 def test_a_quantized_layer_has_no_axis_that_could_be_cut():
+    from smelt.compress.quantize.planned import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
-    from smelt.compress.quantize.stage import quantize_model
 
     model = family_models.load("bert")
     quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))

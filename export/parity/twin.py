@@ -59,10 +59,12 @@ def _link(source: Path, target: Path) -> None:
 def dequantize(model: Any) -> int:
     """Replace the quantized operators of an onnx.ModelProto in place; return how many there were.
 
-    Activations go past QuantizeLinear and the DequantizeLinear that follows it; one of a constant stays.
+    Activations go past QuantizeLinear and the DequantizeLinear behind it. The DequantizeLinear of a matrix
+    that is multiplied with becomes Cast and Mul: ONNX Runtime makes an operator of it that rounds activations.
     """
     nodes: list[Any] = []
     codes: set[str] = set()  # of activations
+    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
     found = 0
     for node in model.graph.node:
         exact = exact_nodes(node)
@@ -70,7 +72,10 @@ def dequantize(model: Any) -> int:
         if back or node.op_type == "QuantizeLinear":
             exact = [_past(node)]
             codes.add(node.output[0])
-        found += exact is not None and node.op_type != "QuantizeLinear"
+        elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied:
+            exact = _as_floats(node)
+        found += exact is not None and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+        found += back
         nodes += [node] if exact is None else exact
     if found:
         del model.graph.node[:]
@@ -79,6 +84,18 @@ def dequantize(model: Any) -> int:
     del model.graph.value_info[:]
     model.graph.value_info.extend(kept)
     return found
+
+
+def _as_floats(node: Any) -> list[Any]:
+    """Return the DequantizeLinear of a matrix with a scale per column, zero points all 0, as Cast and Mul."""
+    from onnx import TensorProto, helper
+
+    codes, scales = node.input[:2]
+    whole = f"{node.name}.float"
+    return [
+        helper.make_node("Cast", [codes], [whole], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [whole, scales], node.output, node.name),
+    ]
 
 
 def _past(node: Any) -> Any:

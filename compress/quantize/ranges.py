@@ -87,7 +87,7 @@ class Histogram:
             percentile: of the magnitudes, for that method.
         """
         if self.method == "mse":
-            return float(least_squares(self.counts, self.edges))
+            return float(min(least_squares(self.counts, self.edges), self.extremes.largest))
         if self.method == "entropy":
             low, high = least_divergence(self.counts, self.edges)
         else:

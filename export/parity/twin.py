@@ -60,7 +60,7 @@ def dequantize(model: Any) -> int:
     """Replace the quantized operators of an onnx.ModelProto in place; return how many there were.
 
     Activations go past QuantizeLinear and the DequantizeLinear behind it. The DequantizeLinear of a matrix
-    that is multiplied with becomes Cast and Mul: ONNX Runtime makes an operator of it that rounds activations.
+    that is multiplied with becomes Cast and Mul: ONNX Runtime would make of it what rounds activations.
     """
     nodes: list[Any] = []
     codes: set[str] = set()  # of activations

@@ -29,7 +29,6 @@ class Int8Dynamic(RowCodes):
         " the whole batch"
     )
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
-    row_by_row: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY}
     leaves_as: ClassVar[str] = "dynamic int8"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"DynamicQuantizeMatMul": (2, 3)}

@@ -116,8 +116,8 @@ class Scheme(Protocol):
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
     observes: whether its products need the range of their activations, found on rows of data.
-    row_by_row: whether a row of a product depends on that row alone, so that no result depends on what else
-        is in its batch.
+    row_by_row: whether a product in ONNX Runtime gives a row the same, bit for bit, whatever else is in its
+        batch.
     refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
@@ -136,7 +136,7 @@ class Scheme(Protocol):
     vocabulary: ClassVar[str] = ""
     trained: ClassVar[bool] = False
     observes: ClassVar[bool] = False
-    row_by_row: ClassVar[bool] = True
+    row_by_row: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]]
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]

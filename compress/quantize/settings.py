@@ -81,7 +81,7 @@ class QuantizeSettings(_FromSchemes):
         description=f"{_OBSERVING}: how the range of activations is found",
     )
     percentile: float = Field(
-        default=99.999, gt=50, le=100, description=f"{_OBSERVING}: of magnitudes, inside the range"
+        default=99.99, gt=50, le=100, description=f"{_OBSERVING}: of magnitudes, inside the range"
     )
     rows: int = Field(
         default=128,

@@ -195,6 +195,7 @@ def _renamed(path: list[Any], first: str, last: str) -> list[Any]:
     for at, node in enumerate(path):
         copy = type(node)()
         copy.CopyFrom(node)
+        copy.name = f"{node.name}.{last}"  # several operators may share one that quantizes
         copy.input[0] = first
         first = copy.output[0] = last if at == len(path) - 1 else f"{last}.{at}"
         nodes.append(copy)

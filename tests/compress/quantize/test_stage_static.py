@@ -155,3 +155,12 @@ def test_families_of_every_kind_are_calibrated(family, tmp_path):
     ranges = [float(layer.matrix.input_scale) for layer in linears(made).values()]
     assert len(ranges) > 4
     assert 1.0 not in ranges
+
+
+def test_half_precision_around_codes_is_refused(marian, tmp_path):
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
+
+    made = run(marian, tmp_path / "codes", damage_rows=0)
+    settings = OnnxSettings(target="tensorrt", dtype="fp16")
+    with pytest.raises(InputError, match=r"^onnx: dtype fp16 of a quantized model is not there.*dtype: fp32"):
+        harness.run(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)

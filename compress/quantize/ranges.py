@@ -72,7 +72,7 @@ class Histogram:
         lowest = {"entropy": -largest, "percentile": extremes.least}.get(method, np.float32(0))
         self._range: Any = (lowest, largest)  # float32, so that the edges are too
         self.counts: Counts = np.zeros(bins, dtype=np.int64)
-        self.edges: Floats = np.histogram_bin_edges(np.zeros(0, np.float32), bins, self._range)
+        self.edges: Floats = np.histogram(np.zeros(0, np.float32), bins, range=self._range)[1]
 
     def see(self, x: Tensor) -> None:
         """Count float32 [rows, K]."""

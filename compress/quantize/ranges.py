@@ -15,7 +15,7 @@ not depend on the pieces.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +70,7 @@ class Histogram:
         self.method, self.extremes, self._bins = method, extremes, bins
         largest = extremes.largest
         lowest = {"entropy": -largest, "percentile": extremes.least}.get(method, np.float32(0))
-        self._range: Any = (lowest, largest)  # float32, so that the edges are too
+        self._range = cast(Any, (lowest, largest))  # float32, so that the edges are too
         self.counts: Counts = np.zeros(bins, dtype=np.int64)
         self.edges: Floats = np.histogram(np.zeros(0, np.float32), bins, range=self._range)[1]
 

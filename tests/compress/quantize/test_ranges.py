@@ -13,6 +13,8 @@ VALUES = {
     "with outliers": NUMBERS.standard_t(2, (400, 30)),
     "positive": np.maximum(NUMBERS.standard_normal((400, 30)) + 0.5, 0.1),
     "negative": -np.abs(NUMBERS.standard_normal((400, 30))) - 1,
+    "one-sided": np.concatenate([NUMBERS.standard_normal((400, 30)), np.full((20, 30), 9.0)]),
+    "one-sided and rare": np.concatenate([NUMBERS.standard_normal((400, 30)), np.full((1, 30), 30.0)]),
 }
 EACH = pytest.mark.parametrize("name", VALUES)
 

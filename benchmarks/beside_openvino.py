@@ -27,7 +27,7 @@ from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.settings import Generation
-from smelt.runtime.predict import encode_texts, generate_texts, make_batches
+from smelt.runtime.predict import generate_texts
 
 SHAPES = ((1, 128), (8, 64))
 SYSTEMS = (

@@ -108,9 +108,7 @@ class Onnx:
             for name in ("config.json", "generation_config.json", MODULES):
                 if (src.path / name).is_file():
                     shutil.copyfile(src.path / name, ctx.out / name)
-            subject = Subject(
-                ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype
-            )
+            subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype)
             ctx.facts["parity"] = check_graphs(subject, reference)
             if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
                 _write_loops(ctx, subject, reference.batch)

@@ -69,7 +69,9 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
         }
         facts[graph.name] = counts
     exact = _check_exactly(subject, reference)
-    deployed = exact if (subject.kind, subject.dtype) == ("fp32", "fp32") else _check_as_deployed(subject, reference)
+    deployed = (
+        exact if (subject.kind, subject.dtype) == ("fp32", "fp32") else _check_as_deployed(subject, reference)
+    )
     for name, counts in facts.items():
         inner = {word: exact[name][word] for word in ("largest", "mean")}
         facts[name] = {**deployed[name], "exact": inner, **counts}

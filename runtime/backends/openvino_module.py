@@ -42,7 +42,9 @@ def import_openvino() -> Any:
         with _untold():
             module = importlib.import_module("openvino")
     except (ImportError, OSError, RuntimeError) as error:
-        raise MissingDependencyError(f"openvino is installed but cannot be loaded: {error}. {INSTALL}") from error
+        raise MissingDependencyError(
+            f"openvino is installed but cannot be loaded: {error}. {INSTALL}"
+        ) from error
     found = version_of(module)
     if int(found.split(".", maxsplit=1)[0]) < _OLDEST:
         raise InputError(f"OpenVINO {found} is installed; smelt needs {_OLDEST} or newer. {INSTALL}")

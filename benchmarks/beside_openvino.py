@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def export(source: Path, task: Any, data: dict[str, Split], out: Path) -> None:
         (out / target).mkdir(parents=True)
         root = Artifact(source, manifest)
         context = Context(
-            out=out / target, task=task, data=data, seed=0, ancestors={"model": root}, score=lambda _: {}, threads=1
+            out=out / target, task=task, data=data, seed=0, ancestors={"model": root},
+            score=lambda _: {}, threads=1,
         )  # fmt: skip
         Onnx()(root, OnnxSettings(target=target), context)
 
@@ -103,7 +105,7 @@ def encoder(folder: Path, rounds: int) -> None:
     for rows, length in SHAPES:
         ids = rng.integers(1000, 30000, (rows, length))
         batch = Batch(ids, np.ones_like(ids))
-        times, results = in_turn({n: lambda r=r: r.forward(batch) for n, r in runners.items()}, rounds)
+        times, results = in_turn({n: partial(r.forward, batch) for n, r in runners.items()}, rounds)
         expected = results["ONNX Runtime fp32"]
         off = {n: f"{np.abs(r - expected).mean() / expected.std():.1g}" for n, r in results.items()}
         tell(f"BERT-base, {rows} x {length}", times, off)
@@ -113,7 +115,7 @@ def translator(folder: Path, texts: list[str], rounds: int, batch_size: int) -> 
     """Time greedy translation, smelt's loop and the tokenizer included."""
     runners = opened(folder)
     wishes = Generation(max_new_tokens=128)
-    calls = {n: lambda r=r: generate_texts(r, texts, wishes, batch_size) for n, r in runners.items()}
+    calls = {n: partial(generate_texts, r, texts, wishes, batch_size) for n, r in runners.items()}
     times, results = in_turn(calls, rounds)
     each = {name: [value / len(texts) for value in found] for name, found in times.items()}
     expected = results["ONNX Runtime fp32"]

@@ -28,8 +28,8 @@ class OnnxSettings(Settings):
     """Where the graphs will run and in which precision.
 
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
-    operators). dtype: fp16 is for GPUs. bf16 is for openvino: the file stays float32, and OpenVINO computes in
-    bf16. simplify: run onnxsim, keep the result only where it computes the same.
+    operators). dtype: fp16 is for GPUs. bf16 is for openvino: the file stays float32, and OpenVINO computes
+    in bf16. simplify: run onnxsim, keep the result only where it computes the same.
     opset: of the standard operators. loop: also write the whole generation as one graph, which is what smelt
     then runs; on ort-cpu, for models that generate.
     """
@@ -130,8 +130,8 @@ def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
     import_openvino()
     if settings.dtype == "bf16" and not has_bf16():
         ctx.warnings.append(
-            "this processor has no bf16, so OpenVINO computes in float32 here: parity, scores and times of this"
-            " artifact are float32's, and say nothing of one that has"
+            "this processor has no bf16, so OpenVINO computes in float32 here: parity, scores and times of"
+            " this artifact are float32's, and say nothing of one that has"
         )
 
 

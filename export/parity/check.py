@@ -69,9 +69,8 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
         }
         facts[graph.name] = counts
     exact = _check_exactly(subject, reference)
-    deployed = (
-        exact if (subject.kind, subject.dtype) == ("fp32", "fp32") else _check_as_deployed(subject, reference)
-    )
+    is_exact = subject.kind == subject.dtype == "fp32"
+    deployed = exact if is_exact else _check_as_deployed(subject, reference)
     for name, counts in facts.items():
         inner = {word: exact[name][word] for word in ("largest", "mean")}
         facts[name] = {**deployed[name], "exact": inner, **counts}

@@ -28,6 +28,7 @@ def test_a_missing_openvino_stops_a_run_before_any_work_unless_optional(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = "\n  - onnx: {target: ort-cpu}\n  - onnx: {target: openvino}\n    from: model\n    name: ov\n"
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
     plan(folder, stages).require_runnable()
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"step 'ov' cannot run here: OpenVINO is not installed"):

@@ -27,7 +27,8 @@ class Tolerance:
     As deployed (fp16, bf16, or products of a scheme that rounds activations) single values may be far off, so
     there the mean decides. An activation that rounds to another code moves everything after it: equal
     formulas in two runtimes drift apart up to the noise of quantization itself, how far says the scheme
-    (`drift`). Such a tolerance passes a graph without its mask; that one is caught by what is compared exactly.
+    (`drift`). Such a tolerance passes a graph without its mask; that one is caught by what is compared
+    exactly.
     """
 
     largest: float | None

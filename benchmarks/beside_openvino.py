@@ -13,7 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def opened(folder: Path) -> dict[str, Any]:
 
 
 def in_turn(
-    systems: dict[str, Callable[[], Any]], rounds: int
+    systems: Mapping[str, Callable[[], Any]], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Return each system's processor times, ms, without its first call, and what it gave last."""
     results = {name: call() for name, call in systems.items()}

@@ -67,4 +67,5 @@ def test_predict_eval_and_bench_take_such_an_artifact(home):
     folder = home / "run" / "artifacts" / "ov"
     assert harness.smelt("predict", folder, "a b c", code=0).output.strip()
     assert "accuracy" in harness.smelt("eval", folder, "--data", home / "data.jsonl", code=0).output
-    assert "openvino" in harness.smelt("bench", folder, "--texts", 2, "--rounds", 3, code=0).output.lower()
+    timed = harness.smelt("bench", folder, "--texts", 2, "--rounds", 3, "--batch-size", 1, "--json", code=0)
+    assert json.loads(timed.output[timed.output.index("{") :])

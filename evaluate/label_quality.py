@@ -80,7 +80,7 @@ def score_numbers(
     for metric in metrics:
         signature = f"{settings[metric]}|{_BOOTSTRAP}"
         statistics = Statistics(metric=metric, signature=signature, examples=examples, rows=rows)
-        scores[metric] = _score(statistics, higher_is_better=metric != "mse")
+        scores[metric] = _score(statistics)
     return scores
 
 

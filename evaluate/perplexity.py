@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
+from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.quality import Score
 from smelt.evaluate.significance import RESAMPLES, SEED, Statistics, bootstrap_interval, value_of
 
 WINDOW_METRICS = ("perplexity", "bits_per_byte")
-_UNITS = {"perplexity": "perplexity", "bits_per_byte": "bits/byte"}
 
 
 def score_windows(
@@ -61,8 +61,8 @@ def score_windows(
         scores[metric] = Score(
             metric=metric,
             value=value_of(statistics),
-            unit=_UNITS[metric],
-            higher_is_better=False,
+            unit=METRICS[metric].unit,
+            higher_is_better=METRICS[metric].higher_is_better,
             n=sum(tokens),
             ci95=bootstrap_interval(statistics),
             signature=signature,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
+from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.significance import (
     RESAMPLES,
     SEED,
@@ -23,22 +24,6 @@ from smelt.evaluate.significance import (
 
 TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
 LABEL_METRICS = ("accuracy", "f1")
-_UNITS = {
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "accuracy": "%",
-    "f1": "F1",
-    "f1_micro": "F1",
-    "f1_macro": "F1",
-    "subset_accuracy": "%",
-    "pearson": "Pearson",
-    "spearman": "Spearman",
-    "mse": "MSE",
-    "agreement": "cosine",
-}
 _BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
 
 
@@ -133,13 +118,13 @@ def _score(
     statistics: Statistics,
     value: float | None = None,
     interval: tuple[float, float] | None = None,
-    higher_is_better: bool = True,
 ) -> Score:
+    known = METRICS[statistics.metric]
     return Score(
         metric=statistics.metric,
         value=value_of(statistics) if value is None else value,
-        unit=_UNITS[statistics.metric],
-        higher_is_better=higher_is_better,
+        unit=known.unit,
+        higher_is_better=known.higher_is_better,
         n=len(statistics.rows),
         ci95=interval or bootstrap_interval(statistics),
         signature=statistics.signature,

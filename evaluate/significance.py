@@ -27,6 +27,8 @@ _CELLS = 4_000_000  # weights held at a time: 32 MB
 Array = NDArray[np.float64]
 # whose rows are a prediction and what it should have been, right or wrong
 _HITS = frozenset({"accuracy", "subset_accuracy"})
+# whose value is 100 times the mean of what the examples have
+_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement"})
 
 
 class Statistics(BaseModel):
@@ -224,7 +226,9 @@ def _values(metric: str, rows: Array, weights: Array) -> Array:
         return np.asarray(np.exp(np.minimum(700.0, sums[:, 0] / sums[:, 1])))
     if metric == "bits_per_byte":
         return np.asarray(sums[:, 0] / np.log(2) / np.maximum(1, sums[:, 2]))
-    return np.asarray(100 * sums[:, 0] / weights.sum(1))
+    if metric in _MEANS:
+        return np.asarray(100 * sums[:, 0] / weights.sum(1))
+    raise KeyError(f"'{metric}' has no value on resamples here; label_values.py holds those of labels")
 
 
 def _bleu(sums: Array) -> Array:

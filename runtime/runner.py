@@ -16,7 +16,7 @@ from smelt.core.files import read_json
 from smelt.runtime.backends.backend import Backend, Feeds
 from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.generate.decoding import Decoding
-from smelt.runtime.text.limits import NO_LIMIT, position_limit
+from smelt.runtime.text.limits import NO_LIMIT, lower_position_limit
 from smelt.runtime.text.tools import TextTools
 
 
@@ -79,8 +79,7 @@ class Runner(Protocol):
         if self.in_pieces:
             most = None
             if backend.in_all is not None:  # a text may be as long as model and runtime both allow
-                limits = (position_limit(self.config), backend.in_all)
-                self.config["max_position_embeddings"] = min(n for n in limits if n)
+                lower_position_limit(self.config, backend.in_all)
         # where texts are longer than one call takes, they are cut, and counted, where all others are
         self.text = TextTools(self.folder, self.config, self.generation_config, most or NO_LIMIT)
 

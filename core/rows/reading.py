@@ -52,7 +52,11 @@ def _json_lines(path: Path) -> Rows:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}:{number}: broken JSON: {error}. Read: {line[:80]!r}") from error
+                # a line that begins no value of JSON at all is of another kind of file
+                plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
+                raise InputError(
+                    f"{path}:{number}: broken JSON: {error}. Read: {line[:80]!r}.{plain}"
+                ) from error
             yield f"{path}:{number}", object_row(row, f"{path}:{number}")
 
 

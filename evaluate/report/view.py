@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.report.schema import (
     ClassifierParts,
     Difference,
@@ -19,26 +20,8 @@ MISSING = "–"
 MINUS = "−"
 DOUBT = "?"  # behind a speed-up whose times were disturbed
 SIGNIFICANT = 0.05
-_LABELS = {
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "accuracy": "Accuracy",
-    "f1": "F1",
-    "f1_micro": "F1 micro",
-    "f1_macro": "F1 macro",
-    "subset_accuracy": "Subset accuracy",
-    "pearson": "Pearson",
-    "spearman": "Spearman",
-    "mse": "MSE",
-    "agreement": "Agreement",
-    "perplexity": "Perplexity",
-    "bits_per_byte": "Bits per byte",
-    "size_bytes": "size",
-    "speedup": "speed-up",
-}
+_TITLES = {name: metric.title for name, metric in METRICS.items()}
+_TITLES |= {"size_bytes": "size", "speedup": "speed-up"}
 
 # whose n counts the tokens that were predicted
 OF_TOKENS = frozenset({"perplexity", "bits_per_byte"})
@@ -90,7 +73,7 @@ def batch_sizes(report: Report) -> list[int]:
 
 def label(metric: str) -> str:
     """Return the metric's name as papers write it."""
-    return _LABELS.get(metric, metric)
+    return _TITLES.get(metric, metric)
 
 
 def digits(metric: str | None) -> int:

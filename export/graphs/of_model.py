@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from smelt.export.graphs.attention import Scope
 from smelt.export.graphs.attention_modules import attention_modules, graph_attention, pack_projections
 from smelt.export.graphs.decoder_only import causal_graph
 from smelt.export.graphs.graph import Graph
+from smelt.export.graphs.operator_table import table_read_once
 from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
@@ -119,10 +122,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
     _prepare(graph)
     try:
         # tracing makes millions of objects that live on: looking through them took 22 % of the time
-        with uncollected(), emit.exporting_to(target), torch.no_grad(), warnings.catch_warnings():
-            # torch warns of its own deprecated calls, of shared axes, and that torchvision is not there
-            warnings.simplefilter("ignore")
-            logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+        with uncollected(), table_read_once(), emit.exporting_to(target), torch.no_grad(), _silence():
             program = torch.onnx.export(
                 graph.module, graph.inputs, None, dynamo=True, opset_version=opset, verbose=False,
                 input_names=graph.input_names, output_names=graph.output_names, dynamic_shapes=graph.axes,
@@ -135,6 +135,15 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
         return model
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
         raise RunError(f"{graph.name}: torch.onnx.export failed: {error}") from error
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Hide what torch warns of: its own deprecated calls, shared axes, and that torchvision is not there."""
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _name_kept(graph: Any) -> None:

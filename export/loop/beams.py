@@ -63,13 +63,17 @@ def beam(root: Level, source: Source, vocabulary: int) -> str:
     ]
     carried = [*parts, Carried("ids", source.ids, np.int64, (None, None)), *source.caches, *source.extra]
     shared = [one.first for one in source.shared]
+    n = b.op("Unsqueeze", "num_beams", b.const([0]))
+    # so many that N are left even if all others end
+    each = b.op("Max", b.op("Add", b.rows("eos_token_ids"), b.const([1])), b.const([2]))
+    kept = b.op("Mul", n, b.op("Min", each, b.const([vocabulary])))
 
     def body(b: Builder, count: str, names: list[str]) -> tuple[str, list[str]]:
         now, (ids, *rest) = _Beams(*names[: len(parts)]), names[len(parts) :]
         caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
         found = source.step([root, Level(b)], ids, caches, extra, (0, shared), beams=True)
         mask = extra[0] if source.mask else None
-        search = _Step(b, count, vocabulary)
+        search = _Step(b, count, vocabulary, kept, n)
         totals = search.totals(found.logits, now, mask)
         again, after, ids, old = search.choose(totals, now, found.logits)
         moved = [b.op("Gather", name, old, axis=0) for name in (*found.caches, *found.extra)]
@@ -96,14 +100,14 @@ def _begin(b: Builder, prompt: str) -> _Beams:
 
 
 class _Step:
-    """One step of beam search, in the graph `b`; `count` is its number, int64 scalar."""
+    """One step of beam search, in the graph `b`.
 
-    def __init__(self, b: Builder, count: str, vocabulary: int) -> None:
+    count: its number, int64 scalar. kept, beams: int64 [1], K and N.
+    """
+
+    def __init__(self, b: Builder, count: str, vocabulary: int, kept: str, beams: str) -> None:
         self.b, self.count, self.vocabulary = b, count, vocabulary
-        # so many that N are left even if all others end
-        each = b.op("Max", b.op("Add", b.rows("eos_token_ids"), b.const([1])), b.const([2]))
-        self.kept = b.op("Mul", "num_beams", each)
-        self.beams = b.op("Unsqueeze", "num_beams", b.const([0]))
+        self.kept, self.beams = kept, beams
         self.new = b.op("Add", count, b.const(1))  # tokens behind the prompt, this one counted
         self.out = b.const(_OUT, np.float32)
 
@@ -118,17 +122,23 @@ class _Step:
         texts = b.op("Slice", now.texts, b.const([0]), each, b.const([1]))
         flat = b.op("Reshape", texts, b.op("Concat", rows, b.op("Shape", texts, start=2), axis=0))
         ruled = apply_rules(b, scores, flat, rule, mask)
+        # each way ends in the sum itself: what a branch hands on as it is would be copied
+        before = b.op("Unsqueeze", now.scores, b.const([2]))
+        table = b.op("Concat", batch, b.const([-1, v]), axis=0)
+
+        def added(inside: Builder, scores: str) -> str:
+            return inside.op("Add", inside.op("Reshape", scores, table), before)
+
+        def as_ruled(inside: Builder) -> str:
+            return inside.choose(
+                "renormalize_logits", lambda i: added(i, i.op("LogSoftmax", ruled, axis=-1)),
+                lambda i: added(i, ruled), np.float32, (None, None, None),
+            )  # fmt: skip
+
         forced = b.op("GreaterOrEqual", rule.forced, b.const(0))
-        ruled = b.choose(
-            forced, lambda i: i.op("Expand", rule.row, i.op("Shape", ruled)),
-            lambda i: i.op("Identity", ruled), np.float32, (None, None),
-        )  # fmt: skip
-        ruled = b.choose(
-            "renormalize_logits", lambda i: i.op("LogSoftmax", ruled, axis=-1),
-            lambda i: i.op("Identity", ruled), np.float32, (None, None),
-        )  # fmt: skip
-        parts = b.op("Reshape", ruled, b.op("Concat", batch, b.const([-1, v]), axis=0))
-        sums = b.op("Add", parts, b.op("Unsqueeze", now.scores, b.const([2])))
+        sums = b.choose(
+            forced, lambda i: i.op("Add", rule.row, before), as_ruled, np.float32, (None, None, None)
+        )
         return b.op("Reshape", sums, b.op("Concat", batch, b.const([-1]), axis=0))
 
     def choose(self, totals: str, now: _Beams, logits: str) -> tuple[str, list[str], str, str]:

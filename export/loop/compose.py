@@ -38,7 +38,7 @@ def compose(encoder: Any | None, decoder: Any, defaults: Mapping[str, Any], beam
         inputs = inputs | {START: (np.int64, ())}
         source = Translator(b, encoder.graph, decoder.graph, START)
     vocabulary = defaults["rule_biases"].shape[1]
-    found = beam(root, source, vocabulary) if beams else greedy(root, source)
+    found = beam(root, source, vocabulary) if beams else greedy(root, source, vocabulary)
     b.nodes.append(helper.make_node("Identity", [found], ["sequences"], "sequences"))
     outside = [value(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")]
     for name, (dtype, shape) in inputs.items():

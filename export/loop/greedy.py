@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from smelt.export.loop.builder import Builder, Carried
+from smelt.export.loop.logits import add_to_logits, are_many, largest
 from smelt.export.loop.place import Level
-from smelt.export.loop.rules import apply_rules, ends, rule_of
+from smelt.export.loop.rules import by_texts, ends, rule_of
 from smelt.export.loop.source import Source
 
 
-def greedy(root: Level, source: Source) -> str:
+def greedy(root: Level, source: Source, vocabulary: int) -> str:
     """Append greedy search; return int64 [B, T], each row's prompt and new tokens, padded behind its end.
 
     Rows that have ended leave the batch once they are a quarter of it: to take the others out of the
@@ -41,7 +42,7 @@ def greedy(root: Level, source: Source) -> str:
         shared, state = rest[: len(source.shared)], rest[len(source.shared) :]
         levels = [root, Level(b)]
         after, texts, ids, done, state = _until_rows_may_leave(
-            levels, source, step, texts, ids, shared, state
+            levels, source, vocabulary, step, texts, ids, shared, state
         )
         grown = b.op("Sub", b.size(texts, 1), b.size(all_texts, 1))
         block = b.op("Concat", b.rows(all_texts), b.op("Unsqueeze", grown, b.const([0])), axis=0)
@@ -59,6 +60,7 @@ def greedy(root: Level, source: Source) -> str:
 def _until_rows_may_leave(
     levels: list[Level],
     source: Source,
+    vocabulary: int,
     step: str,
     texts: str,
     ids: str,
@@ -71,6 +73,7 @@ def _until_rows_may_leave(
     none = b.op("Expand", b.const(False, np.bool_), rows)
     # as few rows left as this, and the others leave
     quarter = b.op("Max", b.op("Div", rows, b.const([4])), b.const([1]))
+    many = are_many(b, rows, vocabulary)
     few = b.op("Squeeze", b.op("Sub", rows, quarter), b.const([0]))
     carried = [
         Carried("texts", texts, np.int64, (None, None)),
@@ -83,10 +86,15 @@ def _until_rows_may_leave(
         texts, ids, done, *rest = names
         caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
         inside = [*levels, Level(b)]
-        found = source.step(inside, ids, caches, extra, (1, shared), beams=False)
         rule = rule_of(b, b.op("Add", count, step))
-        scores = apply_rules(b, found.logits, texts, rule, extra[0] if source.mask else None)
-        best = b.op("ArgMax", scores, axis=1, keepdims=0)
+        found = source.step(inside, ids, caches, extra, (1, shared), beams=False)
+        scores = add_to_logits(b, found.logits, rule.row)
+        mask = extra[0] if source.mask else None
+        best = b.choose(
+            "text_rules",
+            lambda i: i.op("ArgMax", by_texts(i, scores, texts, mask), axis=1, keepdims=0),
+            lambda i: largest(i, scores, vocabulary, many), np.int64, (None,),
+        )  # fmt: skip
         forced = b.op("Where", b.op("Less", rule.forced, b.const(0)), best, rule.forced)
         token = b.op("Where", done, "pad_token_id", forced)
         done = b.op("Or", done, ends(b, token))

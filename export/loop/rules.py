@@ -55,15 +55,18 @@ def apply_rules(b: Builder, scores: str, texts: str, rule: Rule, mask: str | Non
         rule: of the step.
         mask: int64 [R, T], 0 where a text's prompt is padded; None where it never is.
     """
-
-    def by_texts(inside: Builder) -> str:
-        seen = texts if mask is None else _without_padding(inside, texts, mask)
-        changed = _less_repetition(inside, scores, seen)
-        return inside.op("Add", _no_repeated_ngrams(inside, changed, texts), rule.row)
-
     return b.choose(
-        "text_rules", by_texts, lambda inside: inside.op("Add", scores, rule.row), np.float32, (None, None)
-    )
+        "text_rules",
+        lambda inside: inside.op("Add", by_texts(inside, scores, texts, mask), rule.row),
+        lambda inside: inside.op("Add", scores, rule.row),
+        np.float32, (None, None),
+    )  # fmt: skip
+
+
+def by_texts(b: Builder, scores: str, texts: str, mask: str | None) -> str:
+    """Return float32 `scores` [R, V] as the rules change them that ask for the words so far."""
+    seen = texts if mask is None else _without_padding(b, texts, mask)
+    return _no_repeated_ngrams(b, _less_repetition(b, scores, seen), texts)
 
 
 def ends(b: Builder, tokens: str) -> str:

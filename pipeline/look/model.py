@@ -22,7 +22,7 @@ from smelt.look.model_folder import (
 from smelt.recipe.problem import has_classifier
 from smelt.runtime.models.weight_files import values_in, weight_tensors
 from smelt.runtime.text.limits import position_limit
-from smelt.runtime.text.sentence_files import MODULES
+from smelt.runtime.text.sentence_files import MODULES, read_sentence_rules
 
 # safetensors' words for the types of floating numbers.
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -34,7 +34,7 @@ class ModelLook:
 
     folder: None for an id on the hub, of which only the config was read. family: the config's model_type.
     task: what it is for; tasks: all that its family can be for. parameters: values in its weights;
-    None where they were not read. dtype: of most of them. limit: tokens that it has room for.
+    None where they were not read. dtype: of most of them. limit: the most tokens of a text.
     new_head: it has no classifier yet. config: its Hugging Face config. languages: source and target, as its
     tokenizer calls them, where its files say them.
     """
@@ -77,11 +77,18 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         tasks=tasks,
         parameters=count,
         dtype=dtype,
-        limit=position_limit(config),
+        limit=_limit(folder, config, chosen),
         new_head=chosen == "text-classification" and not has_classifier(config),
         config=config,
         languages=_languages(folder) if folder is not None else (None, None),
     )
+
+
+def _limit(folder: Path | None, config: Mapping[str, Any], task: Task) -> int | None:
+    """Return how many tokens the model reads: of a sentence embedder what its own files say, if less."""
+    rules = read_sentence_rules(folder) if folder is not None and task == SIMILARITY else None
+    said = [n for n in (position_limit(config), rules.max_length if rules else None) if n is not None]
+    return min(said, default=None)
 
 
 def _config_from_hub(model: str) -> Path:

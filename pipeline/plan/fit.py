@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.data import Split, Task
 from smelt.look.model_folder import read_config
 from smelt.plan.plan import Step
+from smelt.plan.untrained import config_file, read_outline
 from smelt.recipe.errors import Mistakes, touches
+from smelt.recipe.inputs import Untrained
+from smelt.recipe.recipe import Recipe
 from smelt.recipe.stages import ROOT
+from smelt.runtime.text.limits import position_limit
 
 if TYPE_CHECKING:
     from smelt.recipe.yaml_file import Where
@@ -51,6 +55,27 @@ def check_fit(
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
+
+
+def check_windows(recipe: Recipe, folder: Path | None, mistakes: Mistakes) -> None:
+    """Note windows that are longer than what the model has positions for, with weights or without.
+
+    folder: None where the model is still to be fetched or made.
+    """
+    length = recipe.data.windows.length
+    if length is None:
+        return
+    config: Mapping[str, Any] = {}
+    if isinstance(recipe.model, Untrained):
+        config, _ = read_outline(config_file(recipe.model, recipe.base))
+    elif folder is not None:
+        config, _ = read_config(folder)
+    limit = position_limit(config)
+    if limit is not None and length > limit:
+        mistakes.add(
+            ("data", "windows", "length"),
+            f"{length} is more than the {limit} tokens that the model takes; say {limit} or less.",
+        )
 
 
 def check_rows(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from smelt.plan.checks import Checker
 from smelt.plan.engines import fit_engines
-from smelt.plan.fit import check_fit, check_rows
+from smelt.plan.fit import check_fit, check_rows, check_windows
 from smelt.plan.gates import baseline, cut, gates
 from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
@@ -48,6 +48,7 @@ def make_plan(
     check_untrained(read, every, mistakes, bad)
     check_new_head(read, every, folder, mistakes)
     check_fit(every, checker.places, folder, mistakes)
+    check_windows(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
+from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.plan.plan import Plan, Step
 from smelt.plan.sentences import described, sentence_rules
 from smelt.plan.text_rules import text_rules
 from smelt.recipe.inputs import Untrained
-from smelt.recipe.recipe import LOWER_IS_BETTER
 from smelt.recipe.stages import ROOT
 
 WIDTH = 80

@@ -13,6 +13,7 @@ from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
 from smelt.evaluate.latency import LatencySettings
+from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.recipe.errors import Mistakes, check, dotted, shown, touches
 from smelt.recipe.inputs import Data, Embedding, Untrained
 from smelt.recipe.overrides import apply_overrides
@@ -38,8 +39,6 @@ DEFAULT_METRICS = METRICS | {
     "text-classification": (),
     "sentence-similarity": (),
 }
-# Of these less is better, so that `max_drop` limits a rise, and the other limit is `max`.
-LOWER_IS_BETTER = frozenset({"perplexity", "bits_per_byte", "mse"})
 
 # Stages that train all weights: a model without any needs one before it can be a baseline.
 TRAINING_STAGES = ("finetune", "distill")
@@ -252,6 +251,7 @@ def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     every = METRICS[keys.task]
     measured = every if touches(bad, "score.quality") else keys.score.quality or every
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
+    # of these less is better, so that `max_drop` limits a rise
     limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
     limits |= {"speedup": ("min",), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():

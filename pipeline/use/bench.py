@@ -168,21 +168,22 @@ def bench_text(result: Mapping[str, Any]) -> str:
     threads = next((row["threads"] for a in artifacts.values() for row in a["latency"]), 0)
     places = ", ".join(sorted({a["device"] for a in artifacts.values()}))
     texts, cpu = result["texts"], result["environment"]["cpu"]
+    used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
+    count = f"{used:,} of {texts['n']:,}" if used < texts["n"] else f"{texts['n']:,}"
     notes = [
         f"From text to text. The rounds of each alternate with those of '{result['baseline']}', which the"
-        f" speed-up is against; [95 % interval]. {texts['n']:,} texts ({texts['from']}),"
+        f" speed-up is against; [95 % interval]. {count} texts ({texts['from']}),"
         f" {threads} thread{'s' * (threads != 1)}, {places}, {cpu}."
     ]
     notes += [f"{name}: {a['error']}" for name, a in artifacts.items() if a["error"]]
-    doubts = [
-        f"{name}, batch {row['batch_size']}: {row['reason']}"
-        for name, a in artifacts.items()
-        for row in a["latency"]
-        if not row["stable"]
-    ]
+    doubts: dict[str, list[str]] = {}
+    for name, a in artifacts.items():
+        for row in a["latency"]:
+            if not row["stable"]:
+                doubts.setdefault(row["reason"], []).append(f"{name}, batch {row['batch_size']}")
     if doubts:
         said = f"{DOUBT} No speed is claimed; try again when the machine is quiet. "
-        notes.append(said + "; ".join(doubts) + ".")
+        notes.append(said + "; ".join(f"{'; '.join(who)}: {why}" for why, who in doubts.items()) + ".")
     return "\n".join([*lines, "", *(part for note in notes for part in textwrap.wrap(note, _WIDTH))])
 
 

@@ -66,7 +66,6 @@ class OnnxBackend:
         self._lock = threading.Lock()  # around the opening of graphs
         # the fused attention of this target takes several tokens on top of a past only for one row
         self._by_row = (target or "ort-cpu") == "ort-cpu"
-        self._main: Any = None
         for graph in graphs.in_order:
             _require(folder, graph)
         if not self.whole:  # else they wait until somebody asks for a single step
@@ -82,7 +81,6 @@ class OnnxBackend:
         self._must_keep = any(i.name == KEEP for i in main.get_inputs())
         if self._graphs.caches:
             self._pair_caches(made)
-        self._main = main
         self._publish(made)
 
     def _publish(self, made: dict[str, Any]) -> None:
@@ -168,7 +166,7 @@ class OnnxBackend:
         binding.bind_output("logits", "cpu")
         for name in self._present:
             binding.bind_output(name, self.device)
-        self._main.run_with_iobinding(binding)
+        self._session(self._graphs.main.name).run_with_iobinding(binding)
         return binding.get_outputs()
 
     def _run_few(self, held: Held, feeds: Feeds, wanted: int) -> list[Any]:
@@ -178,7 +176,8 @@ class OnnxBackend:
             n: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(v)) for n, v in fed.items()
         }
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
-        logits, *caches = self._main.run_with_ort_values(["logits", *self._present], values)
+        session = self._session(self._graphs.main.name)
+        logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
         there = caches if self.device == "cpu" else [self._value(cache.numpy()) for cache in caches]
         return [logits, *there]
 
@@ -217,7 +216,7 @@ class OnnxBackend:
 
     def close(self) -> None:
         """Free the sessions and their threads."""
-        self._sessions = self._main = None
+        self._sessions = None
 
 
 def _require(folder: Path, graph: Graph) -> Path:

@@ -78,6 +78,10 @@ def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
     for stack in family.stacks(model.config.to_dict()):
         for table in stack.stream.tables:
             yield table, 1, "hidden", False
+    # where BART's sides have embeddings of their own, a third one stays, which is made as wide as they are
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.endswith(family.embedding):
+            yield name, 1, "hidden", False
     for block in blocks_of(model):
         parts = [(a.products[:-1], a.out) for a in block.attentions]
         for inputs, out in [*parts, (block.feed_forward.inputs, block.feed_forward.down)]:

@@ -37,6 +37,13 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
     return None if rows is None else rows - position_offset(config)
 
 
+def lower_position_limit(config: dict[str, Any], most: int) -> None:
+    """Let `config` say, in its family's own word, that a text has no more than `most` tokens."""
+    word = _positions(config).table
+    if word is not None:
+        config[word] = min(position_limit(config) or most, most) + position_offset(config)
+
+
 def length_limit(tokenizer: Any, config: Mapping[str, Any]) -> int:
     """Return the most tokens that tokenizer and position table both allow."""
     return int(min(tokenizer.model_max_length, position_limit(config) or NO_LIMIT))

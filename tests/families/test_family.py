@@ -137,10 +137,10 @@ def early_states(model, stack, batch):
 
 def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interface(model):
     """Scores times scale, bias and mask make the probabilities that transformers gives: there is no cap."""
-    seen = {}
+    seen, scales = {}, {}
 
     def read(module, query, key, value, attention_mask, scaling=None, position_bias=None, **more):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scales[module] = scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = query @ keys.transpose(2, 3) * scale
         seen[module] = scores + sum(part for part in (position_bias, attention_mask) if part is not None)
@@ -173,8 +173,10 @@ def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interfa
     else:
         probabilities = list(expected.attentions)
     for parts, expected_one in zip(attentions, probabilities, strict=True):
-        found = seen[model.get_submodule(parts.name)].softmax(-1)
-        assert torch.allclose(found, expected_one, atol=1e-5)
+        module = model.get_submodule(parts.name)
+        assert torch.allclose(seen[module].softmax(-1), expected_one, atol=1e-5)
+        if parts.scale not in (None, "width"):
+            assert getattr(module, parts.scale) == pytest.approx(scales[module])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -186,7 +188,7 @@ def test_the_embeddings_are_the_tables_times_the_scale_that_the_family_says(name
     model = family_models.load(name, **({"scale_embedding": True} if scaled else {}))
     config, batch = model.config.to_dict(), family_models.batch_for(model)
     scale = family.embedding_scale(config)
-    assert (scale != 1.0) == (scaled or name in ("gemma", "marian"))
+    assert scale != 1.0 or not scaled
     tables = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     for stack in family.stacks(config):
         words, *others = stack.stream.tables

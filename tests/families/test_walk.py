@@ -10,8 +10,6 @@ from smelt.compress.quantize.stage import quantize_model
 from smelt.families.registry import FAMILIES
 from smelt.families.walk import attentions_of, blocks_of, head_of, states_of, stays_float
 
-SHARED_KEYS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
-
 
 @pytest.fixture(scope="module", params=family_models.NAMES)
 def model(request):
@@ -22,8 +20,12 @@ def model(request):
 def traced(request):
     """A model with its dependency graph. Where queries share keys, the graph breaks at their repetition (it
     takes `expand` for an operation on each element), so that here every query has a key of its own."""
-    apart = {"num_key_value_heads": 4} if request.param in SHARED_KEYS else {}
-    model = family_models.load(request.param, **apart)
+    model = family_models.load(request.param)
+    config = model.config.to_dict()
+    attentions = [a for stack in FAMILIES[request.param].stacks(config) for a in stack.attentions]
+    apart = {a.key_setting: config[a.setting] for a in attentions if a.key_setting and not a.packed}
+    if apart:
+        model = family_models.load(request.param, **apart)
     return model, family_models.graph(model)
 
 

@@ -40,6 +40,19 @@ def test_what_stands_in_the_quick_part_exists() -> None:
     assert missing == []
 
 
+def test_the_longest_files_exist_and_begin_first(pytestconfig: pytest.Config) -> None:
+    assert [file for file in pytest_smelt.LONGEST if not (TESTS / file).is_file()] == []
+    first, second = (f"tests/{file}" for file in pytest_smelt.LONGEST[:2])
+    names = ["tests/a.py::a", f"{second}::b", f"{first}::a", "tests/b.py::a", "tests/b.py::b", f"{second}::a"]
+    items = [
+        SimpleNamespace(nodeid=name, path=TESTS, name="a", keywords={}, add_marker=lambda mark: None)
+        for name in names
+    ]
+    pytest_smelt.pytest_collection_modifyitems(items, pytestconfig)
+    assert [item.nodeid for item in items] == [names[i] for i in (2, 1, 5, 3, 4, 0)]
+    assert not getattr(pytestconfig.option, "loadscopereorder", False)
+
+
 def test_a_file_with_some_of_its_tests_in_the_quick_part_has_no_others_there() -> None:
     path = TESTS / "compress" / "prune" / "test_structured.py"
     assert quick.holds(path, ROOT)

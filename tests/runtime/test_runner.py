@@ -9,10 +9,12 @@ from smelt.core.errors import InputError
 from smelt.evaluate.latency.watch import Watch
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.classifier import Classifier
+from smelt.runtime.generate.decoder_only import DecoderOnly
 from smelt.runtime.generate.loop import generate_with
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.predict import generate_texts
 from smelt.runtime.runner import read_files
+from smelt.runtime.text.limits import position_limit
 
 
 def test_facts_are_the_backends_and_its_end_is_the_runners(tmp_path):
@@ -34,6 +36,17 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(InputError, match=r"generation_config\.json"):
         read_files(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "word"), [("gpt2", "n_positions"), ("llama", "max_position_embeddings")])
+def test_what_a_runtime_takes_is_said_in_the_word_of_the_models_family(tmp_path, family, word):
+    """Prompts are cut, and outputs end, by that number; GPT-2 calls it otherwise than most."""
+    for rows, in_all, expected in ((64, 20, 20), (64, 99, 64)):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{family}", "{word}": {rows}}}')
+        backend = SimpleNamespace(at_once=8, in_all=in_all)
+        runner = DecoderOnly(read_files(tmp_path), backend, generate_with)
+        assert position_limit(runner.config) == expected
+        assert runner.config[word] == expected
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -29,6 +29,14 @@ MOST_LINES = 80
 ENDS, WIDEST = 7, 240
 LAST_OF_OUTPUT = 20
 SPENT = "processor_s"
+LONGEST = (
+    "pipeline/whole/test_matrix.py",
+    "export/parity/test_check.py",
+    "export/graphs/test_every_family.py",
+    "house/test_golden.py",
+    "pipeline/faults/test_kill.py",
+)
+"""The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 BEGIN = pytest.StashKey[float]()
 ROOM: Counter[str] = Counter()
 FILE: Counter[str] = Counter()
@@ -47,6 +55,8 @@ def pytest_configure(config: Any) -> None:
     if once.PLACE not in os.environ:  # or this is a worker of a run that has one
         os.environ[once.PLACE] = tempfile.mkdtemp(prefix="smelt-tests-")
         config.add_cleanup(remove_what_was_made)
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would begin with the files that hold most tests
     trace = logging.getLogger("torch.__trace")
     add = trace.addHandler
     trace.addHandler = lambda handler: None if isinstance(handler, LogCaptureHandler) else add(handler)  # type: ignore[method-assign]
@@ -72,6 +82,13 @@ def pytest_collection_modifyitems(items: list[Any], config: Any) -> None:
     for item in items:
         if quick.holds(item.path, config.rootpath, item.name) and "slow" not in item.keywords:
             item.add_marker("quick")
+    place_of = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+    held = Counter(file_of(item) for item in items)
+    items.sort(key=lambda item: (place_of.get(file_of(item), len(LONGEST)), -held[file_of(item)]))
+
+
+def file_of(item: Any) -> str:
+    return str(item.nodeid).partition("::")[0]
 
 
 # memory

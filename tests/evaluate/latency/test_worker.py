@@ -11,7 +11,7 @@ import tiny
 from smelt.core.data import Example
 from smelt.core.store.store import Store
 from smelt.evaluate.latency import worker as module
-from smelt.evaluate.latency.worker import Worker, groups_of
+from smelt.evaluate.latency.worker import Worker, groups_of, with_first
 
 GENERATION = {"max_new_tokens": 5}
 
@@ -155,6 +155,38 @@ def test_round_times_only_the_calls_and_whole_passes(monkeypatch) -> None:
     assert answer["load"]["wall_ms"] >= 25
     # it slept, so it used no processor: with one thread that is a round that was disturbed
     assert answer["load"]["processor_ms"] < 0.5 * answer["load"]["wall_ms"]
+
+
+class Looping:
+    """A watch over a graph that holds the loop: 3 tokens in 6 ms; first tokens as `firsts` says, ms."""
+
+    def __init__(self, firsts):
+        self.asked, self.firsts = "what", iter(firsts)
+
+    def begin(self):
+        return time.perf_counter_ns()
+
+    def parts(self, begin, end):
+        return [1.0, 6.0, 2.0, 1.0]
+
+    def first_token_ms(self, asked):
+        assert asked == "what"
+        return next(self.firsts)
+
+
+def test_one_first_token_that_was_disturbed_is_not_the_first_token(monkeypatch):
+    worker = Worker()
+    monkeypatch.setattr(worker, "_run", lambda group: None)
+    worker._watch, worker._groups = Looping([2.0, 50.0, 2.5, 3.0, 3.5, 0.1]), [[Example("a")], [Example("b")]]
+    answer = worker.answer({"op": "round", "min_ms": 0.001})
+    assert answer["parts"][:2] == [[1.0, 6.0, 2.0, 1.0, 2.5], [1.0, 6.0, 2.0, 1.0, 3.0]]
+
+
+def test_further_tokens_never_take_less_than_nothing():
+    assert with_first([1.0, 6.0, 2.0, 1.0], 7.0) == [1.0, 6.0, 2.0, 1.0, 6.0]
+    assert with_first([1.0, 6.0, 2.0, 1.0], 4.0) == [1.0, 6.0, 2.0, 1.0, 4.0]
+    # without a further one the first is all, and the parts add up to the call
+    assert with_first([1.0, 6.0, 0.0, 1.0], 4.0) == [1.0, 6.0, 0.0, 1.0, 6.0]
 
 
 def test_groups_are_of_similar_length_and_the_longest_comes_first():

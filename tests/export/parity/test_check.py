@@ -127,7 +127,7 @@ def test_a_right_graph_passes_with_room_to_spare(family, scheme):
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("bert", "fp32"), ("gpt2", "fp32"), ("gpt2", "int8")])
-def test_a_parent_that_preparing_has_changed_is_found(family, scheme, monkeypatch):
+def test_a_parent_that_preparing_has_changed_is_found(family, scheme, tmp_path, monkeypatch):
     """Graph and parent then agree: only what the parent computed before tells."""
     from smelt.export.graphs import of_model as onnx_graphs
 
@@ -140,7 +140,7 @@ def test_a_parent_that_preparing_has_changed_is_found(family, scheme, monkeypatc
 
     monkeypatch.setattr(onnx_graphs, "_prepare", prepare)
     with pytest.raises(ParityError, match=r"^model: logits .* Preparing the export changed the model itself"):
-        exports.exported.__wrapped__(family, scheme)
+        exports.export(tmp_path, family, scheme)
 
 
 def test_a_mistake_below_the_tolerance_as_deployed_is_found(tmp_path):

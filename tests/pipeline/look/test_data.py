@@ -144,6 +144,12 @@ def test_data_that_cannot_be_planned_with_are_refused_and_nothing_is_written(tmp
     assert not (tmp_path / "r.yaml").exists()
 
 
+def test_an_embedder_that_cuts_texts_says_where(tmp_path):
+    assert look(str(sentences.embedder(tmp_path / "short", max_length=17))).limit == 17
+    assert look(str(sentences.embedder(tmp_path / "long"))).limit == 32
+    assert look(str(tmp_path / "short"), "text-classification").limit == 32
+
+
 def test_what_was_seen_is_right(models, tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 

@@ -116,7 +116,14 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
 
 
 def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
-    row = {"batch_size": 1, "threads": 2, "p50_ms": 123456.0, "p90_ms": 1.234, "throughput": 12345.0}
+    row = {
+        "batch_size": 1,
+        "texts": 8,
+        "threads": 2,
+        "p50_ms": 123456.0,
+        "p90_ms": 1.234,
+        "throughput": 12345.0,
+    }
     row |= {"unit": "sentences/s", "speedup": 123.4, "speedup_ci95": [100.0, 234.56]}
     row |= {"stable": False, "reason": "the rounds disagree: from 1.00× to 200.00×"}
     row["parts"] = {"tokenizing_ms": 0.123, "encoding_ms": 12345.6, "first_token_ms": 1.0}
@@ -134,7 +141,9 @@ def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
     assert max(map(len, table.splitlines())) <= 80
     assert "123? [100, 235]" in table
     assert "? No speed is claimed" in table
-    assert "the rounds disagree: from 1.00× to 200.00×" in " ".join(table.split())
+    told = " ".join(table.split())
+    assert told.count("the rounds disagree: from 1.00× to 200.00×") == 1  # what doubts two alike is said once
+    assert "8 of 12 texts (standard)" in told
     (parts,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
     assert parts.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
     assert "1.23" in table

@@ -14,6 +14,7 @@ pytest_plugins = ["refusals"]
     [
         ("", ("data.jsonl: no rows in this file",)),
         ('{"text": "a", "label": 0}\n{"text": "a" "label": 0}', ("data.jsonl:2: broken JSON",)),
+        ("A man rides.\n", ("data.jsonl:1: broken JSON", "Plain text (.txt) is for language-modeling.")),
         ('["a", 0]', ("data.jsonl:1: expected a JSON object with named columns",)),
         ('{"txet": "a", "label": 0}', ("data.jsonl:1: no column 'text'; there are: txet, label", "'txet'?")),
         ('{"text": "a"}', ("no column 'label'",)),

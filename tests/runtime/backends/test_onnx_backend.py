@@ -87,7 +87,9 @@ def test_an_encoder_of_another_model_is_refused(counting):
 
 def test_a_closed_model_says_so(counting):
     with opened(counting) as runner:
-        pass
+        state = runner.encode(BATCH)
+    with pytest.raises(InputError, match="this model was closed"):
+        runner.decode_step(state, np.array([0] * len(BATCH.input_ids)))
     with pytest.raises(InputError, match="this model was closed"):
         runner.encode(BATCH)
     with pytest.raises(InputError, match="this model was closed"):

@@ -158,6 +158,25 @@ def test_a_word_embedding_that_is_the_output_layer_is_a_table_and_reads():
     assert of_words[0].names == ("transformer.wte.weight", "lm_head.weight")
 
 
+@pytest.mark.parametrize("kind", ["Bart", "Marian"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_nobody_reads_any_more_is_as_wide_as_the_others(tied, kind):
+    """transformers makes `shared` for every BART, whether the sides' own are tied to it or not."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=9, d_model=20, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=7, decoder_ffn_dim=7, max_position_embeddings=11,
+        tie_word_embeddings=tied, pad_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}[kind])(
+        config
+    )
+    tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
+    distinct = {model.get_submodule(name).weight for name in tables}
+    assert len(distinct) == (1 if tied else 3)
+    found = {name for axis in hidden_axes(model) if axis.dim == 1 for name in axis.names}
+    assert found >= {f"{name}.weight" for name in tables}
+
+
 def test_a_quantized_layer_has_no_axis_that_could_be_cut():
     from smelt.compress.quantize.settings import QuantizeSettings
     from smelt.compress.quantize.stage import quantize_model

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from typing import Any
 import causal
 import classifiers
 import harness
+import pytest
 import sentences
 import seq2seq
 import tiny
+from once import made_once
 
 from smelt.core.data import Example, Split
 from smelt.core.stage import Context
@@ -59,25 +61,64 @@ def context(out: Path, task: str) -> Context:
 
 @functools.cache
 def exported(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp32") -> Exported:
-    """Return the graphs of a family in a scheme; read only."""
+    """Return the graphs of a family in a scheme; read only. One process of a run traces them."""
+    traced: list[Exported] = []
+
+    def make(folder: Path) -> None:
+        traced.append(export(folder, family, scheme, target, dtype))
+        (folder / "facts.json").write_text(json.dumps(traced[0].facts))
+
+    folder = made_once(f"graphs-{family}-{scheme}-{target}-{dtype}", make)
+    return traced[0] if traced else reopened(folder, family, target, dtype)
+
+
+def export(folder: Path, family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp32") -> Exported:
+    """Make the model of a family, code it and trace its graphs, all in the new folder `folder`."""
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
     from smelt.export.onnx_stage import OnnxSettings
 
     make, task = FAMILIES[family]
-    folder = Path(tempfile.mkdtemp(prefix=f"smelt-{family}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source = make(folder / "model")
     give_biases(source)
     if (settings := SCHEMES[scheme]) is not None:
         ctx = context(folder / "codes", task)
         Quantize()(tiny.artifact(source, task), QuantizeSettings(**settings), ctx)
-        source = ctx.out
     ctx = context(folder / "onnx", task)
     settings = OnnxSettings(target=target, dtype=dtype, loop=False)
-    subject, reference = captured(source, settings, ctx)
-    if dtype == "fp16":  # the comparison rounded the model's weights: it is no longer what it was before
-        reference = replace(reference, exact=None)
-    return Exported(ctx.out, subject, reference, ctx.facts)
+    subject, reference = captured(parent_in(folder), settings, ctx)
+    return Exported(ctx.out, subject, without_exact(reference, dtype), ctx.facts)
+
+
+def parent_in(folder: Path) -> Path:
+    codes = folder / "codes"
+    return codes if codes.is_dir() else folder / "model"
+
+
+def without_exact(reference: Any, dtype: str) -> Any:
+    """In fp16 the comparison rounds the model's weights: it is no longer what it was before."""
+    return replace(reference, exact=None) if dtype == "fp16" else reference
+
+
+def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
+    """Return what `export` left in `folder`: the stage runs again, and takes the graphs as they are."""
+    from smelt.export import onnx_stage
+    from smelt.export.graphs.of_model import _prepare
+    from smelt.export.parity import check
+
+    facts = json.loads((folder / "facts.json").read_text())
+
+    def take(graph: Any, settings: Any, tokens: Any, ctx: Context) -> Any:
+        _prepare(graph)
+        shutil.copyfile(folder / "onnx" / f"{graph.name}.onnx", ctx.out / f"{graph.name}.onnx")
+        return facts["graphs"][graph.name]
+
+    settings = onnx_stage.OnnxSettings(target=target, dtype=dtype, loop=False)
+    with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_stage, "_write", take)
+        patch.setattr(check, "check_graphs", lambda *_: facts["parity"])
+        found = captured(parent_in(folder), settings, context(Path(out) / "onnx", FAMILIES[family][1]))
+    subject = replace(found[0], folder=folder / "onnx")
+    return Exported(subject.folder, subject, without_exact(found[1], dtype), facts)
 
 
 def captured(source: Path, settings: Any, ctx: Context) -> tuple[Any, Any]:
@@ -92,11 +133,9 @@ def captured(source: Path, settings: Any, ctx: Context) -> tuple[Any, Any]:
         seen.extend([subject, reference])
         return real(subject, reference)
 
-    check.check_graphs = spy
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "check_graphs", spy)
         Onnx()(tiny.artifact(source, ctx.task), settings, ctx)
-    finally:
-        check.check_graphs = real
     return seen[0], seen[1]
 
 

@@ -81,6 +81,15 @@ BEAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"beams": 4, "min_length": 9, "forced_eos_token_id": 1}, {"eos_token_id": [1, 4, 8]}),
     ({"beams": 4, "forced_bos_token_id": 6, "begin_suppress_tokens": [7, 8, 9, 10]}, {}),
     ({"beams": 3, "suppress_tokens": [4, 12, 13]}, {"remove_invalid_values": True}),
+    # what a longer text may still be worth decides here, and how many candidates are kept for many ends
+    (
+        {"beams": 2, "length_penalty": 2.0, "early_stopping": "never"},
+        {"eos_token_id": [6, 8, 15, 20, 21, 22]},
+    ),
+    (
+        {"beams": 2, "length_penalty": 5.0, "early_stopping": "never", "max_new_tokens": 25},
+        {"eos_token_id": [5, 14, 15, 21]},
+    ),
 ]
 
 

@@ -1,0 +1,39 @@
+"""The metrics that there are: the unit, the name and the direction of each. No numpy: the recipe reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is known of a metric without any example.
+
+    unit: of its value, as report.json and the tables have it. title: its name as papers write it.
+    higher_is_better: which way is better; of the others a gate's `max_drop` limits the rise.
+    """
+
+    unit: str
+    title: str
+    higher_is_better: bool = True
+
+
+METRICS: dict[str, Metric] = {
+    "bleu": Metric("BLEU", "BLEU"),
+    "chrf": Metric("chrF", "chrF"),
+    "rouge1": Metric("ROUGE-1", "ROUGE-1"),
+    "rouge2": Metric("ROUGE-2", "ROUGE-2"),
+    "rougeL": Metric("ROUGE-L", "ROUGE-L"),
+    "accuracy": Metric("%", "Accuracy"),
+    "f1": Metric("F1", "F1"),
+    "f1_micro": Metric("F1", "F1 micro"),
+    "f1_macro": Metric("F1", "F1 macro"),
+    "subset_accuracy": Metric("%", "Subset accuracy"),
+    "pearson": Metric("Pearson", "Pearson"),
+    "spearman": Metric("Spearman", "Spearman"),
+    "mse": Metric("MSE", "MSE", higher_is_better=False),
+    "agreement": Metric("cosine", "Agreement"),
+    "perplexity": Metric("perplexity", "Perplexity", higher_is_better=False),
+    "bits_per_byte": Metric("bits/byte", "Bits per byte", higher_is_better=False),
+}
+LOWER_IS_BETTER = frozenset(name for name, metric in METRICS.items() if not metric.higher_is_better)

@@ -1,0 +1,102 @@
+"""The question whether a graph of a whole generation says what the loop in Python says."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from smelt.core.errors import ParityError
+from smelt.export.loop.write import _as_good, check_loops
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.decoding import settle
+from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.generate.settings import Generation
+
+PAD, EOS, START, VOCABULARY = 0, 1, 3, 8
+BATCH = Batch(np.ones((2, 3), np.int64), np.ones((2, 3), np.int64))
+
+
+def table():
+    """Return the logits that follow each token: 5, 4, 2, end; 6 is as good as 5 everywhere."""
+    logits = np.zeros((VOCABULARY, VOCABULARY), np.float32)
+    for before, token in ((START, 5), (5, 4), (4, 2), (2, EOS)):
+        logits[before, token] = 9
+    logits[:, 6] = logits[:, 5] - 1e-5
+    logits[6] = logits[5]
+    return logits
+
+
+class Follower:
+    """A runner whose next token depends on the last one alone; its graphs answer as `edit` changes texts."""
+
+    def __init__(self, edit=lambda graph, texts: texts, logits=None):
+        self.backend, self.searches = SimpleNamespace(whole=("generate", "generate_beams")), {}
+        self.folder, self.generation_config = Path("test"), {}
+        self.config = {
+            "is_encoder_decoder": True, "decoder_start_token_id": START, "vocab_size": VOCABULARY,
+            "eos_token_id": EOS, "pad_token_id": PAD,
+        }  # fmt: skip
+        self._edit, self._logits = edit, table() if logits is None else logits
+
+    def encode(self, batch):
+        return None
+
+    def decode_step(self, state, tokens):
+        return self._logits[tokens]
+
+    def reorder(self, state, rows):
+        return state
+
+    def sequences(self, graph, batch, feeds):
+        beams, new = int(feeds.get("num_beams", 1)), int(feeds["max_new_tokens"])
+        decoding = settle(Generation(beams=beams, max_new_tokens=new), self)
+        texts = generate_with(self, batch, decoding)
+        if new > 2:  # the question whether it runs at all is not what is answered otherwise
+            texts = self._edit(graph, texts)
+        longest = max(map(len, texts))
+        return np.array([[START, *text, *[PAD] * (longest - len(text))] for text in texts])
+
+
+def test_the_same_texts_pass():
+    seen = []
+    check_loops(Follower(lambda graph, texts: seen.append((graph, texts)) or texts), BATCH)
+    assert seen == [(graph, [[5, 4, 2, EOS]] * 2) for graph in ("generate", "generate_beams")]
+
+
+def test_a_text_that_is_as_likely_passes():
+    check_loops(Follower(lambda graph, texts: [[6, *text[1:]] for text in texts]), BATCH)
+
+
+@pytest.mark.parametrize("graph", ["generate", "generate_beams"])
+@pytest.mark.parametrize(("text", "said"), [
+    ([7, 4, 2, EOS], r"token 1 is \[7\], the loop in Python chose \[5\]"),
+    ([5, 4, 2, PAD, PAD], r"token 4 is \[0\], the loop in Python chose \[1\]"),
+    ([5, 4, EOS], r"token 3 is \[1\], the loop in Python chose \[2\]"),
+])  # fmt: skip
+def test_another_text_is_an_error_that_names_graph_row_and_token(graph, text, said):
+    def edit(name, texts):
+        return [texts[0], text] if name == graph else texts
+
+    with pytest.raises(ParityError, match=rf"^{graph}: row 1: {said}"):
+        check_loops(Follower(edit), BATCH)
+
+
+def test_a_text_without_its_end_is_an_error():
+    with pytest.raises(ParityError, match=r"^generate: row 0: token 4 is \[\], the loop in Python chose"):
+        check_loops(Follower(lambda graph, texts: [text[:-1] for text in texts]), BATCH)
+
+
+def test_a_graph_that_cannot_be_run_is_an_error_in_words():
+    runner = Follower()
+    runner.sequences = None
+    with pytest.raises(ParityError, match=r"^generate: ONNX Runtime cannot run what was exported"):
+        check_loops(runner, BATCH)
+
+
+@pytest.mark.parametrize(("penalty", "as_good"), [(1.0, True), (0.0, False)])
+def test_texts_of_beams_are_weighed_by_their_lengths(penalty, as_good):
+    """Where all tokens are equally likely, every text has the same mean, and the shorter the higher sum."""
+    runner = Follower(logits=np.zeros((VOCABULARY, VOCABULARY), np.float32))
+    decoding = settle(Generation(beams=2, length_penalty=penalty), runner)
+    assert _as_good(runner, BATCH, 0, ([4, EOS], [4, 5, 6, EOS]), decoding) is as_good

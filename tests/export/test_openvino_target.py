@@ -70,3 +70,23 @@ def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r"smelt\[openvino\]"):
         Onnx()(source, OnnxSettings(target="openvino"), ctx)
     assert not list(ctx.out.iterdir())
+
+
+def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives():
+    from smelt.runtime.backends.openvino_module import compile_graph
+
+    made = exports.exported("bert", "static", "openvino")
+    found = made.facts["parity"]["model"]
+    assert found["mean"] < 0.05
+    assert found["operators"] > 0
+    nodes = compile_graph(made.folder / "model.onnx", "fp32", 1).get_runtime_model().get_ops()
+    told = [{key: str(value) for key, value in node.get_rt_info().items()} for node in nodes]
+    kinds = {info["runtimePrecision"] for info in told if info["layerType"] == "FullyConnected"}
+    assert len(told) > 10
+    assert all("8" in kind for kind in kinds), kinds
+    assert kinds
+
+
+def test_bf16_of_a_quantized_model_is_refused():
+    with pytest.raises(InputError, match="dtype bf16 of a quantized model is not there"):
+        exports.exported("bert", "static", "openvino", "bf16")

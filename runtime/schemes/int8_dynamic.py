@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WHY = "it finds the ranges of activations while running"
+# OpenVINO 2026.4 loads DynamicQuantizeMatMul, but multiplies float32 activations, or int8 ones with ranges of
+# groups of inputs: no faster, or another model than the one that was scored
+_OPENVINO = "it finds one range for the activations of a batch while running"
 
 
 class Int8Dynamic(RowCodes):
@@ -29,7 +32,7 @@ class Int8Dynamic(RowCodes):
         " the whole batch"
     )
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
-    refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY}
+    refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
     leaves_as: ClassVar[str] = "dynamic int8"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"DynamicQuantizeMatMul": (2, 3)}
     # 0.010 was measured on a 4 + 3 layer Marian, where int8 is 0.017 off its fp32 parent; 0.068 on the

@@ -26,7 +26,7 @@ Options: TypeAlias = Mapping[str, Value]
 Grid: TypeAlias = Mapping[str, "Tensor"]
 Use: TypeAlias = Literal["product", "lookup"]
 # The targets of the stage `onnx`.
-TARGETS = ("ort-cpu", "ort-cuda", "tensorrt")
+TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino")
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):
 
 
 def test_several_schemes_run_where_each_of_them_does():
-    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt"]
+    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
     assert targets_of([find("int4"), find("binary")]) == ["ort-cpu"]
-    assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt"]
+    assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt", "openvino"]
 
 
 def test_an_operator_of_two_schemes_has_its_scales_in_one_place():

@@ -1,10 +1,11 @@
 """What a runtime computes from constants when it loads a graph, spelled out as standard operators.
 
 Layers emit place-holders of the domain `smelt.load` (runtime/layers/emit.py) for spreading codes by a table
-of their scheme, for widening scales, and for turning a matrix. The optimizers before them, torch's and
-onnxsim, would store what standard operators make of constants: a file 16 times as large for bits, a second
-matrix beside the first. So they see the place-holders, and these become the last change to the graph. ONNX
-Runtime folds the operators once, when a session is opened, and the file stays small.
+of their scheme, for widening scales, for turning a matrix, and for what int8 codes stand for. The optimizers
+before them, torch's and onnxsim, would store what standard operators make of constants: a file 16 times as
+large for bits, a second matrix beside the first. So they see the place-holders, and these become the last
+change to the graph. ONNX Runtime folds the operators once, when a session is opened, and the file stays
+small.
 
     stored uint8 [N, G, n] -- Cast int32 -- Gather in a table [256, t] -- Reshape -- codes uint8 [N, G, t n]
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from smelt.runtime.layers.emit import LOAD_TIME
+from smelt.runtime.layers.emit_static import DEQUANTIZED
 from smelt.runtime.schemes.registry import load_tables
 
 
@@ -39,18 +41,20 @@ def spell_out(model: Any) -> int:
     graph, tables = model.graph, load_tables()
     shapes = {t.name: list(t.dims) for t in graph.initializer}
     nodes = []
-    made: dict[tuple[str, str], str] = {}  # a constant is widened once for all that read it
+    made: dict[tuple[str, ...], str] = {}  # a constant is widened once for all that read it
     renamed: dict[str, str] = {}
     for node in graph.node:
         if node.domain != LOAD_TIME:
             nodes.append(node)
             continue
         source, result = node.input[0], node.output[0]
-        first = made.setdefault((node.op_type, source), result)
+        first = made.setdefault((node.op_type, *node.input), result)
         if first != result:
             renamed[result] = first
         elif node.op_type == "FloatScales":
             nodes.append(_cast(source, result))
+        elif node.op_type in DEQUANTIZED:
+            nodes.append(_dequantize(node))
         elif node.op_type == "Transposed":
             nodes.append(_turn(source, result))
         else:
@@ -60,7 +64,7 @@ def spell_out(model: Any) -> int:
     found = len(made) + len(renamed)
     if not found:
         return 0
-    for word in sorted({op for op, _ in made} & set(tables)):
+    for word in sorted({op for op, *_ in made} & set(tables)):
         graph.initializer.append(numpy_helper.from_array(tables[word], _name(word)))
     for node in nodes:
         for place, name in enumerate(node.input):
@@ -83,6 +87,13 @@ def _turn(source: str, result: str) -> Any:
     from onnx import helper
 
     return helper.make_node("Transpose", [source], [result], f"{result}.turn", perm=[1, 0])
+
+
+def _dequantize(node: Any) -> Any:
+    from onnx import helper
+
+    result, axis = node.output[0], DEQUANTIZED[node.op_type]
+    return helper.make_node("DequantizeLinear", node.input, [result], f"{result}.dequantize", axis=axis)
 
 
 def _name(word: str) -> str:

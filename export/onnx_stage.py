@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 class OnnxSettings(Settings):
     """Where the graphs will run and in which precision.
 
-    target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda or tensorrt (standard operators).
-    dtype: fp16 is for GPUs. simplify: run onnxsim, keep the result only where it computes the same.
+    target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
+    operators). dtype: fp16 is for GPUs. bf16 is for openvino: the file stays float32, and OpenVINO computes
+    in bf16. simplify: run onnxsim, keep the result only where it computes the same.
     opset: of the standard operators. loop: also write the whole generation as one graph, which is what smelt
     then runs; on ort-cpu, for models that generate.
     """
 
-    target: Literal["ort-cpu", "ort-cuda", "tensorrt"] = "ort-cpu"
-    dtype: Literal["fp32", "fp16"] = "fp32"
+    target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"] = "ort-cpu"
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     simplify: bool = True
     opset: int = Field(default=20, ge=19, le=23)
     loop: bool = True
@@ -43,6 +44,13 @@ class OnnxSettings(Settings):
     def _fits(self) -> Self:
         if self.target == "ort-cpu" and self.dtype == "fp16":
             raise ValueError("dtype fp16 is for GPUs; on the CPU ONNX Runtime converts back at every step")
+        if self.target == "openvino" and self.dtype == "fp16":
+            raise ValueError("dtype fp16 is for GPUs; with target openvino give fp32 or bf16")
+        if self.target != "openvino" and self.dtype == "bf16":
+            raise ValueError(
+                f"dtype bf16 is OpenVINO's: target {self.target} has none; give target: openvino, or another"
+                " dtype"
+            )
         return self
 
 
@@ -58,6 +66,7 @@ class Onnx:
 
         - onnx: {target: ort-cpu}
         - onnx: {target: tensorrt, dtype: fp16}
+        - onnx: {target: openvino, dtype: bf16}
     """
 
     name: ClassVar[str] = "onnx"
@@ -81,6 +90,7 @@ class Onnx:
         from smelt.runtime.models.checkpoint import copy_tokenizer
         from smelt.runtime.text.sentence_files import MODULES
 
+        _require_runtime(settings, ctx)
         with open_runner(src, ctx.threads, "cpu") as opened:
             parent: Any = opened
             model = parent.backend.model
@@ -98,13 +108,31 @@ class Onnx:
             for name in ("config.json", "generation_config.json", MODULES):
                 if (src.path / name).is_file():
                     shutil.copyfile(src.path / name, ctx.out / name)
-            subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads)
+            subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype)
             ctx.facts["parity"] = check_graphs(subject, reference)
             if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
                 _write_loops(ctx, subject, reference.batch)
         copy_tokenizer(src.path, ctx.out)
         _export_tokenizer(src.path, ctx)
         ctx.facts["graphs"] = facts
+
+
+def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
+    """Look for OpenVINO before any work, where it is the target; warn where it has no bf16 here.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    if settings.target != "openvino":
+        return
+    from smelt.runtime.backends.openvino_module import has_bf16, import_openvino
+
+    import_openvino()
+    if settings.dtype == "bf16" and not has_bf16():
+        ctx.warnings.append(
+            "this processor has no bf16, so OpenVINO computes in float32 here: parity, scores and times of"
+            " this artifact are float32's, and say nothing of one that has"
+        )
 
 
 def _export_tokenizer(folder: Path, ctx: Context) -> None:
@@ -153,7 +181,7 @@ def _require_memory(model: Any, settings: OnnxSettings) -> None:
 
 
 def _kind(model: Any, settings: OnnxSettings) -> str:
-    """Return which tolerance holds: of the scheme that is least exact, or of the settings' dtype.
+    """Return which tolerance holds for the files: of the scheme that is least exact, or of their dtype.
 
     Raises:
         InputError: the target cannot run the model's quantized layers.
@@ -163,10 +191,16 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
 
     found = {scheme_of(m) for m in model.modules()}
     _require_target([s for name, s in SCHEMES.items() if name in found], settings.target)
+    if any(scheme_of(m) for m in model.modules()) and settings.dtype != "fp32":
+        raise InputError(
+            f"onnx: dtype {settings.dtype} of a quantized model is not there: its scales would lose digits."
+            " Set dtype: fp32; the products run in int8 whatever it is."
+        )
     products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
     rounded = {m.scheme.name for m in products if m.scheme.rounds_activations(m.options)}
     names = [name for name in reversed(SCHEMES) if name in rounded]
-    return max(names, key=lambda name: SCHEMES[name].drift, default=settings.dtype)
+    filed = "fp16" if settings.dtype == "fp16" else "fp32"  # bf16 is what OpenVINO makes of float32 files
+    return max(names, key=lambda name: SCHEMES[name].drift, default=filed)
 
 
 def _require_target(schemes: list[Scheme], target: str) -> None:
@@ -234,7 +268,7 @@ def _write(graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context) -
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
         ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
     spell_out_file(path)
-    if graph.optional and settings.target != "tensorrt":  # which takes a default for a constant
+    if graph.optional and settings.target not in ("tensorrt", "openvino"):  # to which a default is a constant
         give_defaults(path, graph.optional)
     try:
         onnx.checker.check_model(str(path))

@@ -79,7 +79,7 @@ def run(
 
 
 def load(artifact: str | Path, *, threads: int | None = None, device: str = "auto") -> Model:
-    """Open an artifact in its runtime: torch, ONNX Runtime or TensorRT.
+    """Open an artifact in its runtime: torch, ONNX Runtime, OpenVINO or TensorRT.
 
         with smelt.load("runs/translate/artifacts/onnx-int8") as model:
             print(model.generate(["A man is riding a bicycle."]))

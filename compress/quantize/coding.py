@@ -53,10 +53,10 @@ def fake(weight: Tensor, matrix: Matrix) -> Tensor:
     return straight_through(weight, values)
 
 
-def fake_activations(x: Tensor, scheme: Scheme) -> Tensor:
-    """Return the activations that a layer of `scheme` trains on; gradients pass straight through."""
+def fake_activations(x: Tensor, matrix: Matrix) -> Tensor:
+    """Return the activations that a layer of `matrix` trains on; gradients pass straight through."""
     with torch.no_grad():
-        seen = scheme.seen_in_training(x)
+        seen = matrix.scheme.seen_in_training(matrix, x)
     return x if seen is x else straight_through(x, seen)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all
 from smelt.runtime.schemes.scheme import Option, Scheme, Value
 
+# among the patterns of `skip`: what is most sensitive
+AUTO = "auto"
+_OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observes)
+Method = Literal["minmax", "percentile", "entropy", "mse"]
 _TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
 
 
@@ -48,6 +52,18 @@ else:
     )
 
 
+class Budget(Settings):
+    """How many layers `skip: auto` may leave float; without either number a tenth of them."""
+
+    layers: int | None = Field(default=None, ge=0, description="at most so many")
+    damage: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="none besides, once the others do at most this share of all damage",
+    )
+
+
 class QuantizeSettings(_FromSchemes):
     """What is quantized, and how.
 
@@ -55,14 +71,40 @@ class QuantizeSettings(_FromSchemes):
     """
 
     skip: list[str] = Field(
-        default_factory=list, description="patterns of module names that stay float: `*.decoder.layers.0.*`"
+        default_factory=list,
+        description="patterns of module names that stay float: `*.decoder.layers.0.*`; `auto`: those that"
+        " hurt most when they alone are quantized",
+    )
+    budget: Budget | None = Field(default=None, description="how many layers `skip: auto` leaves float")
+    range: Method = Field(
+        default="percentile",
+        description=f"{_OBSERVING}: how the range of activations is found",
+    )
+    percentile: float = Field(
+        default=99.99, gt=50, le=100, description=f"{_OBSERVING}: of magnitudes, inside the range"
+    )
+    rows: int = Field(
+        default=128,
+        ge=1,
+        description=f"{_OBSERVING}, skip: auto: rows that are looked at (calibration, else train)",
+    )
+    damage_rows: int = Field(
+        default=8,
+        ge=0,
+        description=f"{_OBSERVING}, skip: auto: of them, those on which the damage of each layer is measured",
     )
     embeddings: bool = Field(default=True, description="quantize word embeddings")
     head: bool = Field(default=True, description="quantize the output layer")
     vocabulary: TableScheme | None = Field(default=None, description=_vocabulary())
 
+    @field_validator("skip", mode="before")
+    @classmethod
+    def _one_word(cls, value: Any) -> Any:
+        return [value] if value == AUTO else value
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        self._check_rows()
         schemes = [SCHEMES[name] for name in self.schemes()]
         used = {option.name for scheme in schemes for option in scheme.settings}
         for name in options_of_all():
@@ -77,6 +119,41 @@ class QuantizeSettings(_FromSchemes):
                         option.others or f"{option.name} {value} is not for scheme {scheme.name}; {allowed}"
                     )
         return self
+
+    def _check_rows(self) -> None:
+        """Refuse settings that need another one, or speak of rows that nobody looks at.
+
+        Raises:
+            ValueError: there is one.
+        """
+        given = self.model_fields_set
+        for name in ("range", "percentile"):
+            if name in given and not self.observes:
+                raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
+        for name in ("rows", "damage_rows"):
+            if name in given and not self.reads_rows:
+                raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
+        if "percentile" in given and self.range != "percentile":
+            raise ValueError(f"percentile means nothing with range: {self.range}; remove it")
+        if "budget" in given and AUTO not in self.skip:
+            raise ValueError("budget is for skip: auto; add that, or remove it")
+        if AUTO in self.skip and not self.damage_rows:
+            raise ValueError("skip: auto chooses by the damage of each layer; damage_rows must be 1 or more")
+
+    @property
+    def observes(self) -> bool:
+        """Whether a scheme needs the range of activations."""
+        return any(SCHEMES[name].observes for name in self.schemes())
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether rows of data are looked at."""
+        return self.observes or AUTO in self.skip
+
+    @property
+    def patterns(self) -> list[str]:
+        """What `skip` says of names."""
+        return [pattern for pattern in self.skip if pattern != AUTO]
 
     @property
     def table_scheme(self) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.settings import AUTO, Budget, QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
 from smelt.runtime.schemes.scheme import Scheme
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.planned import Planned
 
 
 class Quantize:
@@ -24,12 +27,13 @@ class Quantize:
         - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: binary, group_size: 64}
+        - quantize: {scheme: int8-static, range: percentile, skip: auto}
     """
 
     name: ClassVar[str] = "quantize"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = "; ".join(scheme.source for scheme in SCHEMES.values())
     version: ClassVar[int] = 2
     needs_float: ClassVar[bool] = True
@@ -41,8 +45,17 @@ class Quantize:
         """Return what `smelt stages quantize` says of each scheme."""
         return "\n\n".join(_help_of(scheme) for scheme in SCHEMES.values())
 
+    @classmethod
+    def needs_with(cls, settings: QuantizeSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs: rows where activations are looked at, for calibration if there are any."""
+        if not settings.reads_rows:
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""
+        from smelt.compress.quantize.planned import plan_layers, quantize_layers, unused_patterns
+        from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import load_model, save_model
         from smelt.runtime.models.stored_dtype import weight_bytes
 
@@ -51,10 +64,15 @@ class Quantize:
             raise InputError(
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
-        new = quantize_model(model, settings)
+        layers = plan_layers(model, settings)
+        ranges: dict[int, float] = {}
+        if settings.reads_rows and layers:
+            with threads(ctx.threads):
+                layers, ranges = _look(model, layers, src, settings, ctx)
+        new = quantize_layers(model, layers, ranges)
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
-        kept = unused_patterns(model, settings.skip)
+        kept = unused_patterns(model, settings.patterns)
         if kept:
             ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
         ctx.warnings.extend(save_model(model, edits + new, ctx.out, src.path))
@@ -63,75 +81,46 @@ class Quantize:
         )
 
 
+def _look(
+    model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> tuple[list[Planned], dict[int, float]]:
+    """Run `model` over real rows; return the layers to quantize and the ranges of their activations."""
+    from smelt.compress.calibrate import calibration_rows
+    from smelt.compress.quantize.damage import damages, sensitive
+    from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
+
+    rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
+    ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    ranges: dict[int, float] = {}
+    if settings.observes:
+        if rows.tokens < ENOUGH_TOKENS:
+            ctx.warnings.append(
+                f"quantize: the ranges of activations were found on {rows.rows} rows of {rows.origin}, which"
+                f" have {rows.tokens} tokens; larger values in other texts will be cut off. Give"
+                f" {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data: {{calibration:"
+                " FILE}."
+            )
+        ranges = ranges_of(model, layers, rows, settings, ctx)
+        unseen = [layer.name for layer in layers if layer.observes and layer.weight not in ranges]
+        if unseen:
+            ctx.warnings.append(f"quantize: no row reaches {', '.join(unseen)}, which stay float")
+            layers = [layer for layer in layers if layer.name not in unseen]
+    if settings.damage_rows:
+        few = rows.some(settings.damage_rows)
+        found = damages(model, layers, ranges, few, ctx)
+        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in found.items()}
+        ctx.facts["damage_rows"] = few.rows
+        stay = sensitive(found, settings.budget or Budget()) if AUTO in settings.skip else []
+        layers = [layer for layer in layers if layer.name not in stay]
+    return layers, ranges
+
+
 def _help_of(scheme: Scheme) -> str:
     bits = f"{bits_per_weight(scheme, defaults(scheme)):.3g} bits a weight"
     needs = "; needs training afterwards" if scheme.trained else ""
     tables = "" if scheme.tables else f"; embeddings and output layer become {scheme.vocabulary}"
     fit = ", ".join(targets_of([scheme]))
     return f"{scheme.name} ({bits}; runs on {fit}): {scheme.summary}{tables}{needs}."
-
-
-def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
-    """Quantize `model` in place; return the edits that make room for the result.
-
-    Raises:
-        InputError: a layer's weights are not finite.
-    """
-    from torch import nn
-
-    from smelt.compress.quantize.coding import quantize_module
-    from smelt.runtime.layers.quantized import is_table
-    from smelt.runtime.models.structure import names_of, replace_layer
-
-    head = output_layer(model)
-    words = {id(m.weight) for m in word_embeddings(model)}
-    # by the weight's identity: the first module quantized from it
-    done: dict[int, tuple[str, Any]] = {}
-    edits: list[dict[str, Any]] = []
-    for module, names in names_of(model).items():
-        name = names[0]
-        if any(fnmatchcase(n, pattern) for n in names for pattern in settings.skip):
-            continue
-        if isinstance(module, nn.Linear):
-            if module is head and not settings.head:
-                continue
-        elif not (is_table(module) and settings.embeddings and id(module.weight) in words):
-            continue
-        table = module is head or not isinstance(module, nn.Linear)
-        scheme = settings.table_scheme if table else settings.scheme
-        options = settings.options(scheme)
-        try:
-            new = quantize_module(module, scheme, options)
-        except InputError as error:
-            raise InputError(f"quantize: {name}: {error}") from error
-        first_name, first = done.setdefault(id(module.weight), (name, new))
-        edit = {"op": "quantize", "module": name, "scheme": scheme, **options}
-        replace_layer(model, edits, name, new, edit)
-        if first is not new:
-            new.matrix = first.matrix
-            edits.append({"op": "share", "module": f"{name}.matrix", "with": f"{first_name}.matrix"})
-    return edits
-
-
-def output_layer(model: Any) -> Any:
-    """Return the layer that gives the logits: the product with the vocabulary, or a classifier's last."""
-    from torch import nn
-
-    head = model.get_output_embeddings()
-    if head is None and type(model).__name__.endswith("ForSequenceClassification"):
-        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
-    return head
-
-
-def word_embeddings(model: Any) -> list[Any]:
-    """Return the embeddings that token ids are looked up in (not positions, not token types)."""
-    from smelt.runtime.layers.quantized import is_table
-
-    found = [model.get_input_embeddings()]
-    if model.config.is_encoder_decoder:
-        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
-    return [m for m in found if is_table(m)]
 
 
 def facts_of(model: Any) -> dict[str, Any]:
@@ -161,9 +150,3 @@ def facts_of(model: Any) -> dict[str, Any]:
 def _is_padded(matrix: Any) -> bool:
     """Say whether the last group of a matrix is filled up."""
     return bool(matrix.width % matrix.scheme.group(matrix.width, matrix.options))
-
-
-def unused_patterns(model: Any, patterns: list[str]) -> list[str]:
-    """Return the patterns that no module's name matches."""
-    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
-    return [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]

@@ -55,7 +55,7 @@ class LatentLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
-        x = fake_activations(x, self.home.matrix.scheme)
+        x = fake_activations(x, self.home.matrix)
         return F.linear(x, fake(self.weight, self.home.matrix), self.bias)
 
 

@@ -39,12 +39,13 @@ def graph_norms(model: nn.Module, kind: RmsNorm) -> Iterator[None]:
 def root_mean_square(module: Any, kind: RmsNorm, x: Tensor) -> Tensor:
     """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) in the form that suits the target.
 
-    ONNX Runtime fuses x / sqrt(mean(x^2) + eps) * w to one operator. Elsewhere the graph may become fp16,
-    where x^2 overflows from 256 on: the largest entry is divided out first, which changes nothing else.
+    ONNX Runtime and OpenVINO fuse x / sqrt(mean(x^2) + eps) * w to one operator. Elsewhere the graph may
+    become fp16, where x^2 overflows from 256 on: the largest entry is divided out first, which changes
+    nothing else.
     """
     weight, epsilon = module.weight, getattr(module, kind.epsilon)
     weight = 1 + weight if kind.plus_one else weight
-    if emit.export_target() == "ort-cpu":
+    if emit.export_target() in ("ort-cpu", "openvino"):
         normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
         return normal
     largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-3)

@@ -14,7 +14,7 @@ import numpy as np
 
 from smelt.export.loop.builder import Builder, Carried
 from smelt.export.loop.place import Level
-from smelt.export.loop.rules import apply_rules, ends, rule_of
+from smelt.export.loop.rules import Rules, by_texts, ends, prepare_rules, rule_of
 from smelt.export.loop.source import Source
 
 # inputs of a graph that searches with beams, besides those of the rules
@@ -63,17 +63,14 @@ def beam(root: Level, source: Source, vocabulary: int) -> str:
     ]
     carried = [*parts, Carried("ids", source.ids, np.int64, (None, None)), *source.caches, *source.extra]
     shared = [one.first for one in source.shared]
-    n = b.op("Unsqueeze", "num_beams", b.const([0]))
-    # so many that N are left even if all others end
-    each = b.op("Max", b.op("Add", b.rows("eos_token_ids"), b.const([1])), b.const([2]))
-    kept = b.op("Mul", n, b.op("Min", each, b.const([vocabulary])))
+    known = _know(b, source.prompt, vocabulary)
 
     def body(b: Builder, count: str, names: list[str]) -> tuple[str, list[str]]:
         now, (ids, *rest) = _Beams(*names[: len(parts)]), names[len(parts) :]
         caches, extra = rest[: len(source.caches)], rest[len(source.caches) :]
         found = source.step([root, Level(b)], ids, caches, extra, (0, shared), beams=True)
         mask = extra[0] if source.mask else None
-        search = _Step(b, count, vocabulary, kept, n)
+        search = _Step(b, count, known)
         totals = search.totals(found.logits, now, mask)
         again, after, ids, old = search.choose(totals, now, found.logits)
         moved = [b.op("Gather", name, old, axis=0) for name in (*found.caches, *found.extra)]
@@ -81,6 +78,45 @@ def beam(root: Level, source: Source, vocabulary: int) -> str:
 
     texts = b.loop("beams", "max_new_tokens", carried, body)[2]
     return b.op("Gather", texts, b.const(0), axis=1)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The names of what is the same in all steps.
+
+    n, kept, batch: int64 [1], N, K and B. sentences: int64 [B, 1], their numbers. by_beam, flat: int64, the
+    shapes [B, -1, V] and [B, -1]. reserve: bool [K], candidates that only go on. tail: int64 [B, N, 1],
+    padding.
+    """
+
+    vocabulary: int
+    rules: Rules
+    n: str
+    kept: str
+    batch: str
+    sentences: str
+    by_beam: str
+    flat: str
+    reserve: str
+    tail: str
+
+
+def _know(b: Builder, prompt: str, vocabulary: int) -> _Known:
+    zero, one = b.const(0), b.const(1)
+    n, batch = b.op("Unsqueeze", "num_beams", b.const([0])), b.rows(prompt)
+    # so many that N are left even if all others end
+    each = b.op("Max", b.op("Add", b.rows("eos_token_ids"), b.const([1])), b.const([2]))
+    kept = b.op("Mul", n, b.op("Min", each, b.const([vocabulary])))
+    place = b.op("Range", zero, b.op("Squeeze", kept, b.const([0])), one)
+    count = b.op("Range", zero, b.op("Squeeze", batch, b.const([0])), one)
+    return _Known(
+        vocabulary, prepare_rules(b, vocabulary), n, kept, batch,
+        sentences=b.op("Unsqueeze", count, b.const([1])),
+        by_beam=b.op("Concat", batch, b.const([-1, vocabulary]), axis=0),
+        flat=b.op("Concat", batch, b.const([-1]), axis=0),
+        reserve=b.op("GreaterOrEqual", place, n),
+        tail=b.op("Expand", "pad_token_id", b.op("Concat", batch, n, b.const([1]), axis=0)),
+    )  # fmt: skip
 
 
 def _begin(b: Builder, prompt: str) -> _Beams:
@@ -100,34 +136,36 @@ def _begin(b: Builder, prompt: str) -> _Beams:
 
 
 class _Step:
-    """One step of beam search, in the graph `b`.
+    """One step of beam search, in the graph `b`; `count` is its number, int64 scalar."""
 
-    count: its number, int64 scalar. kept, beams: int64 [1], K and N.
-    """
-
-    def __init__(self, b: Builder, count: str, vocabulary: int, kept: str, beams: str) -> None:
-        self.b, self.count, self.vocabulary = b, count, vocabulary
-        self.kept, self.beams = kept, beams
+    def __init__(self, b: Builder, count: str, known: _Known) -> None:
+        self.b, self.count, self.known = b, count, known
         self.new = b.op("Add", count, b.const(1))  # tokens behind the prompt, this one counted
         self.out = b.const(_OUT, np.float32)
 
     def totals(self, logits: str, now: _Beams, mask: str | None) -> str:
         """Return float32 [B, N * V]: what each text would have with each next token."""
-        b, v = self.b, self.vocabulary
+        b, known = self.b, self.known
         scores = b.op("LogSoftmax", logits, axis=-1)
-        rule = rule_of(b, self.count)
-        # in the first step R = B: all beams are the same, and the first stands for all
-        rows, batch = b.rows(logits), b.rows(now.scores)
-        each = b.op("Div", rows, batch)
-        texts = b.op("Slice", now.texts, b.const([0]), each, b.const([1]))
-        flat = b.op("Reshape", texts, b.op("Concat", rows, b.op("Shape", texts, start=2), axis=0))
-        ruled = apply_rules(b, scores, flat, rule, mask)
+        rule = rule_of(b, known.rules, self.count)
+
+        def by_words(inside: Builder) -> str:
+            # in the first step R = B: all beams are the same, and the first stands for all
+            rows = inside.rows(logits)
+            each = inside.op("Div", rows, known.batch)
+            texts = inside.op("Slice", now.texts, inside.const([0]), each, inside.const([1]))
+            table = inside.op("Concat", rows, inside.op("Shape", texts, start=2), axis=0)
+            flat = inside.op("Reshape", texts, table)
+            return inside.op("Add", by_texts(inside, scores, flat, mask), rule.row)
+
+        ruled = b.choose(
+            "text_rules", by_words, lambda i: i.op("Add", scores, rule.row), np.float32, (None, None)
+        )
         # each way ends in the sum itself: what a branch hands on as it is would be copied
         before = b.op("Unsqueeze", now.scores, b.const([2]))
-        table = b.op("Concat", batch, b.const([-1, v]), axis=0)
 
         def added(inside: Builder, scores: str) -> str:
-            return inside.op("Add", inside.op("Reshape", scores, table), before)
+            return inside.op("Add", inside.op("Reshape", scores, known.by_beam), before)
 
         def as_ruled(inside: Builder) -> str:
             return inside.choose(
@@ -135,25 +173,25 @@ class _Step:
                 lambda i: added(i, ruled), np.float32, (None, None, None),
             )  # fmt: skip
 
-        forced = b.op("GreaterOrEqual", rule.forced, b.const(0))
+        forced = b.op("GreaterOrEqual", rule.forced(b), b.const(0))
         sums = b.choose(
             forced, lambda i: i.op("Add", rule.row, before), as_ruled, np.float32, (None, None, None)
         )
-        return b.op("Reshape", sums, b.op("Concat", batch, b.const([-1]), axis=0))
+        return b.op("Reshape", sums, known.flat)
 
     def choose(self, totals: str, now: _Beams, logits: str) -> tuple[str, list[str], str, str]:
         """Return whether to go on, the parts of the next `_Beams`, ids [R, 1], and whence each row comes."""
-        b = self.b
-        scores, places = b.ops("TopK", totals, self.kept, outputs=2, axis=1)
-        v = b.const(self.vocabulary)
+        b, known = self.b, self.known
+        scores, places = b.ops("TopK", totals, known.kept, outputs=2, axis=1)
+        v = b.const(known.vocabulary)
         came, tokens = b.op("Div", places, v), b.op("Mod", places, v)
         candidates = b.op(
             "Concat", self._taken(now.texts, came), b.op("Unsqueeze", tokens, b.const([2])), axis=2
         )
         last = b.op("Equal", self.new, "max_new_tokens")
-        stop = b.op("Or", ends(b, tokens), last)
+        stop = b.op("Or", ends(b, known.rules, tokens), last)
         # the best that did not end go on
-        going, order = b.ops("TopK", self._less(scores, stop), self.beams, outputs=2, axis=1)
+        going, order = b.ops("TopK", self._less(scores, stop), known.n, outputs=2, axis=1)
         texts = self._taken(candidates, order)
         chosen = b.op("GatherElements", came, order, axis=1)
         finished = self._finished(now, candidates, scores, stop)
@@ -161,11 +199,9 @@ class _Step:
         full = b.op("And", "early_stopping", b.all_of(finished[2]))
         over = b.op("Or", b.op("Or", full, b.all_of(stop)), b.op("Not", b.any_of(improvable)))
         ids = b.op("Reshape", b.op("GatherElements", tokens, order, axis=1), b.const([-1, 1]))
-        each = b.op("Div", b.rows(logits), b.rows(scores))
-        sentences = b.op("Range", b.const(0), b.op("Squeeze", b.rows(scores), b.const([0])), b.const(1))
-        before = b.op("Unsqueeze", b.op("Mul", sentences, each), b.const([1]))
+        each = b.op("Div", b.rows(logits), known.batch)
         own = b.op("Min", chosen, b.op("Sub", each, b.const([1])))
-        old = b.op("Reshape", b.op("Add", before, own), b.const([-1]))
+        old = b.op("Reshape", b.op("Add", b.op("Mul", known.sentences, each), own), b.const([-1]))
         return b.op("Not", over), [texts, going, *finished, improvable], ids, old
 
     def _taken(self, texts: str, places: str) -> str:
@@ -174,26 +210,21 @@ class _Step:
 
     def _less(self, scores: str, where: str) -> str:
         """Put `scores` out of the race where a bool says so."""
-        b = self.b
-        return b.op("Add", scores, b.op("Mul", b.cast(where, np.float32), self.out))
+        return self.b.op("Where", where, self.b.op("Add", scores, self.out), scores)
 
     def _finished(self, now: _Beams, candidates: str, scores: str, stop: str) -> list[str]:
         """Put candidates that have just ended among the finished texts where they are better."""
-        b = self.b
-        place = b.op("Range", b.const(0), b.op("Squeeze", self.kept, b.const([0])), b.const(1))
-        ended = b.op("And", stop, b.op("Less", place, self.beams))  # the others are a reserve
+        b, known = self.b, self.known
+        not_ended = b.op("Or", b.op("Not", stop), known.reserve)
         worth = b.op("Div", scores, self._penalty(self.new))
         full = b.op("And", "early_stopping", b.all_of(now.ended, [1], keep=True))
-        for lost in (full, b.op("Not", now.improvable), b.op("Not", ended)):
+        for lost in (full, b.op("Not", now.improvable), not_ended):
             worth = self._less(worth, lost)
         merged = b.op("Concat", now.finished_scores, worth, axis=1)
-        best, order = b.ops("TopK", merged, self.beams, outputs=2, axis=1)
-        tail = b.op(
-            "Expand", "pad_token_id", b.op("Concat", b.op("Shape", now.texts, end=2), b.const([1]), axis=0)
-        )
-        texts = b.op("Concat", b.op("Concat", now.finished, tail, axis=2), candidates, axis=1)
-        flags = b.op("GatherElements", b.op("Concat", now.ended, ended, axis=1), order, axis=1)
-        return [self._taken(texts, order), best, flags]
+        best, order = b.ops("TopK", merged, known.n, outputs=2, axis=1)
+        texts = b.op("Concat", b.op("Concat", now.finished, known.tail, axis=2), candidates, axis=1)
+        ended = b.op("Concat", now.ended, b.op("Not", not_ended), axis=1)
+        return [self._taken(texts, order), best, b.op("GatherElements", ended, order, axis=1)]
 
     def _could_improve(self, going: str, finished: Sequence[str]) -> str:
         """Say (bool [B, 1]) whether the best running beam may still beat the worst finished text."""

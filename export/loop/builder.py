@@ -33,13 +33,15 @@ Body = Callable[["Builder", str, list[str]], tuple[str, list[str]]]
 class Builder:
     """Nodes in the order in which they are asked for; methods return the names of values.
 
-    around: the graph that this one lies in; None for the outermost.
+    around: the graph that this one lies in; None for the outermost. opset: of ONNX's own domain, which the
+    outermost says for all.
     """
 
-    def __init__(self, around: Builder | None = None) -> None:
+    def __init__(self, around: Builder | None = None, opset: int = 20) -> None:
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
         self._root: Builder = self if around is None else around._root
+        self._opset: int = opset if around is None else around._opset
         self._count = 0
         self._constants: dict[tuple[Any, ...], str] = {}
 
@@ -138,11 +140,10 @@ class Builder:
         return self._reduced("ReduceMin", name, axes, keep)
 
     def _reduced(self, kind: str, name: str, axes: Sequence[int], keep: bool) -> str:
-        from onnx import TensorProto
-
         over = (self.const(list(axes)),) if axes else ()
-        number = self.op("Cast", name, to=TensorProto.INT32)
-        return self.op("Cast", self.op(kind, number, *over, keepdims=int(keep)), to=TensorProto.BOOL)
+        if self._opset >= 20:
+            return self.op(kind, name, *over, keepdims=int(keep))
+        return self.cast(self.op(kind, self.cast(name, np.int32), *over, keepdims=int(keep)), np.bool_)
 
     def cast(self, name: str, dtype: Any) -> str:
         """Return the value in another type."""

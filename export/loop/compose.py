@@ -28,7 +28,8 @@ def compose(encoder: Any | None, decoder: Any, defaults: Mapping[str, Any], beam
     """
     from onnx import helper, numpy_helper
 
-    b = Builder()
+    versions = {item.domain: item for model in (encoder, decoder) if model for item in model.opset_import}
+    b = Builder(opset=versions[""].version)
     root = Level(b)
     inputs = INPUTS | (BEAM_INPUTS if beams else {})
     source: Source
@@ -45,7 +46,6 @@ def compose(encoder: Any | None, decoder: Any, defaults: Mapping[str, Any], beam
         outside.append(value(name, dtype, shape))
         b.initializers.append(numpy_helper.from_array(np.asarray(defaults[name], dtype=dtype), name))
     graph = b.graph("generate", outside, [value("sequences", np.int64, ("batch", "tokens"))])
-    versions = {item.domain: item for model in (encoder, decoder) if model for item in model.opset_import}
     return helper.make_model(
         graph, opset_imports=list(versions.values()), ir_version=decoder.ir_version, producer_name="smelt"
     )

@@ -19,7 +19,7 @@ _MANY = 50_000
 
 
 def add_to_logits(b: Builder, logits: str, row: str) -> str:
-    """Return float32 `logits` [R, V] and `row` [1, V] added up, in the product that makes them where it can.
+    """Return float32 `logits` [R, V] and `row` [V] added up, in the product that makes them where it can.
 
     A row of a step's rules hides words (0 or -inf), so that the order of the two sums does not matter.
     """
@@ -33,9 +33,8 @@ def add_to_logits(b: Builder, logits: str, row: str) -> str:
     at = b.nodes.index(node)
     behind = b.nodes[at:]
     del b.nodes[at:]
-    flat = b.op("Squeeze", row, b.const([0]))
     given = node.input[place] if len(node.input) > place else ""
-    bias = b.op("Add", given, flat) if given else flat
+    bias = b.op("Add", given, row) if given else row
     node.input.extend([""] * (place + 1 - len(node.input)))
     node.input[place] = bias
     b.nodes.extend(behind)
@@ -43,23 +42,30 @@ def add_to_logits(b: Builder, logits: str, row: str) -> str:
 
 
 def are_many(b: Builder, rows: str, vocabulary: int) -> str:
-    """Return bool: whether `largest` shall look at blocks in the steps of int64 [1] `rows` rows."""
+    """Return bool: whether the largest logits of int64 [1] `rows` rows are better looked for in blocks."""
+    if _block(vocabulary) is None:
+        return b.const(False, np.bool_)
     return b.op("Greater", b.op("Squeeze", rows, b.const([0])), b.const(_MANY // vocabulary))
 
 
-def largest(b: Builder, scores: str, vocabulary: int, many: str) -> str:
-    """Return int64 [R]: where each row of float32 `scores` [R, V] is largest, the first of equal ones.
+def largest(b: Builder, scores: str) -> str:
+    """Return int64 [R, 1]: where each row of float32 `scores` [R, V] is largest, the first of equal ones."""
+    return b.op("ArgMax", scores, axis=1, keepdims=1)
 
-    ONNX Runtime's ArgMax looks at one number after the other, its ReduceMax at many at a time: where there
-    are `many`, the largest of each block is found first, then the block, then the place in it.
+
+def largest_in_blocks(b: Builder, scores: str, vocabulary: int) -> str:
+    """As `largest`, faster where there are many.
+
+    ONNX Runtime's ArgMax looks at one number after the other, its ReduceMax at many at a time: the largest of
+    each block is found first, then the block, then the place in it.
     """
     width = _block(vocabulary)
     if width is None:
-        return b.op("ArgMax", scores, axis=1, keepdims=0)
-    return b.choose(
-        many, lambda i: _in_blocks(i, scores, vocabulary, width),
-        lambda i: i.op("ArgMax", scores, axis=1, keepdims=0), np.int64, (None,),
-    )  # fmt: skip
+        return largest(b, scores)
+    blocks = b.op("Reshape", scores, b.const([-1, vocabulary // width, width]))
+    best = b.op("ArgMax", b.op("ReduceMax", blocks, b.const([2]), keepdims=0), axis=1, keepdims=1)
+    inside = b.op("ArgMax", b.op("GatherND", blocks, best, batch_dims=1), axis=1, keepdims=1)
+    return b.op("Add", b.op("Mul", best, b.const(width)), inside)
 
 
 def _block(vocabulary: int) -> int | None:
@@ -67,11 +73,3 @@ def _block(vocabulary: int) -> int | None:
     root = isqrt(vocabulary)
     sizes = [n for n in range(max(8, root // 3), 3 * root) if vocabulary % n == 0]
     return min(sizes, key=lambda n: abs(n - root), default=None)
-
-
-def _in_blocks(b: Builder, scores: str, vocabulary: int, width: int) -> str:
-    blocks = b.op("Reshape", scores, b.const([-1, vocabulary // width, width]))
-    best = b.op("ArgMax", b.op("ReduceMax", blocks, b.const([2]), keepdims=0), axis=1, keepdims=1)
-    inside = b.op("ArgMax", b.op("GatherND", blocks, best, batch_dims=1), axis=1, keepdims=1)
-    place = b.op("Add", b.op("Mul", best, b.const(width)), inside)
-    return b.op("Squeeze", place, b.const([1]))

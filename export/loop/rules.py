@@ -30,49 +30,73 @@ INPUTS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
+class Rules:
+    """What the steps look up, known before the first.
+
+    last: int64 scalar, the last row of `step_rules`; it holds for all steps behind it. ends: bool [V + 1],
+    which tokens end a text.
+    """
+
+    last: str
+    ends: str
+
+
+@dataclass(frozen=True)
 class Rule:
-    """What holds in a step. row: float32 [1, V], added to scores. forced: int64 scalar, a token, or -1."""
+    """What holds in a step. number: int64 scalar, the rule's. row: float32 [V], added to scores."""
 
+    number: str
     row: str
-    forced: str
+
+    def forced(self, b: Builder) -> str:
+        """Return int64 scalar: the token that the step must give, or -1."""
+        return b.op("Gather", "forced_tokens", self.number, axis=0)
 
 
-def rule_of(b: Builder, step: str) -> Rule:
-    """Return the rule of step `step` (int64 scalar, 0 for the first new token); the last one goes on."""
-    last = b.op("Sub", b.size("step_rules", 0), b.const(1))
-    number = b.op("Gather", "step_rules", b.op("Min", step, last), axis=0)
-    row = b.op("Gather", "rule_biases", b.op("Unsqueeze", number, b.const([0])), axis=0)
-    return Rule(row, b.op("Gather", "forced_tokens", number, axis=0))
+def prepare_rules(b: Builder, vocabulary: int) -> Rules:
+    """Append to the outermost graph what the steps look up; `vocabulary` is V."""
+    from onnx import numpy_helper
+
+    none = b.op(
+        "ConstantOfShape", b.const([vocabulary + 1]), value=numpy_helper.from_array(np.zeros(1, bool))
+    )
+    # -1, and what is no token, is the place behind the last token
+    places = b.op("Where", b.op("Less", "eos_token_ids", b.const(vocabulary)), "eos_token_ids", b.const(-1))
+    true = b.op("Expand", b.const(True, np.bool_), b.op("Shape", places))
+    ends = b.op("ScatterElements", none, places, true, axis=0)
+    return Rules(b.op("Sub", b.size("step_rules", 0), b.const(1)), ends)
 
 
-def apply_rules(b: Builder, scores: str, texts: str, rule: Rule, mask: str | None) -> str:
-    """Return float32 `scores` [R, V] as the rules change them.
+def rule_of(b: Builder, rules: Rules, step: str, rows: str = "rule_biases") -> Rule:
+    """Return the rule of step `step` (int64 scalar, 0 for the first new token), its row one of `rows`."""
+    number = b.op("Gather", "step_rules", b.op("Min", step, rules.last), axis=0)
+    return Rule(number, b.op("Gather", rows, number, axis=0))
+
+
+def forcing_rows(b: Builder, vocabulary: int) -> str:
+    """Return `rule_biases` such that a row which forces a token hides all others."""
+    forced = b.op("Unsqueeze", "forced_tokens", b.const([1]))
+    other = b.op("Not", b.op("Equal", b.op("Range", b.const(0), b.const(vocabulary), b.const(1)), forced))
+    hidden = b.op("Where", other, b.const(-np.inf, np.float32), b.const(0, np.float32))
+    return b.op("Where", b.op("GreaterOrEqual", forced, b.const(0)), hidden, "rule_biases")
+
+
+def by_texts(b: Builder, scores: str, texts: str, mask: str | None) -> str:
+    """Return float32 `scores` [R, V] as the rules change them that ask for the words so far.
 
     Args:
         b: the graph of the step.
         scores: [R, V].
         texts: int64 [R, T], the tokens so far.
-        rule: of the step.
         mask: int64 [R, T], 0 where a text's prompt is padded; None where it never is.
     """
-    return b.choose(
-        "text_rules",
-        lambda inside: inside.op("Add", by_texts(inside, scores, texts, mask), rule.row),
-        lambda inside: inside.op("Add", scores, rule.row),
-        np.float32, (None, None),
-    )  # fmt: skip
-
-
-def by_texts(b: Builder, scores: str, texts: str, mask: str | None) -> str:
-    """Return float32 `scores` [R, V] as the rules change them that ask for the words so far."""
     seen = texts if mask is None else _without_padding(b, texts, mask)
     return _no_repeated_ngrams(b, _less_repetition(b, scores, seen), texts)
 
 
-def ends(b: Builder, tokens: str) -> str:
+def ends(b: Builder, rules: Rules, tokens: str) -> str:
     """Return bool, of the shape of int64 `tokens`: which of them end a text."""
-    hit = b.op("Equal", b.op("Unsqueeze", tokens, b.const([-1])), "eos_token_ids")
-    return b.any_of(hit, [-1])
+    return b.op("Gather", rules.ends, tokens, axis=0)
 
 
 def _without_padding(b: Builder, texts: str, mask: str) -> str:

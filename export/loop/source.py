@@ -6,7 +6,7 @@ P = tokens before, H = heads, d = width of a head, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,11 +91,10 @@ class Translator:
         levels[at].names |= dict(zip(names, values, strict=True))
         inner = levels[-1]
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
-        b = inner.builder
-        sizes = b.op("Concat", b.rows(values[0]), b.const([-1]), axis=0) if beams else ""
         place(self._decoder, levels, "decoder.")
         if beams:
-            _share_keys(b, set(values), sizes)
+            widths = [_width(one) for one in self.shared[: len(self._cross)]]
+            _share_keys(levels[0].builder, inner.builder, dict(zip(values, widths, strict=False)))
         known = known_at(levels)
         return Stepped(known["logits"], [known[name] for name in self._own], [])
 
@@ -144,33 +143,36 @@ class Writer:
         return Stepped(logits, [known[_present(name)] for name in self._past], after)
 
 
-def _share_keys(inside: Builder, keys: set[str], sizes: str) -> None:
+def _share_keys(root: Builder, inside: Builder, keys: Mapping[str, int]) -> None:
     """Let the rows of one sentence be the queries of one attention over its keys, which are not repeated.
 
-    A query [R, 1, H d] becomes [B, R / B, H d]; rows of beams follow each other. `sizes`: int64 [B, -1].
+    A query [R, 1, H d] becomes [B, R / B, H d]; rows of beams follow each other. `keys`: H d by name.
     """
     from onnx import helper
 
-    nodes: list[Any] = []
-    for node in inside.nodes:
-        if node.op_type != "MultiHeadAttention" or node.input[1] not in keys:
+    batch = root.rows("input_ids")
+    widths = dict.fromkeys(keys.values())
+    together = {width: root.op("Concat", batch, root.const([-1, width]), axis=0) for width in widths}
+    before, nodes = list(inside.nodes), inside.nodes
+    nodes.clear()
+    apart = {width: inside.const([-1, 1, width]) for width in widths}
+    for node in before:
+        width = keys.get(node.input[1]) if node.op_type == "MultiHeadAttention" else None
+        if width is None:
             nodes.append(node)
             continue
         query, out = node.input[0], node.output[0]
-        width = inside.name("query_width")
-        shape, together, apart, rows = (inside.name(w) for w in ("shape", "queries", "attended", "row_shape"))
-        nodes += [
-            helper.make_node("Shape", [query], [width], start=2),
-            helper.make_node("Concat", [sizes, width], [shape], axis=0),
-            helper.make_node("Reshape", [query, shape], [together]),
-        ]
-        node.input[0], node.output[0] = together, apart
-        nodes += [
-            node,
-            helper.make_node("Shape", [query], [rows]),
-            helper.make_node("Reshape", [apart, rows], [out]),
-        ]
-    inside.nodes[:] = nodes
+        node.input[0], node.output[0] = inside.name("queries"), inside.name("attended")
+        nodes.append(helper.make_node("Reshape", [query, together[width]], [node.input[0]]))
+        nodes.extend([node, helper.make_node("Reshape", [node.output[0], apart[width]], [out])])
+
+
+def _width(keys: Carried) -> int:
+    """Return H d of keys or values [B, H, L, d]."""
+    _, heads, _, width = keys.shape
+    assert heads is not None
+    assert width is not None
+    return heads * width
 
 
 def _kind(info: Any) -> tuple[Any, tuple[int | None, ...]]:

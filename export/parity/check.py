@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from smelt.core.errors import ParityError
+from smelt.core.errors import MissingDependencyError, ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.graphs.graph import Graph
-from smelt.export.parity.compare import check_parity
+from smelt.export.parity.compare import TOLERANCES, check_parity
 from smelt.export.parity.constants import check_constants
 from smelt.export.parity.operators import check_operators
 from smelt.export.parity.reference import Exact, Reference, exact_of, logits_for, round_weights_
@@ -27,7 +27,8 @@ Figures = dict[str, dict[str, float]]
 class Subject:
     """What is asked about: the `graphs` that lie in `folder`, made from the torch model `model`.
 
-    kind: a word of `compare.TOLERANCES`, how exactly they compute as deployed. target: of the export.
+    kind: a word of `compare.TOLERANCES`, how exactly the files compute as deployed. target: of the export.
+    dtype: what the runtime computes in; with bf16 the files are float32, and kind does not know of it.
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class Subject:
     kind: str
     target: str
     threads: int | None = None
+    dtype: str = "fp32"
 
     @property
     def result(self) -> str:
@@ -67,7 +69,8 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
         }
         facts[graph.name] = counts
     exact = _check_exactly(subject, reference)
-    deployed = exact if subject.kind == "fp32" else _check_as_deployed(subject, reference)
+    is_exact = subject.kind == subject.dtype == "fp32"
+    deployed = exact if is_exact else _check_as_deployed(subject, reference)
     for name, counts in facts.items():
         inner = {word: exact[name][word] for word in ("largest", "mean")}
         facts[name] = {**deployed[name], "exact": inner, **counts}
@@ -84,7 +87,7 @@ def _check_exactly(subject: Subject, reference: Reference) -> Figures:
         exact = exact_of(subject.model, reference)
     with _in_float32(subject) as folder:
         try:
-            with _opened(subject, folder) as runner:
+            with _opened(subject, folder, "fp32") as runner:
                 return _compare(runner, subject.result, reference, exact, "rounded" if half else "fp32")
         except ParityError as error:
             where = first_difference(folder, subject.graphs, str(error), subject.model, reference)
@@ -150,24 +153,28 @@ def _in_stretches(runner: Any, ids: Any) -> Any:
 
 def _check_as_deployed(subject: Subject, reference: Reference) -> Figures:
     exact = Exact(reference.logits, reference.hidden)
-    with _opened(subject, subject.folder) as runner:
-        return _compare(runner, subject.result, reference, exact, subject.kind)
+    with _opened(subject, subject.folder, subject.dtype) as runner:
+        kinds = [kind for kind in (subject.kind, subject.dtype) if kind in TOLERANCES]
+        kind = max(kinds, key=lambda kind: TOLERANCES[kind].mean)
+        return _compare(runner, subject.result, reference, exact, kind)
 
 
 @contextmanager
-def _opened(subject: Subject, folder: Path) -> Iterator[Any]:
-    """Give a runner over the graphs in `folder`.
+def _opened(subject: Subject, folder: Path, dtype: str) -> Iterator[Any]:
+    """Give a runner over the graphs in `folder`, which compute in `dtype`.
 
     Raises:
-        ParityError: ONNX Runtime cannot open or run them.
+        MissingDependencyError: the target's runtime is not there.
+        ParityError: it cannot open or run them.
     """
     from smelt.runtime.backends.open_runner import open_folder
 
     try:
-        with open_folder(folder, "onnx", subject.target, subject.threads) as runner:
+        with open_folder(folder, "onnx", subject.target, subject.threads, dtype=dtype) as runner:
             yield runner
-    except ParityError:
+    except (ParityError, MissingDependencyError):
         raise
-    except Exception as error:  # ONNX Runtime's errors share no other base
+    except Exception as error:  # the errors of runtimes share no other base
         names = " and ".join(graph.name for graph in subject.graphs)
-        raise ParityError(f"{names}: ONNX Runtime cannot run what was exported: {error}") from error
+        runtime = "OpenVINO" if subject.target == "openvino" else "ONNX Runtime"
+        raise ParityError(f"{names}: {runtime} cannot run what was exported: {error}") from error

@@ -1,9 +1,12 @@
 """Each quantized operator of a graph against its layer, on identical inputs.
 
 The inputs are rows of zeros and ones, each with its complement, and the same negated: int8 holds them
-exactly in every scheme, whether ranges are found for a tensor, a row or a block. So the operator must give
-the product with what the layer's codes stand for, up to the rounding of a sum. Every code takes part in half
-of the rows.
+exactly in every scheme, whether ranges are found for a tensor, a row or a block; where a layer has a range of
+its own, its end stands in the place of one. So the operator must give the product with what the layer's codes
+stand for, up to the rounding of a sum. Every code takes part in half of the rows.
+
+An operator is a node that multiplies codes, or a MatMul between explicit QuantizeLinear and DequantizeLinear;
+the nodes that quantize its activations belong to it.
 
 Shapes: M = rows fed, K = inputs, N = outputs.
 """
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
@@ -26,6 +29,7 @@ from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.schemes.registry import operators
 
 QUANTIZED = frozenset(operators())
+EXPLICIT = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _ROWS = 8
 # of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
 # itself are compared bit for bit (constants.py)
@@ -34,12 +38,27 @@ _ALLOWED = 5e-3
 
 @dataclass(frozen=True)
 class _Operator:
-    """A quantized node, the nodes that make its constants, and the layer that it was made from."""
+    """A quantized node, the nodes that make its constants, and the layer that it was made from.
+
+    path: the nodes that the activations go through on their way to it, in order.
+    """
 
     node: Any
     before: list[Any]
     name: str
     layer: QuantizedLinear
+    path: list[Any]
+
+    @property
+    def fed(self) -> tuple[int, float]:
+        """K, and the number that stands for one."""
+        matrix = self.layer.matrix
+        return self.layer.in_features, matrix.scheme.held_exactly(matrix)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What the node adds; behind a MatMul it is added by another one."""
+        return None if self.node.op_type == "MatMul" else self.layer.bias
 
 
 def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threads: int | None) -> int:
@@ -60,16 +79,16 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
     found = [_operator(graph, model, module, node) for node in _quantized(model)]
     if not found:
         return 0
-    sizes = {operator.layer.in_features for operator in found}
+    names = _inputs(found)
     file = path.with_name(f".{path.stem}-operators.onnx")
     try:
         _write_alone(model, found, file)
         session: Any = open_session(file, threads)
         for sign in (1, -1):
-            inputs = {size: sign * _zeros_and_ones(size) for size in sizes}
-            results = session.run(None, {f"x{size}": x for size, x in inputs.items()})
+            inputs = {fed: sign * _zeros_and_ones(*fed) for fed in names}
+            results = session.run(None, {name: inputs[fed] for fed, name in names.items()})
             for operator, got in zip(found, results, strict=True):
-                _compare(graph, operator, inputs[operator.layer.in_features], got)
+                _compare(graph, operator, inputs[operator.fed], got)
     except ParityError:
         raise
     except Exception as error:  # ONNX Runtime's errors share no other base
@@ -80,7 +99,26 @@ def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threa
 
 
 def _quantized(model: Any) -> Iterator[Any]:
-    return (node for node in model.graph.node if node.op_type in QUANTIZED)
+    weights = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    for node in model.graph.node:
+        if node.op_type in QUANTIZED or (node.op_type == "MatMul" and node.input[1] in weights):
+            yield node
+
+
+def _inputs(found: Iterable[_Operator]) -> dict[tuple[int, float], str]:
+    """Return what the operators are fed (`_Operator.fed`) and the names of inputs for it."""
+    return {fed: f"x{at}" for at, fed in enumerate(sorted({operator.fed for operator in found}))}
+
+
+def _path(model: Any, node: Any) -> list[Any]:
+    """Return the nodes that turn float32 activations into what `node` multiplies, in order."""
+    makers = {other.output[0]: other for other in model.graph.node if other.op_type in EXPLICIT}
+    found: list[Any] = []
+    name = node.input[0]
+    while name in makers:
+        found.insert(0, makers[name])
+        name = makers[name].input[0]
+    return found
 
 
 def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator:
@@ -98,7 +136,7 @@ def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator
         raise ParityError(
             f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
         )
-    return _Operator(node, before, layer, found)
+    return _Operator(node, before, layer, found, _path(model, node))
 
 
 def makers_of(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:
@@ -118,29 +156,26 @@ def makers_of(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:
     return [model.graph.node[at] for at in sorted(nodes)], sources
 
 
-def _zeros_and_ones(size: int) -> NDArray[np.float32]:
-    """Return float32 [_ROWS, size]: random rows and their complements."""
+def _zeros_and_ones(size: int, one: float) -> NDArray[np.float32]:
+    """Return float32 [_ROWS, size]: random rows and their complements; `one` in the place of 1."""
     rows = np.random.default_rng(size).integers(0, 2, (_ROWS // 2, size))
-    return np.concatenate([rows, 1 - rows]).astype(np.float32)
+    return np.concatenate([rows, 1 - rows]).astype(np.float32) * np.float32(one)
 
 
 def _write_alone(model: Any, found: list[_Operator], file: Path) -> None:
-    """Write a graph of the operators alone, each with an output of its own, inputs shared by size."""
+    """Write a graph of the operators alone, each with an output of its own, inputs shared."""
     from onnx import TensorProto, helper
 
     nodes: list[Any] = []
     outputs = []
     made: set[str] = set()
+    names = _inputs(found)
     for number, operator in enumerate(found):
-        node = type(operator.node)()
-        node.CopyFrom(operator.node)
-        node.input[0], node.output[0] = f"x{operator.layer.in_features}", f"y{number}"
         nodes += [n for n in operator.before if n.output[0] not in made]
         made.update(n.output[0] for n in operator.before)
-        nodes.append(node)
+        nodes += _renamed([*operator.path, operator.node], names[operator.fed], f"y{number}")
         outputs.append(helper.make_tensor_value_info(f"y{number}", TensorProto.FLOAT, None))
-    sizes = sorted({o.layer.in_features for o in found})
-    inputs = [helper.make_tensor_value_info(f"x{n}", TensorProto.FLOAT, [_ROWS, n]) for n in sizes]
+    inputs = [helper.make_tensor_value_info(x, TensorProto.FLOAT, [_ROWS, n]) for (n, _), x in names.items()]
     used = {name for node in nodes for name in node.input}
     alone = type(model)()
     alone.ir_version = model.ir_version
@@ -154,10 +189,23 @@ def _write_alone(model: Any, found: list[_Operator], file: Path) -> None:
     onnx.save(alone, file)
 
 
+def _renamed(path: list[Any], first: str, last: str) -> list[Any]:
+    """Return copies of nodes that follow each other; the first one reads `first`, the last makes `last`."""
+    nodes = []
+    for at, node in enumerate(path):
+        copy = type(node)()
+        copy.CopyFrom(node)
+        copy.name = f"{node.name}.{last}"  # several operators may share one that quantizes
+        copy.input[0] = first
+        first = copy.output[0] = last if at == len(path) - 1 else f"{last}.{at}"
+        nodes.append(copy)
+    return nodes
+
+
 def _compare(graph: str, operator: _Operator, x: NDArray[np.float32], got: NDArray[np.float32]) -> None:
     layer = operator.layer
     with torch.inference_mode():  # the inputs go through quantization unchanged
-        expected = F.linear(torch.from_numpy(x), layer.matrix.dequantize(), layer.bias).numpy()
+        expected = F.linear(torch.from_numpy(x), layer.matrix.dequantize(), operator.bias).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
         raise ParityError(f"{node} gives the shape {got.shape}, its layer {operator.name} {expected.shape}.")

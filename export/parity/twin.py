@@ -57,17 +57,51 @@ def _link(source: Path, target: Path) -> None:
 
 
 def dequantize(model: Any) -> int:
-    """Replace the quantized operators of an onnx.ModelProto in place; return how many there were."""
+    """Replace the quantized operators of an onnx.ModelProto in place; return how many there were.
+
+    Activations go past QuantizeLinear and the DequantizeLinear behind it. The DequantizeLinear of a matrix
+    that is multiplied with becomes Cast and Mul: ONNX Runtime would make of it what rounds activations.
+    """
     nodes: list[Any] = []
+    codes: set[str] = set()  # of activations
+    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
     found = 0
     for node in model.graph.node:
         exact = exact_nodes(node)
-        found += exact is not None
+        back = node.op_type == "DequantizeLinear" and node.input[0] in codes
+        if back or node.op_type == "QuantizeLinear":
+            exact = [_past(node)]
+            codes.add(node.output[0])
+        elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied:
+            exact = _as_floats(node)
+        found += exact is not None and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+        found += back
         nodes += [node] if exact is None else exact
     if found:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
+    kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
     return found
+
+
+def _as_floats(node: Any) -> list[Any]:
+    """Return the DequantizeLinear of a matrix with a scale per column, zero points all 0, as Cast and Mul."""
+    from onnx import TensorProto, helper
+
+    codes, scales = node.input[:2]
+    whole = f"{node.name}.float"
+    return [
+        helper.make_node("Cast", [codes], [whole], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [whole, scales], node.output, node.name),
+    ]
+
+
+def _past(node: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_node("Identity", node.input[:1], node.output, node.name)
 
 
 def widen_halves(model: Any) -> None:

@@ -43,7 +43,7 @@ class Finding:
 def diagnose() -> list[Finding]:
     """Look at everything; takes a few seconds, since runtimes are imported and tried."""
     findings: list[Finding] = []
-    for look in (_machine, _packages, _torch, _onnxruntime, _engines, _processor):
+    for look in (_machine, _packages, _torch, _onnxruntime, _openvino, _engines, _processor):
         findings += _safely(look)
     return findings
 
@@ -114,7 +114,7 @@ def _machine() -> Iterator[Finding]:
 
 
 # Their versions stand in every report; no target runs on them.
-_NOT_USED = frozenset({"openvino", "bitsandbytes"})
+_NOT_USED = frozenset({"bitsandbytes"})
 
 
 def _packages() -> Iterator[Finding]:
@@ -219,6 +219,33 @@ def _session(model: bytes, provider: str, target: str) -> str:
     if result.tolist() != [2.0, 4.0]:
         raise RuntimeError("a sum came out wrong")
     return f"onnxruntime {onnxruntime.__version__}, for target {target}"
+
+
+def _openvino() -> Iterator[Finding]:
+    yield _attempt("openvino", _compiled, "pip install 'smelt[openvino]'")
+
+
+def _compiled() -> str:
+    import numpy as np
+
+    from smelt.runtime.backends.openvino_module import (
+        has_bf16,
+        has_openvino,
+        import_openvino,
+        options_of,
+        version_of,
+    )
+
+    if not has_openvino():
+        raise ModuleNotFoundError(name="openvino")
+    ov = import_openvino()
+    core = ov.Core()
+    model = core.compile_model(core.read_model(_tiny_graph()), "CPU", options_of("fp32", 1))
+    result = model([np.array([1.0, 2.0], dtype=np.float32)])[0]
+    if result.tolist() != [2.0, 4.0]:
+        raise RuntimeError("a sum came out wrong")
+    bf16 = "bf16 too" if has_bf16() else "no bf16 on this processor"
+    return f"openvino {version_of(ov)}, for target openvino; {bf16}"
 
 
 def _engines() -> Iterator[Finding]:

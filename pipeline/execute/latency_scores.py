@@ -27,6 +27,7 @@ _LIBRARIES = (
     "onnxruntime",
     "tensorrt",
     "tensorrt-rtx",
+    "openvino",
 )
 
 Measured = Mapping[str, dict[str, Any]]

@@ -42,6 +42,7 @@ _LIBRARIES = (
     "onnxruntime",
     "tensorrt",
     "tensorrt-rtx",
+    "openvino",
 )
 
 

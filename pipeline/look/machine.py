@@ -18,12 +18,16 @@ _SECONDS_TO_MAKE_A_BUILDER = 60
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
-def unavailable_reason(stage: type[Stage[Any]]) -> str | None:
+def unavailable_reason(stage: type[Stage[Any]], target: str | None = None) -> str | None:
     """Say why `stage` cannot run on this machine, or None where nothing speaks against it.
+
+    target: of its settings, if it has one.
 
     An engine is built where TensorRT finds a GPU, or where it can build ahead of time; to run one is
     another matter: see `unscored_reason`.
     """
+    if target == "openvino" and find_spec("openvino") is None:
+        return "OpenVINO is not installed (pip install 'smelt[openvino]')."
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):
         return "TensorRT is not installed (pip install tensorrt, with an NVIDIA GPU)."
     if has_cuda() or not stage.needs & {"cuda", "tensorrt"}:

@@ -19,7 +19,12 @@ from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
 
-_RUNTIMES = {"ort-cpu": "ONNX Runtime", "ort-cuda": "ONNX Runtime on CUDA", "tensorrt": "TensorRT"}
+_RUNTIMES = {
+    "ort-cpu": "ONNX Runtime",
+    "ort-cuda": "ONNX Runtime on CUDA",
+    "tensorrt": "TensorRT",
+    "openvino": "OpenVINO",
+}
 
 
 @dataclass
@@ -146,7 +151,7 @@ class Checker:
                 self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
         self._check_references(draft)
         self._check_selection(draft)
-        draft.unavailable = unavailable_reason(draft.cls)
+        draft.unavailable = unavailable_reason(draft.cls, draft.target)
         draft.unscored = unscored_reason(draft.cls.produces)
         if draft.parent is None:
             return

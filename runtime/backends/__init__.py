@@ -1,1 +1,1 @@
-"""What runs a model: torch, ONNX Runtime, TensorRT."""
+"""What runs a model: torch, ONNX Runtime, OpenVINO, TensorRT."""

@@ -58,9 +58,10 @@ class Graphs:
 class Backend(Protocol):
     """The graphs of one model, opened in a runtime.
 
-    It is made by `(folder, graphs, target, threads, device)`: where the files lie, which graphs are wanted,
-    what they were exported for (None where that is not known), the threads of the processor (None: as many
-    as the runtime likes), and the device that was asked for.
+    It is made by `(folder, graphs, target, threads, device, dtype)`: where the files lie, which graphs are
+    wanted, what they were exported for (None where that is not known), the threads of the processor (None: as
+    many as the runtime likes), the device that was asked for, and the precision that the export was told
+    (None: as the files have it), which only those look at that compute float32 graphs in another one.
 
     name and version (for example onnxruntime 1.31.1) are part of every score's key, as is the device,
     cpu or cuda. at_once: tokens of a text that one call takes. in_all: tokens that a text may have where
@@ -131,7 +132,13 @@ class Opens(Protocol):
     """What makes a `Backend`."""
 
     def __call__(
-        self, folder: Path, graphs: Graphs, target: str | None, threads: int | None, device: str
+        self,
+        folder: Path,
+        graphs: Graphs,
+        target: str | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None = None,
     ) -> Backend:
         """Open `graphs` in `folder`; see `Backend`.
 
@@ -144,3 +151,9 @@ class Opens(Protocol):
 def past_of(name: str) -> str:
     """Return the input that takes the output `name` in the next call."""
     return PAST + name.removeprefix(PRESENT)
+
+
+def take_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
+    """Return `array[rows]`; over two dimensions `take` copies five times as fast as over four."""
+    taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
+    return taken.reshape(len(rows), *array.shape[1:])

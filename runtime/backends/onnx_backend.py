@@ -19,7 +19,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
-from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of
+from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of, take_rows
 from smelt.runtime.backends.device import onnx_device
 from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
 from smelt.runtime.batch import Logits, Tokens
@@ -50,7 +50,13 @@ class OnnxBackend:
     in_all = None
 
     def __init__(
-        self, folder: Path, graphs: Graphs, target: str | None, threads: int | None, device: str
+        self,
+        folder: Path,
+        graphs: Graphs,
+        target: str | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None = None,
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target)
@@ -230,9 +236,3 @@ def _open(folder: Path, graph: Graph, threads: int | None, device: str) -> Any:
             f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {MAKE_AGAIN}"
         )
     return session
-
-
-def take_rows(array: NDArray[Any], rows: Tokens) -> NDArray[Any]:
-    """Return `array[rows]`; over two dimensions `take` copies five times as fast as over four."""
-    taken: NDArray[Any] = array.reshape(len(array), -1).take(rows, axis=0)
-    return taken.reshape(len(rows), *array.shape[1:])

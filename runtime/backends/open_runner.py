@@ -29,21 +29,28 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
         InputError: no runner for this format, or cuda is asked for and there is none.
         MissingDependencyError: the runtime is not installed.
     """
-    target = artifact.manifest.facts.get("target")
-    return open_folder(artifact.path, artifact.format, target, threads, device)
+    facts = artifact.manifest.facts
+    return open_folder(
+        artifact.path, artifact.format, facts.get("target"), threads, device, facts.get("dtype")
+    )
 
 
 def open_folder(
-    folder: Path, made: str, target: str | None = None, threads: int | None = None, device: str = "auto"
+    folder: Path,
+    made: str,
+    target: str | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
 ) -> Runner:
-    """As `open_runner`, for a folder that is not an artifact yet: its format and target are told."""
+    """As `open_runner`, for a folder that is not an artifact yet: its format, target, dtype are told."""
     try:
         runtime = find_runtime(made, target)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from error
     files = read_files(folder)
     kind = runner_for(files.config, embeds=(folder / MODULES).is_file())
-    backend = runtime.load()(folder, kind.graphs, target, threads, device)
+    backend = runtime.load()(folder, kind.graphs, target, threads, device, dtype)
     return kind(files, backend, generate_in_graph if backend.whole else generate_with)
 
 

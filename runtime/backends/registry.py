@@ -45,6 +45,7 @@ _HERE = "smelt.runtime.backends"
 RUNTIMES: tuple[Runtime, ...] = (
     Runtime("torch", f"{_HERE}.torch_backend:TorchBackend", ("torch", "transformers"), _torch),
     Runtime("onnx", f"{_HERE}.onnx_backend:OnnxBackend", ("onnxruntime-gpu", "onnxruntime"), onnx_device),
+    Runtime("onnx", f"{_HERE}.openvino_backend:OpenvinoBackend", ("openvino",), "cpu", target="openvino"),
     # an engine's execution context and its stream serve one thread at a time
     Runtime(
         "tensorrt", f"{_HERE}.tensorrt_backend:TensorrtBackend", ("tensorrt", "tensorrt-rtx"), "cuda", calls=1

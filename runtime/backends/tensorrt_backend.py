@@ -59,7 +59,13 @@ class TensorrtBackend:
     whole: frozenset[str] = frozenset()
 
     def __init__(
-        self, folder: Path, graphs: Graphs, target: str | None, threads: int | None, device: str
+        self,
+        folder: Path,
+        graphs: Graphs,
+        target: str | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None = None,
     ) -> None:
         trt = import_tensorrt()
         if not torch.cuda.is_available():

@@ -50,7 +50,13 @@ class TorchBackend:
     whole: frozenset[str] = frozenset()
 
     def __init__(
-        self, folder: Path, graphs: Graphs, target: str | None, threads: int | None, device: str
+        self,
+        folder: Path,
+        graphs: Graphs,
+        target: str | None,
+        threads: int | None,
+        device: str,
+        dtype: str | None = None,
     ) -> None:
         self._folder, self._graphs = folder, graphs
         self.model, edits = load_model(folder)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Target = Literal["ort-cpu", "ort-cuda", "tensorrt"]
+Target = Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
 # Domain of the place-holders for what the runtime computes from constants when it loads a graph.
 LOAD_TIME = "smelt.load"
 _target: ContextVar[Target | None] = ContextVar("smelt_export_target", default=None)

@@ -8,7 +8,7 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -45,8 +45,15 @@ class Matrix(nn.Module):
         self._kept: dict[str, tuple[list[int], Tensor]] = {}
 
     def set_(self, decided: Codes) -> None:
-        """Take over what a method decided."""
-        for name, tensor in self.scheme.pack(decided, self.options).items():
+        """Take over what a method decided; what was measured stays."""
+        self._take(self.scheme.pack(decided, self.options))
+
+    def set_range_(self, largest: float) -> None:
+        """Let activations lie between -`largest` and `largest`, where the scheme wants to know it."""
+        self._take(self.scheme.ranged(largest))
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
             self.get_parameter(name).data = tensor
         self._kept.clear()
         self._buffers.clear()  # the graph's form of what was
@@ -74,7 +81,8 @@ class Matrix(nn.Module):
 
     def decided_by_row(self) -> bool:
         """Say whether the codes and scales of a row depend on that row alone."""
-        return all(stored.by_row for stored in self.scheme.storage(1, self.width, self.options).values())
+        storage = self.scheme.storage(1, self.width, self.options)
+        return all(stored.by_row or stored.measured for stored in storage.values())
 
     def has(self, name: str) -> bool:
         """Say whether there is a tensor `name`, stored or in the graph's form."""
@@ -233,9 +241,10 @@ def joined(linears: Sequence[nn.Module]) -> QuantizedLinear | None:
     new = parts[0].like(sum(m.out_features for m in parts), any(b is not None for b in biases))
     for name, stored in first.scheme.storage(len(first.codes), first.width, options).items():
         tensors = [m.tensor(name) for m in matrices]
-        if not stored.by_row and not all(t.equal(tensors[0]) for t in tensors):
+        alike = stored.measured or not stored.by_row
+        if alike and not all(t.equal(tensors[0]) for t in tensors):
             return None
-        whole = torch.cat(tensors) if stored.by_row else tensors[0]
+        whole = tensors[0] if alike else torch.cat(tensors)
         setattr(new.matrix, name, nn.Parameter(whole, requires_grad=False))
     if new.bias is not None:
         zeros = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in parts]

@@ -11,10 +11,12 @@ from smelt.core.errors import InputError, nearest
 from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
+from smelt.runtime.schemes.int8_static import Int8Static
 from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored
 
 _ALL: tuple[Scheme, ...] = (
     Int8Dynamic(),
+    Int8Static(),
     Int4(),
     Binary(),
 )
@@ -68,8 +70,12 @@ def options_of_all() -> dict[str, list[tuple[Scheme, Option]]]:
 
 
 def bits_per_weight(scheme: Scheme, options: Options, width: int = _WIDTH) -> float:
-    """Return the bits that codes and all that belongs to them take in a file, for each weight of a row."""
-    return 8 * sum(filed_bytes(stored) for stored in scheme.storage(1, width, options).values()) / width
+    """Return the bits that codes and all that belongs to them take in a file, for each weight of a row.
+
+    What is measured is one number for a whole matrix and does not count.
+    """
+    stored = [one for one in scheme.storage(1, width, options).values() if not one.measured]
+    return 8 * sum(filed_bytes(one) for one in stored) / width
 
 
 def filed_bytes(stored: Stored) -> int:

@@ -26,7 +26,7 @@ Options: TypeAlias = Mapping[str, Value]
 Grid: TypeAlias = Mapping[str, "Tensor"]
 Use: TypeAlias = Literal["product", "lookup"]
 # The targets of the stage `onnx`.
-TARGETS = ("ort-cpu", "ort-cuda", "tensorrt")
+TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Stored:
     packs: how many values lie in an element.
     by_row: axis 0 are the rows of the matrix, and a row's part depends on that row alone. Tensors that
         are not by row must be equal in matrices that become one product.
+    measured: found on rows of data (`Scheme.ranged`) instead of decided from the weights (`Scheme.pack`); it
+        belongs to the matrix as a whole.
     """
 
     shape: tuple[int, ...]
@@ -69,6 +71,7 @@ class Stored:
     filed: str = ""
     packs: int = 1
     by_row: bool = True
+    measured: bool = False
 
 
 class Codes(NamedTuple):
@@ -112,6 +115,9 @@ class Scheme(Protocol):
     tables: whether embeddings, and the head that may be one matrix with them, can be coded.
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
+    observes: whether its products need the range of their activations, found on rows of data.
+    row_by_row: whether a product in ONNX Runtime gives a row the same, bit for bit, whatever else is in its
+        batch.
     refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
@@ -129,6 +135,8 @@ class Scheme(Protocol):
     tables: ClassVar[bool] = True
     vocabulary: ClassVar[str] = ""
     trained: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    row_by_row: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]]
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
@@ -167,6 +175,10 @@ class Scheme(Protocol):
     def unpack(self, matrix: Coded) -> Codes:
         """Return the codes one by one, and their grid."""
 
+    def ranged(self, largest: float) -> dict[str, Tensor]:
+        """Return the tensors of `storage` that are measured, for activations from -`largest` to `largest`."""
+        return {}
+
     # What it computes in torch: what the runtime will compute.
 
     def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -182,7 +194,11 @@ class Scheme(Protocol):
         """Say whether the runtime turns the activations of a product into codes."""
         return True
 
-    def seen_in_training(self, x: Tensor) -> Tensor:
+    def held_exactly(self, matrix: Coded) -> float:
+        """Return an activation that a product holds exactly, beside 0 and the negative of it."""
+        return 1.0
+
+    def seen_in_training(self, matrix: Coded, x: Tensor) -> Tensor:
         """Return the activations that a layer trains on, for float `x`; `x` itself where they stay whole."""
         return x
 

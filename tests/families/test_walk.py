@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import MarianConfig, MarianMTModel
 
+from smelt.compress.quantize.planned import quantize_model
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import quantize_model
 from smelt.families.registry import FAMILIES
 from smelt.families.walk import attentions_of, blocks_of, head_of, states_of, stays_float
 

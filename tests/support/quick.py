@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOMS: dict[str, str] = {
+    "benchmarks": "test_peers",
     "compress": "test_float_model",
     "compress/distill": "test_fit",
     "compress/factorize": "test_svd",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smelt.compress.quantize.coding import fill_
+from smelt.compress.quantize.coding import fill_, quantize_module
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear, empty_quantized
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.registry import SCHEMES, defaults, find
@@ -22,6 +22,15 @@ def filled(scheme: str, weight: torch.Tensor, **options: Any) -> Matrix:
     matrix = Matrix(kind, *weight.shape, defaults(kind) | options)
     fill_(matrix, weight)
     return matrix
+
+
+def observing(
+    module: nn.Module, scheme: str, options: dict[str, Any] | None = None, largest: float = 4.5
+) -> Any:
+    """Return the quantized `module`; where its scheme wants a range of activations, that is `largest`."""
+    layer = quantize_module(module, scheme, options)
+    layer.matrix.set_range_(largest)
+    return layer
 
 
 def random_layer(

@@ -32,7 +32,10 @@ ACCURACY_LEVEL = Option(
 # Its inputs that hold scales and zero points.
 OPERATORS = {"MatMulNBits": (2, 3)}
 _WHY = "it multiplies packed weights (MatMulNBits)"
-REFUSED = {"ort-cuda": _WHY, "tensorrt": _WHY}
+# OpenVINO 2026.4 loads MatMulNBits, but knows no accuracy level: it multiplies float32 activations, which
+# gains no time, or rounds them as its own option says
+_OPENVINO = "it multiplies packed weights with int8 blocks of activations (MatMulNBits)"
+REFUSED = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
 HALF_SCALES = "half_scales"
 
 

@@ -6,8 +6,6 @@ from torch import nn
 
 from smelt.compress.quantize.coding import fake, fake_activations, quantize_module, round_to_nearest
 from smelt.core.errors import InputError
-from smelt.runtime.schemes.int4 import Int4
-from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.parts.integers import dynamic_quantize_linear
 
 
@@ -28,11 +26,11 @@ def test_fake_weights_are_the_codes_values_and_their_gradient_passes_straight(sc
 def test_fake_activations_are_those_of_the_operator_and_pass_gradients_straight():
     x = torch.linspace(-3.7, 2.2, 97, requires_grad=True)
     codes, scale, zero = dynamic_quantize_linear(x.detach())
-    got = fake_activations(x, Int8Dynamic())
+    got = fake_activations(x, schemes.filled("int8-dynamic", torch.ones(2, 97)))
     assert np.allclose(got.detach().numpy(), (codes.numpy().astype(np.float32) - zero) * scale, atol=1e-6)
     got.mul(torch.arange(97.0)).sum().backward()
     assert x.grad.equal(torch.arange(97.0))
-    assert fake_activations(x, Int4()) is x
+    assert fake_activations(x, schemes.filled("int4", torch.ones(2, 97))) is x
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 7e4])

@@ -130,10 +130,11 @@ def test_latent_layers_compute_what_the_codes_will(tmp_path):
     assert got.allclose(expected, atol=1e-4)
 
 
-def test_int8_layers_train_on_the_activations_that_the_runtime_will_have():
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_int8_layers_train_on_the_activations_that_the_runtime_will_have(scheme):
     torch.manual_seed(0)
     whole = nn.Linear(24, 8)
-    quantized = quantize_module(whole, "int8-dynamic")
+    quantized = schemes.observing(whole, scheme, largest=6.0)
     x = 3 * torch.randn(5, 24)
     latent = LatentLinear(quantized, nn.Parameter(whole.weight.detach().clone()))
     expected = quantized(x)
@@ -144,7 +145,7 @@ def test_int8_layers_train_on_the_activations_that_the_runtime_will_have():
     latent(again).sum().backward()
     assert again.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
     assert latent.weight.grad.allclose(
-        fake_activations(x, quantized.matrix.scheme).sum(dim=0).expand(8, -1), atol=1e-4
+        fake_activations(x, quantized.matrix).sum(dim=0).expand(8, -1), atol=1e-4
     )
 
 

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
 )
 
 from smelt.export.loop.builder import Builder, value
-from smelt.export.loop.rules import INPUTS, apply_rules, ends, rule_of
+from smelt.export.loop.rules import INPUTS, by_texts, ends, forcing_rows, prepare_rules, rule_of
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 VOCABULARY = 7
@@ -39,8 +39,7 @@ def ran(make, outputs, **feeds):
 
 def changed(scores, texts, mask=None, **rules):
     def make(b):
-        rule = rule_of(b, b.const(0))
-        return [apply_rules(b, "scores", "texts", rule, None if mask is None else "mask")]
+        return [by_texts(b, "scores", "texts", None if mask is None else "mask")]
 
     masks = {} if mask is None else {"mask": mask}
     return ran(make, [FLOAT], scores=scores, texts=texts, **masks, **rules)[0]
@@ -79,14 +78,9 @@ def test_repetition_does_not_count_padding(scores):
     assert got[0, 4] != scores[0, 4]
 
 
-def test_words_are_not_looked_at_when_no_rule_asks_for_them(scores):
-    got = changed(scores, TEXTS, text_rules=False, repetition_penalty=1.7, no_repeat_ngram_size=2)
-    np.testing.assert_array_equal(got, scores)
-
-
 def of_step(b, step):
-    rule = rule_of(b, b.const(step))
-    return [rule.row, rule.forced]
+    rule = rule_of(b, prepare_rules(b, VOCABULARY), b.const(step))
+    return [rule.row, rule.forced(b)]
 
 
 def test_each_step_has_its_own_row_and_the_last_one_goes_on():
@@ -94,11 +88,24 @@ def test_each_step_has_its_own_row_and_the_last_one_goes_on():
     for step, row in ((0, 2), (1, 0), (2, 1), (3, 1), (9, 1)):
         rules = {"step_rules": [2, 0, 1], "rule_biases": rows, "forced_tokens": [-1, 4, 5]}
         got, forced = ran(lambda b, s=step: of_step(b, s), [FLOAT, INT64], **rules)
-        np.testing.assert_array_equal(got, rows[row : row + 1])
+        np.testing.assert_array_equal(got, rows[row])
         assert forced == [-1, 4, 5][row]
 
 
-def test_a_token_ends_a_text_when_it_is_among_those_that_do():
-    tokens = np.array([[1, 2], [4, 0]])
-    (got,) = ran(lambda b: [ends(b, "tokens")], [BOOL], tokens=tokens, eos_token_ids=[4, 2])
-    np.testing.assert_array_equal(got, [[False, True], [True, False]])
+def test_a_row_that_forces_a_token_hides_all_others():
+    rows = np.arange(3 * VOCABULARY, dtype=np.float32).reshape(3, VOCABULARY)
+    rules = {"step_rules": [0], "rule_biases": rows, "forced_tokens": [-1, 4, 0]}
+    (got,) = ran(lambda b: [forcing_rows(b, VOCABULARY)], [FLOAT], **rules)
+    hidden = np.full(VOCABULARY, -np.inf)
+    np.testing.assert_array_equal(got[0], rows[0])
+    for row, token in ((1, 4), (2, 0)):
+        np.testing.assert_array_equal(got[row], np.where(np.arange(VOCABULARY) == token, 0, hidden))
+
+
+@pytest.mark.parametrize(("eos", "known"), [([4, 2], [4, 2]), ([-1], []), ([4, 4, 99], [4])])
+def test_a_token_ends_a_text_when_it_is_among_those_that_do(eos, known):
+    tokens = np.array([[1, 2], [4, VOCABULARY - 1]])
+    (got,) = ran(
+        lambda b: [ends(b, prepare_rules(b, VOCABULARY), "tokens")], [BOOL], tokens=tokens, eos_token_ids=eos
+    )
+    np.testing.assert_array_equal(got, np.isin(tokens, known))

@@ -21,7 +21,7 @@ def asked(scheme, graph=0):
     return chosen.name, read_graph(path), chosen.module, path
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "binary"])
+@pytest.mark.parametrize("scheme", ["int8", "static", "int4", "binary"])
 def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypatch):
     monkeypatch.setattr(operators, "_ALLOWED", 1e-5)
     for graph in (0, 1):
@@ -31,6 +31,20 @@ def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypa
         assert not list(path.parent.glob(".*"))
 
 
+def test_explicit_products_are_operators_with_the_pairs_before_them():
+    found = exports.exported("marian", "static", "tensorrt")
+    for graph in found.subject.graphs:
+        path = found.folder / f"{graph.name}.onnx"
+        model = read_graph(path)
+        codes = sum(n.op_type == "QuantizeLinear" for n in model.graph.node)
+        assert check_operators(graph.name, model, graph.module, path, 1) == codes > 5
+    scale = next(t for t in model.graph.initializer if t.name.endswith("input_scale"))
+    values = onnx.numpy_helper.to_array(scale) * np.float32(2)
+    scale.CopyFrom(onnx.numpy_helper.from_array(values, scale.name))
+    with pytest.raises(ParityError, match=r"\(MatMul\) computes something else than its layer"):
+        check_operators(graph.name, model, graph.module, path, 1)
+
+
 def test_a_graph_without_quantized_operators_has_none():
     name, model, module, path = asked("fp32")
     assert check_operators(name, model, module, path, 1) == 0
@@ -38,7 +52,7 @@ def test_a_graph_without_quantized_operators_has_none():
 
 @pytest.mark.parametrize("size", [5, 64, 100])
 def test_inputs_go_through_every_quantization_unchanged(size):
-    x = operators._zeros_and_ones(size)
+    x = operators._zeros_and_ones(size, 1.0)
     assert (x.sum(axis=0) == len(x) / 2).all()  # every input takes part in half of the rows
     for sign in (1, -1):
         rows = torch.from_numpy(sign * x)

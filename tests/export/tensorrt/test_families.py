@@ -6,15 +6,11 @@ Export and profiles as in a recipe; the engines are built on the rig (see proces
 from pathlib import Path
 from typing import Any
 
-import exports
 import matrix
 import onnx
 import pytest
 import tensorrt_graphs
 import tensorrt_rig
-
-from smelt.export.tensorrt.profile import Shapes
-from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
 
 
 def both(family: str) -> bool:
@@ -29,21 +25,12 @@ def test_engines_of_the_family_are_built_in_each_precision(family: str, dtype: s
     tensorrt_rig.require()
     whole = tensorrt_graphs.exported(family)
     folder = whole if dtype == "fp32" else tensorrt_graphs.copy(family, tmp_path / "half", half=True)
-    graphs = planned(family, folder)
+    graphs = tensorrt_graphs.planned(family, folder)
     assert len(graphs) == tensorrt_graphs.GRAPHS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes", 0) > weights(path), (path.name, answer)
         assert not [line for line in answer["warnings"] if "profile" in line]
         assert dtype == "fp32" or weights(path) < 0.6 * weights(whole / path.name)
-
-
-def planned(family: str, folder: Path) -> dict[Path, Shapes]:
-    """Return the graphs that passed the preflight, with the shapes to build each for."""
-    ctx = tensorrt_graphs.context(folder, exports.FAMILIES[family][1])
-    ranges, limit = dimension_ranges(folder, TensorrtSettings(max_batch_size=4, max_new_tokens=12), ctx)
-    shapes = plan_graphs(folder, ranges, limit, ctx.warnings)
-    assert ctx.warnings == []
-    return shapes
 
 
 def weights(path: Path) -> int:

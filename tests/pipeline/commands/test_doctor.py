@@ -28,6 +28,18 @@ def test_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.Monk
     )
 
 
+def test_openvino_is_tried_and_told_how_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "smelt.runtime.backends.openvino_module"
+    monkeypatch.setattr(f"{module}.has_bf16", lambda: False)
+    (finding,) = doctor._openvino()
+    assert (finding.name, finding.ok) == ("openvino", True)
+    assert finding.detail.endswith("for target openvino; no bf16 on this processor")
+    monkeypatch.setattr(f"{module}.has_openvino", lambda: False)
+    (finding,) = doctor._openvino()
+    assert (finding.ok, finding.detail) == (False, "openvino is not installed")
+    assert finding.remedy == "pip install 'smelt[openvino]'"
+
+
 def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
@@ -44,11 +56,12 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
         "torch cuda",
         "onnxruntime cpu",
         "onnxruntime cuda",
+        "openvino",
         "tensorrt",
     }
     targets = set(OnnxSettings.model_json_schema()["properties"]["target"]["enum"])
-    assert targets == {*doctor._PROVIDERS, "tensorrt"}
-    assert not {"openvino", "bitsandbytes"} & {f.name for f in findings}
+    assert targets == {*doctor._PROVIDERS, "openvino", "tensorrt"}
+    assert "bitsandbytes" not in {f.name for f in findings}
 
 
 def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

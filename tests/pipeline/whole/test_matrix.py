@@ -62,11 +62,13 @@ STAGES = {
     "factorize": ["factorize: {rank: 6}"],
     "share": ["share: {}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
+    "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
 }
 STAGES["chain"] = [*STAGES["distill"], *STAGES["prune"], *STAGES["factorize"], *STAGES["int4"]]
 STAGES["chain-shared"] = [*STAGES["share"], *STAGES["finetune"], *STAGES["prune"], *STAGES["int8-dynamic"]]
+STAGES["chain-static"] = [*STAGES["prune"], *STAGES["int8-static"], *STAGES["finetune"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
@@ -84,6 +86,7 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
+FAST |= {("gpt2", "int8-static"), ("t5", "chain-static"), ("modernbert", "int8-static")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 CELLS = sorted((m, s) for m in MODELS for s in STAGES) if matrix.whole() else sorted(FAST)
 

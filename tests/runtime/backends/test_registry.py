@@ -7,7 +7,7 @@ from smelt.runtime.backends import registry
 from smelt.runtime.backends.registry import RUNTIMES, Runtime, find_runtime
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.format)
+@pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.target or runtime.format)
 def test_every_runtime_loads_and_has_what_a_backend_is_asked_for(runtime):
     found = runtime.load()
     assert isinstance(found.name, str)
@@ -22,7 +22,8 @@ def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
     for target in (None, "ort-cpu", "ort-cuda", "tensorrt"):
         assert find_runtime("onnx", target).opens == names[1]
     assert find_runtime("torch", None).opens == names[0]
-    assert find_runtime("tensorrt", "tensorrt").opens == names[2]
+    assert find_runtime("onnx", "openvino").opens == names[2]
+    assert find_runtime("tensorrt", "tensorrt").opens == names[3]
     assert find_runtime("onnx", "elsewhere") is extra
 
 

@@ -178,8 +178,8 @@ def test_an_embedding_that_nobody_reads_any_more_is_as_wide_as_the_others(tied, 
 
 
 def test_a_quantized_layer_has_no_axis_that_could_be_cut():
+    from smelt.compress.quantize.planned import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
-    from smelt.compress.quantize.stage import quantize_model
 
     model = family_models.load("bert")
     quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))

@@ -64,6 +64,7 @@ def test_an_option_that_is_missing_is_refused():
     ("scheme", "options", "bits"),
     [
         ("int8-dynamic", {}, 8 + 32 / 1024),
+        ("int8-static", {}, 8 + 32 / 1024),
         ("int4", {"group_size": 64, "symmetric": True}, 4.25),
         ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
         ("binary", {"group_size": 64}, 1.25),
@@ -74,8 +75,9 @@ def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):
 
 
 def test_several_schemes_run_where_each_of_them_does():
-    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt"]
+    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
     assert targets_of([find("int4"), find("binary")]) == ["ort-cpu"]
+    assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt", "openvino"]
 
 
 def test_an_operator_of_two_schemes_has_its_scales_in_one_place():

@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
 SCHEMES: dict[str, dict[str, Any] | None] = {
     "fp32": None,
     "int8": {},
+    "static": {"scheme": "int8-static"},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     "binary": {"scheme": "binary", "group_size": 32},
 }
@@ -56,7 +57,7 @@ class Exported:
 
 def context(out: Path, task: str) -> Context:
     """Return what a stage is given that writes to the new folder `out`: sentences as validation data."""
-    return harness.context(out, task, {"validation": Split("made", ROWS)})
+    return harness.context(out, task, {"validation": Split("made", ROWS), "calibration": Split("made", ROWS)})
 
 
 @functools.cache

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import exports
 from exports import ROWS, context
 
-__all__ = ["GRAPHS", "ROWS", "context", "copy", "exported"]
+__all__ = ["GRAPHS", "ROWS", "context", "copy", "exported", "planned"]
 
 GRAPHS = {"marian": 2, "t5": 2, "roberta": 1, "embedder": 1, "gpt2": 1, "llama": 1}
 """Families, and how many graphs each leaves as."""
@@ -31,3 +32,14 @@ def copy(family: str, out: Path, half: bool = False) -> Path:
         to_half(model, path.stem)
         onnx.save(model, path)
     return out
+
+
+def planned(family: str, folder: Path) -> dict[Path, Any]:
+    """Return the graphs that passed the preflight, with the shapes to build each for."""
+    from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
+
+    ctx = context(folder, exports.FAMILIES[family][1])
+    ranges, limit = dimension_ranges(folder, TensorrtSettings(max_batch_size=4, max_new_tokens=12), ctx)
+    shapes = plan_graphs(folder, ranges, limit, ctx.warnings)
+    assert ctx.warnings == []
+    return shapes

@@ -153,7 +153,8 @@ def build(path: Path, shapes: dict[str, Any], **more: Any) -> dict[str, Any]:
         more: timing_cache (path); plan (a path to write the engine to).
 
     Returns:
-        `bytes` (of the engine), `warnings`, `progress` (steps reported); or `error`, the message.
+        `bytes` (of the engine), `warnings`, `progress` (steps reported), `types` (of the first outputs of the
+        network's layers, counted); or `error`, the message.
     """
     return build_all({path: shapes}, **more)[0]
 
@@ -196,7 +197,19 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     if "plan" in request:
         Path(request["plan"]).write_bytes(plan)
-    return {"bytes": len(plan), "warnings": warnings, "progress": len(steps)}
+    types = _types(import_tensorrt(), request["onnx"])
+    return {"bytes": len(plan), "warnings": warnings, "progress": len(steps), "types": types}
+
+
+def _types(trt: Any, path: str) -> dict[str, int]:
+    """Return how many layers of the parsed network give each type."""
+    from collections import Counter
+
+    logger = trt.Logger(trt.Logger.ERROR)
+    network = trt.Builder(logger).create_network(0)
+    trt.OnnxParser(network, logger).parse_from_file(path)
+    outputs = [network.get_layer(at).get_output(0) for at in range(network.num_layers)]
+    return Counter(out.dtype.name for out in outputs if out is not None)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class _DistillSettings(_TrainSettings):
 
 
 class _OnnxSettings(Settings):
-    target: Literal["ort-cpu", "tensorrt"] = "ort-cpu"
+    target: Literal["ort-cpu", "tensorrt", "openvino"] = "ort-cpu"
 
 
 class _QuantizeSettings(_TrainSettings):

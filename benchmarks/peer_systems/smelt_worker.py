@@ -1,0 +1,93 @@
+"""smelt: `smelt.run` makes the artifact, the runner that `smelt.load` opens runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from peer_systems.worker import Case, Job, Opened, Rows, main
+
+RECIPE = """
+model: {model}
+task: {task}
+data: {{test: {data}, validation: {data}}}
+stages: {stages}
+score: {{latency: false{more}}}
+"""
+TASKS = {
+    "marian": "translation",
+    "opus": "translation",
+    "bert": "text-classification",
+    "llama": "language-modeling",
+}
+
+
+def make(job: Job) -> None:
+    """Run a recipe: quantize where the variant asks for it, then the onnx stage."""
+    import smelt
+
+    steps: list[Any] = [] if job["variant"] == "fp32" else [{"quantize": {"scheme": job["variant"]}}]
+    steps.append({"onnx": {"target": "ort-cpu"}, "name": "made"})
+    files = Path(job["files"])
+    files.mkdir(parents=True, exist_ok=True)
+    recipe = files / "recipe.yaml"
+    recipe.write_text(
+        RECIPE.format(
+            model=job["model"],
+            task=TASKS[job["work"]],
+            data=job["data"],
+            stages=json.dumps(steps),
+            more=", generation: {max_new_tokens: 8}" if job["work"] in ("marian", "opus") else "",
+        ),
+        encoding="utf-8",
+    )
+    result = smelt.run(recipe, out=files / "run", limit=8, quiet=True)
+    if result.exit_code:
+        raise SystemExit(f"{recipe} ended with {result.exit_code}; see {files / 'run' / 'report.md'}.")
+
+
+def artifact_of(job: Job) -> Path:
+    """Return the artifact that was given, or the one that `make` made."""
+    return Path(job["artifact"]) if "artifact" in job else Path(job["files"]) / "run" / "artifacts" / "made"
+
+
+def serve(job: Job) -> Opened:
+    """Open the artifact: text to text for marian, tokens in for the rest."""
+    import smelt
+    from smelt.core.artifact import read_artifact
+    from smelt.runtime.backends.open_runner import open_runner
+    from smelt.runtime.batch import Batch
+    from smelt.runtime.generate.decoding import settle
+    from smelt.runtime.generate.settings import Generation
+
+    version = f"smelt, ONNX Runtime {onnxruntime.__version__}"
+    if job["work"] == "marian":
+        model = smelt.load(artifact_of(job), threads=job["threads"])
+
+        def translate(texts: Rows, case: Case) -> Rows:
+            return model.generate(texts, len(texts), beams=case["beams"], max_new_tokens=case["new_tokens"])
+
+        return translate, version
+    runner = open_runner(read_artifact(artifact_of(job)), job["threads"])
+    version = f"smelt, {runner.name} {runner.version}"
+
+    def run(rows: Rows, case: Case) -> Rows:
+        ids = np.array(rows, dtype=np.int64)
+        batch = Batch(ids, np.ones_like(ids))
+        if job["work"] == "bert":
+            return list(runner.forward(batch).tolist())
+        count = case["new_tokens"]
+        wanted = Generation(beams=case["beams"], max_new_tokens=count, min_new_tokens=count)
+        return [
+            [int(token) for token in row] for row in runner.generator(runner, batch, settle(wanted, runner))
+        ]
+
+    return run, version
+
+
+if __name__ == "__main__":
+    main(make, serve)

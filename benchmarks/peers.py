@@ -1,0 +1,251 @@
+"""smelt beside its peers: each system in an environment and a process of its own, in rounds that alternate.
+
+    python benchmarks/peers.py --data ../shared --rounds 9                # all; goes on where it stopped
+    python benchmarks/peers.py --data ../shared --only bert-batch1 openvino --rounds 3
+    python benchmarks/peers.py --data ../shared --artifact bert:int8-static:int8:runs/b/artifacts/onnx
+    python benchmarks/peers.py --table > table.md
+    python benchmarks/peers.py --data ../shared --cost                    # of making an int8 BERT
+
+Environments, models and what each system makes of them lie in --envs and are kept between calls, results in
+--results: a file for each system and case, which is not measured again as long as it is there (--again). A
+word of --only selects the cases or systems whose name holds it; smelt's own are always run beside them.
+
+A round gives each system in turn the same rows; it works in its own process and is blocked on a pipe when it
+is not its turn. Processor time counts (clock beside it), and the ratio is of the two times of one round. The
+first round warms up. The machine should do nothing else: watch the range of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peer_systems.cost import compare_cost
+from peer_systems.process import BENCHMARKS, NotThereError, Worker, make, set_up
+from peer_systems.systems import System, systems_of
+from peer_systems.table import Result, draw, versions
+from peer_systems.works import WORKS, Case, batches, calibration, cases_of, quality, read_rows, request
+
+DATA = {"marian": "multi30k_en_de", "opus": "multi30k_en_de", "bert": "sst2"}
+
+
+class Bench:
+    """What the command line asked for, and where everything lies."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.envs: Path = options.envs.resolve()
+        self.shared: Path = options.data.resolve()
+        self.results: Path = options.results.resolve()
+        self.models: Path = self.envs / "models"
+
+    def model(self, work: str) -> Path:
+        """Return the folder of a work's model; random ones are made at the first call."""
+        given: Path = self.shared / "models" / "marian-small-en-de"
+        if work == "marian":
+            return given
+        folder: Path = self.models / work
+        if not (folder / "config.json").exists():
+            other = self.shared / "data" / "wikitext2" / "train.txt.gz" if work == "llama" else given
+            command = [sys.executable, "-P", "-m", "peer_systems.models", work, str(folder), str(other)]
+            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)})
+        return folder
+
+    def data(self, work: str) -> Path:
+        """Return the rows that a recipe of smelt names; its export compares the graph on some of them."""
+        name = "wikitext2/test.txt.gz" if work == "llama" else f"{DATA[work]}/test.jsonl.gz"
+        return self.shared / "data" / name
+
+    def job(self, system: System, threads: int) -> dict[str, Any]:
+        """Return what a system's worker is told, see worker.py."""
+        job: dict[str, Any] = {
+            "work": system.work,
+            "variant": system.variant,
+            "model": str(self.model(system.work)),
+            "data": str(self.data(system.work)),
+            "files": str(self.files(system.work, system.name)),
+            "threads": threads,
+        }
+        if system.begins_with:
+            job["from"] = str(self.files(system.work, system.begins_with))
+        if system.artifact:
+            job["artifact"] = str(system.artifact)
+        if not system.ours:
+            job["calibration"] = calibration(system.work)
+        return job
+
+    def files(self, work: str, name: str) -> Path:
+        """Return the folder of what a system made."""
+        return self.envs / "files" / work / name
+
+    def wanted(self, name: str, kinds: list[str]) -> bool:
+        """Say whether --only asks for `name`: none of its words is of this kind, or one is in the name."""
+        words = [word for word in self.options.only if any(word in other for other in kinds)]
+        return not words or any(word in name for word in words)
+
+    def path(self, case: Case, system: str) -> Path:
+        """Return the file of a result."""
+        return self.results / case.name / f"{system}.json"
+
+    def kept(self, case: Case, system: str) -> Result | None:
+        """Return what was measured in an earlier call."""
+        path = self.path(case, system)
+        return Result(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+    def keep(self, case: Case, result: Result) -> None:
+        """Write a result down."""
+        path = self.path(case, result.system)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+
+
+def measure(bench: Bench, case: Case, systems: list[System], asked: list[System]) -> None:
+    """Run what is asked for and not there yet of a case, with smelt's own beside it; keep the results."""
+    new = [one for one in asked if bench.options.again or bench.kept(case, one.name) is None]
+    if not new:
+        return
+    names = {one.name for one in new}
+    chosen = [one for one in systems if one.ours or one.name in names]
+    print(f"{case.name}: {', '.join(one.name for one in chosen)}", flush=True)
+    results = {one.name: Result(one.name, one.precision, one.ours, case.rows) for one in chosen}
+    workers: dict[str, Worker] = {}
+    try:
+        for system in chosen:
+            _try(results, system.name, lambda one=system: _open(bench, case, one, workers))
+        _rounds(bench, case, workers, results)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    for name in names:
+        bench.keep(case, results[name])
+
+
+def _try(results: dict[str, Result], name: str, work: Any) -> None:
+    try:
+        work()
+    except NotThereError as error:
+        results[name].missing = str(error)
+        print(f"  {name}: {error}", flush=True)
+
+
+def _open(bench: Bench, case: Case, system: System, workers: dict[str, Worker]) -> None:
+    if system.begins_with:
+        (before,) = [one for one in systems_of(system.work) if one.name == system.begins_with]
+        _prepare(bench, before)
+    _prepare(bench, system)
+    log = bench.files(system.work, f"{system.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    workers[system.name] = Worker(bench.envs, system, bench.job(system, case.threads), log)
+
+
+def _prepare(bench: Bench, system: System) -> None:
+    set_up(bench.envs, system.environment, bench.options.minutes)
+    make(bench.envs, system, bench.job(system, 2), bench.options.minutes)
+
+
+def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[str, Result]) -> None:
+    """Ask all in turn, round after round; who begins moves on by one."""
+    texts = read_rows(bench.data("marian")) if case.work == "marian" else []
+    fed = batches(case, [row["source"] for row in texts])
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+    for number in range(bench.options.rounds + 1):
+        order = list(workers)
+        at = number % max(1, len(order))
+        for name in order[at:] + order[:at]:
+            _try(results, name, lambda one=name: answers[one].append(workers[one].ask(request(case), fed)))
+            if results[name].missing:
+                workers.pop(name).close()
+                answers.pop(name)
+        print(f"  round {number} of {bench.options.rounds}", flush=True)
+    ours = [name for name in answers if results[name].ours]
+    known = {row["source"]: row["target"] for row in texts}
+    targets = [known[text] for batch in fed for text in batch] if texts else []
+    expected = _expected(bench, case, answers)
+    for name, found in answers.items():
+        for number, one in enumerate(found[1:], start=1):
+            beside = {other: answers[other][number]["cpu_s"] for other in ours}
+            results[name].rounds.append({"cpu_s": one["cpu_s"], "wall_s": one["wall_s"], "ours": beside})
+        results[name].version = workers[name].version
+        results[name].quality = quality(case, found[-1]["results"], expected, targets)
+
+
+def _expected(bench: Bench, case: Case, answers: dict[str, Any]) -> list[Any] | None:
+    """Return what the float32 model makes in PyTorch, measured now or in an earlier call."""
+    path = bench.results / case.name / "expected" / "torch-eager.json"
+    if "torch-eager" in answers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(answers["torch-eager"][-1]["results"]), encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def table(bench: Bench) -> str:
+    """Return the page's tables, drawn from all results that are there."""
+    from smelt.evaluate.environment import cpu_model
+
+    cases: dict[str, list[Result]] = {}
+    notes: dict[str, str] = {}
+    for work in WORKS:
+        for case in cases_of(work, bench.options.sentences):
+            known = [one.name for one in systems_of(work, bench.options.artifact)]
+            there = [path.stem for path in sorted((bench.results / case.name).glob("*.json"))]
+            found = [bench.kept(case, name) for name in sorted(there, key=lambda name: _place(name, known))]
+            if found:
+                cases[case.title] = [one for one in found if one is not None]
+                rows = max(one.texts for one in cases[case.title])
+                notes[case.title] = (
+                    f"{rows} rows a round; times are of one {case.unit}, median [lowest, highest]."
+                )
+    return f"{cpu_model()}, {os.cpu_count()} cores.\n\n{draw(cases, notes)}\nWhat ran:\n\n{versions(cases)}"
+
+
+def _place(name: str, known: list[str]) -> int:
+    return known.index(name) if name in known else len(known)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=Path("../shared"), help="has models/ and data/")
+    parser.add_argument("--envs", type=Path, default=Path("runs/peers/envs"))
+    parser.add_argument("--results", type=Path, default=Path("runs/peers/results"))
+    parser.add_argument("--only", nargs="+", default=[], help="words in names of cases and systems")
+    parser.add_argument("--artifact", action="append", default=[], help="WORK:NAME:PRECISION:FOLDER of smelt")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sentences", type=int, default=64, help="of marian, a round")
+    parser.add_argument("--minutes", type=float, default=30, help="for one installation, or one making")
+    parser.add_argument("--again", action="store_true", help="measure what was measured already")
+    parser.add_argument("--table", action="store_true", help="draw the tables, measure nothing")
+    parser.add_argument("--cost", action="store_true", help="time and memory of making an int8 BERT")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure what is asked for, or draw it."""
+    bench = Bench(read_options())
+    if bench.options.table:
+        print(table(bench))
+        return
+    if bench.options.cost:
+        print(compare_cost(bench))
+        return
+    for work in WORKS:
+        cases = cases_of(work, bench.options.sentences)
+        systems = systems_of(work, bench.options.artifact)
+        names = [case.name for entry in WORKS for case in cases_of(entry, 1)]
+        kinds = [one.name for entry in WORKS for one in systems_of(entry, bench.options.artifact)]
+        asked = [one for one in systems if bench.wanted(one.name, kinds)]
+        for case in cases:
+            if bench.wanted(case.name, names):
+                measure(bench, case, systems, asked)
+
+
+if __name__ == "__main__":
+    main()

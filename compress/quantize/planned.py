@@ -1,0 +1,144 @@
+"""Which layers of a model are quantized, and how each: what the settings say of a model's own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.core.errors import InputError
+from smelt.runtime.schemes.registry import SCHEMES
+from smelt.runtime.schemes.scheme import Value
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layer that will be quantized: the module, its first name, the scheme and its options.
+
+    product: whether it multiplies (a Linear) instead of looking rows up.
+    """
+
+    module: Any
+    name: str
+    scheme: str
+    options: Mapping[str, Value]
+    product: bool
+
+    @property
+    def weight(self) -> int:
+        """The identity of its weight, which other layers may have too."""
+        return id(self.module.weight)
+
+    @property
+    def observes(self) -> bool:
+        """Whether it needs the range of its activations."""
+        return self.product and SCHEMES[self.scheme].observes
+
+
+def plan_layers(model: Any, settings: QuantizeSettings) -> list[Planned]:
+    """Return the layers of `model` that `settings` want quantized, in the model's order."""
+    from torch import nn
+
+    from smelt.runtime.layers.quantized import is_table
+    from smelt.runtime.models.structure import names_of
+
+    head = output_layer(model)
+    words = {id(m.weight) for m in word_embeddings(model)}
+    found = []
+    for module, names in names_of(model).items():
+        if any(fnmatchcase(n, pattern) for n in names for pattern in settings.patterns):
+            continue
+        product = isinstance(module, nn.Linear)
+        if product:
+            if module is head and not settings.head:
+                continue
+        elif not (is_table(module) and settings.embeddings and id(module.weight) in words):
+            continue
+        scheme = settings.table_scheme if module is head or not product else settings.scheme
+        found.append(Planned(module, names[0], scheme, settings.options(scheme), product))
+    return found
+
+
+def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any]]:
+    """Quantize `model` in place by schemes that need no data; return the edits that make room for the result.
+
+    Raises:
+        InputError: a layer's weights are not finite.
+    """
+    return quantize_layers(model, plan_layers(model, settings), {})
+
+
+def quantize_layers(
+    model: Any, layers: Collection[Planned], ranges: Mapping[int, float]
+) -> list[dict[str, Any]]:
+    """Quantize `layers` of `model` in place; return the edits that make room for the result.
+
+    Args:
+        model: changed.
+        layers: of it.
+        ranges: the largest magnitude of the activations, by `Planned.weight`, of layers that want to know it.
+
+    Raises:
+        InputError: a layer's weights are not finite, or its range is not there.
+    """
+    from smelt.runtime.models.structure import replace_layer
+
+    # by the weight's identity: the first module quantized from it
+    done: dict[int, tuple[str, Any]] = {}
+    edits: list[dict[str, Any]] = []
+    for layer in layers:
+        weight = layer.weight  # replacing the module may free its memory for another one
+        new = quantized(layer, ranges)
+        first_name, first = done.setdefault(weight, (layer.name, new))
+        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **layer.options}
+        replace_layer(model, edits, layer.name, new, edit)
+        if first is not new:
+            if layer.observes:  # the first one may be a table, which has no range
+                first.matrix.set_range_(ranges[weight])
+            new.matrix = first.matrix
+            edits.append({"op": "share", "module": f"{layer.name}.matrix", "with": f"{first_name}.matrix"})
+    return edits
+
+
+def quantized(layer: Planned, ranges: Mapping[int, float]) -> Any:
+    """Return the quantized counterpart of a layer; arguments and errors as in `quantize_layers`."""
+    from smelt.compress.quantize.coding import quantize_module
+
+    try:
+        new = quantize_module(layer.module, layer.scheme, layer.options)
+    except InputError as error:
+        raise InputError(f"quantize: {layer.name}: {error}") from error
+    if layer.observes:
+        if layer.weight not in ranges:
+            raise InputError(f"quantize: {layer.name}: scheme {layer.scheme} needs the range of activations.")
+        new.matrix.set_range_(ranges[layer.weight])
+    return new
+
+
+def output_layer(model: Any) -> Any:
+    """Return the layer that gives the logits: the product with the vocabulary, or a classifier's last."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    if head is None and type(model).__name__.endswith("ForSequenceClassification"):
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
+    return head
+
+
+def word_embeddings(model: Any) -> list[Any]:
+    """Return the embeddings that token ids are looked up in (not positions, not token types)."""
+    from smelt.runtime.layers.quantized import is_table
+
+    found = [model.get_input_embeddings()]
+    if model.config.is_encoder_decoder:
+        found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
+    return [m for m in found if is_table(m)]
+
+
+def unused_patterns(model: Any, patterns: list[str]) -> list[str]:
+    """Return the patterns that no module's name matches; what chooses by itself is none."""
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
+    return [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]

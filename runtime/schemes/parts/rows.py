@@ -1,0 +1,112 @@
+"""What schemes with int8 weights and one scale per output channel share: codes, storage, lookups.
+
+Weights: symmetric, scale = amax / 127 of a row; value = code * scale. Products of codes are summed in int32,
+then y = (scale of activations * weight scale) * sum + bias.
+
+Shapes: N = outputs (rows), K = inputs (columns).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Options, Scheme, Stored, Use
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RowCodes(Scheme):
+    """codes: int8 [N, K]; scales: float32 [N], as the runtime multiplies by them."""
+
+    def group(self, width: int, options: Options) -> int:
+        """Return K: a row has one scale."""
+        return width
+
+    def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
+        """Let the largest magnitude of a row be 127; rows of zeros get scale 1."""
+        amax = groups.abs().amax(dim=-1)
+        return {"scales": (amax / 127).where(amax > 0, 1.0)}
+
+    def nearest(self, groups: Tensor, grid: Grid, options: Options) -> Tensor:
+        """Return codes from -127 to 127, int8."""
+        return (groups / grid["scales"][..., None]).round_().clamp_(-127, 127).char()
+
+    def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
+        """Return code * scale."""
+        return codes.float() * grid["scales"][..., None]
+
+    def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
+        """Return a byte for each weight and a scale for each row."""
+        return {"codes": Stored((rows, width), "int8"), "scales": Stored((rows,), "float32")}
+
+    def pack(self, decided: Codes, options: Options) -> dict[str, Tensor]:
+        """Return codes and scales without the axis of the groups."""
+        return {"codes": decided.codes.flatten(1), "scales": decided.grid["scales"][:, 0]}
+
+    def unpack(self, matrix: Coded) -> Codes:
+        """Return the row as one group."""
+        return Codes(matrix.tensor("codes")[:, None], {"scales": matrix.tensor("scales")[:, None]})
+
+    def lookup(self, matrix: Coded, ids: Tensor) -> Tensor:
+        """Look up rows of codes and their scales; a row of zeros stays one."""
+        return looked_up(matrix, ids, matrix.tensor("codes"))
+
+    def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
+        """Return the codes as [K, N], as matrix products of ONNX want them; for lookups scales as [N, 1].
+
+        So the scales that a lookup reads have a name of their own in the graph.
+        """
+        if use == "product":
+            return {"columns": matrix.tensor("codes").detach().t().contiguous()}
+        return {"lookup": matrix.tensor("scales").detach()[:, None].clone()}
+
+    def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
+        """Emit Gather, Cast and Mul.
+
+        Where the head of the same graph holds the transposed matrix, it is stored once. Rows are looked up
+        in what the runtime makes of it, since a row of a column's matrix lies all over the memory (an eighth
+        of a step of a small Marian).
+        """
+        from smelt.runtime.layers import emit
+
+        if not matrix.has("columns"):
+            return self.lookup(matrix, ids)
+        return looked_up(matrix, ids, emit.transposed(matrix.tensor("columns")))
+
+
+def looked_up(matrix: Coded, ids: Tensor, codes: Tensor) -> Tensor:
+    """Return rows of `codes`, int8 [N, K], times their scales, float32 [..., K]."""
+    from torch.nn import functional as F
+
+    scales = matrix.tensor("lookup") if matrix.has("lookup") else matrix.tensor("scales")[:, None]
+    return F.embedding(ids, codes).float() * F.embedding(ids, scales)
+
+
+def exact_product(node: Any, x: str, codes: str, scales: str, zero: str = "", bias: str = "") -> list[Any]:
+    """Return standard nodes with float32 activations: (codes - zero point) * scales, MatMul, Add.
+
+    Args:
+        node: which they stand for.
+        x: the name of its activations, float32 [..., K].
+        codes: of its weights, int8 [K, N].
+        scales: float32 [N].
+        zero: of the weights' zero points; empty where they are 0.
+        bias: float32 [N]; empty where there is none.
+    """
+    from onnx import TensorProto, helper
+
+    at, out = f"{node.name}.exact", node.output[0]
+    made = [helper.make_node("Cast", [codes], [f"{at}.codes"], to=TensorProto.FLOAT)]
+    weight = f"{at}.codes"
+    if zero:
+        made.append(helper.make_node("Cast", [zero], [f"{at}.zero"], to=TensorProto.FLOAT))
+        made.append(helper.make_node("Sub", [weight, f"{at}.zero"], [f"{at}.shifted"]))
+        weight = f"{at}.shifted"
+    made.append(helper.make_node("Mul", [weight, scales], [f"{at}.weight"]))
+    product = f"{at}.product" if bias else out
+    made.append(helper.make_node("MatMul", [x, f"{at}.weight"], [product]))
+    if bias:
+        made.append(helper.make_node("Add", [product, bias], [out]))
+    made[-1].name = node.name  # under which messages speak of it
+    return made

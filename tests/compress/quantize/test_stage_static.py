@@ -1,0 +1,166 @@
+"""Quantizing with a look at rows: ranges, damage, what stays float, and what is said of too few rows."""
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from pydantic import ValidationError
+
+from smelt.compress.quantize.damage import sensitive
+from smelt.compress.quantize.settings import Budget
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.core.stage import needs_of
+from smelt.runtime.layers.quantized import QuantizedLinear
+
+ROWS = Split("made.jsonl", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES))
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    return tiny.marian(tmp_path_factory.mktemp("marian") / "model")
+
+
+def run(source, out, data=ROWS, **settings):
+    return harness.run(Quantize(), QuantizeSettings(scheme="int8-static", **settings), source, out, data=data)
+
+
+def linears(ctx):
+    return {n: m for n, m in harness.model_of(ctx).named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def test_the_range_of_a_layer_is_that_of_its_inputs_without_padding(marian, tmp_path):
+    from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+
+    ctx = run(marian, tmp_path / "out", range="minmax", damage_rows=0)
+    model, tokenizer = load_model(marian)[0], load_tokenizer(marian)
+    largest = 0.0
+
+    def look(module, inputs):
+        nonlocal largest
+        largest = max(largest, float(inputs[0].abs().max()))
+
+    name = "model.decoder.layers.0.fc1"
+    model.get_submodule(name).register_forward_pre_hook(look)
+    for text in tiny.SENTENCES:  # one by one: nothing is padded
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        labels = tokenizer(text_target=text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            model(input_ids=ids, labels=labels)
+    assert float(linears(ctx)[name].matrix.input_scale) * 127 == pytest.approx(largest, rel=1e-4)
+    assert ctx.facts["calibration"]["rows"] == len(tiny.SENTENCES)
+    assert "damage" not in ctx.facts
+
+
+def test_layers_of_one_input_and_the_tied_head_have_ranges(marian, tmp_path):
+    found = linears(run(marian, tmp_path / "out", damage_rows=0))
+    attention = "model.encoder.layers.0.self_attn."
+    scales = {float(found[f"{attention}{part}_proj"].matrix.input_scale) for part in "qkv"}
+    assert len(scales) == 1
+    assert 1.0 not in {float(layer.matrix.input_scale) for layer in found.values()}
+    assert "lm_head" in found
+
+
+def test_rows_and_seed_decide_and_nothing_else(marian, tmp_path):
+    first, again = (linears(run(marian, tmp_path / name, rows=3, damage_rows=0)) for name in "ab")
+    ranges = [[float(m.matrix.input_scale) for m in found.values()] for found in (first, again)]
+    assert ranges[0] == ranges[1]
+
+
+def test_damage_is_told_worst_first_and_the_model_is_what_it_was(marian, tmp_path):
+    ctx = run(marian, tmp_path / "out", damage_rows=2)
+    values = list(ctx.facts["damage"].values())
+    assert values == sorted(values, reverse=True)
+    assert len(values) == ctx.facts["linear_layers"]
+    assert 0 < values[0] < 0.1
+    assert ctx.facts["damage_rows"] == 2
+
+
+def test_the_most_damaging_layers_stay_float_under_the_budget(marian, tmp_path):
+    ctx = run(marian, tmp_path / "out", skip="auto", budget={"layers": 2}, damage_rows=2)
+    worst = list(ctx.facts["damage"])[:2]
+    assert sorted(ctx.facts["float_linear_layers"]) == sorted(worst)
+
+
+def test_other_schemes_can_skip_by_damage_too(marian, tmp_path):
+    settings = QuantizeSettings(scheme="int4", skip=["auto", "*.fc1"], budget={"layers": 1})
+    ctx = harness.run(Quantize(), settings, marian, tmp_path / "out", data=ROWS)
+    worst = next(iter(ctx.facts["damage"]))
+    assert worst in ctx.facts["float_linear_layers"]
+    assert not any(".fc1" in name for name in ctx.facts["damage"])
+    assert ctx.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "stay"),
+    [
+        ({}, ["a"]),  # a tenth of four layers, at least one
+        ({"layers": 0}, []),
+        ({"layers": 2}, ["a", "b"]),
+        ({"damage": 0.5}, ["a"]),
+        ({"damage": 0.2}, ["a", "b"]),
+        ({"damage": 0.2, "layers": 1}, ["a"]),
+    ],
+)
+def test_a_budget_counts_layers_and_damage(budget, stay):
+    damage = {"a": 6.0, "b": 3.0, "c": 0.9, "d": 0.1}
+    assert sensitive(damage, Budget(**budget)) == stay
+
+
+def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
+    with pytest.raises(
+        InputError, match=r"^quantize: it looks at the activations of real rows, and there are"
+    ):
+        run(marian, tmp_path / "none", data={})
+    few = Split("few.jsonl", ROWS.examples[:1])
+    ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, damage_rows=0)
+    assert len(ctx.warnings) == 1
+    assert "found on 1 rows of few.jsonl" in ctx.warnings[0]
+
+
+def test_the_plan_knows_which_rows_are_needed():
+    static = QuantizeSettings(scheme="int8-static")
+    assert needs_of(Quantize, static, ["train"]) == {"train"}
+    assert needs_of(Quantize, static, ["train", "calibration"]) == {"calibration"}
+    assert needs_of(Quantize, QuantizeSettings(skip="auto"), []) == {"train"}
+    assert needs_of(Quantize, QuantizeSettings(), []) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"range": "mse"}, "range means nothing to scheme int8-dynamic"),
+        ({"rows": 3}, "rows: nothing looks at rows with scheme int8-dynamic"),
+        (
+            {"scheme": "int8-static", "range": "mse", "percentile": 99.0},
+            "percentile means nothing with range: mse",
+        ),
+        ({"scheme": "int8-static", "budget": {"layers": 1}}, "budget is for skip: auto"),
+        ({"skip": "auto", "damage_rows": 0}, "damage_rows must be 1 or more"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        QuantizeSettings(**settings)
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt2", "modernbert", "bert"])
+def test_families_of_every_kind_are_calibrated(family, tmp_path):
+    made = every_family.run(
+        Quantize(), QuantizeSettings(scheme="int8-static", range="mse", damage_rows=1),
+        every_family.of_layers(family, 1), family, tmp_path / "out",
+    )  # fmt: skip
+    ranges = [float(layer.matrix.input_scale) for layer in linears(made).values()]
+    assert len(ranges) > 4
+    assert 1.0 not in ranges
+
+
+def test_half_precision_around_codes_is_refused(marian, tmp_path):
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
+
+    made = run(marian, tmp_path / "codes", damage_rows=0)
+    settings = OnnxSettings(target="tensorrt", dtype="fp16")
+    with pytest.raises(InputError, match=r"^onnx: dtype fp16 of a quantized model is not there.*dtype: fp32"):
+        harness.run(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)

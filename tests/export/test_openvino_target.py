@@ -1,0 +1,92 @@
+"""The onnx stage with target openvino: its settings, what it refuses, how it is compared."""
+
+import exports
+import pytest
+import tiny
+from pydantic import ValidationError
+
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.backends import openvino_module
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "qwen2"])
+def test_bf16_is_held_to_fp32s_tolerance_in_float32_and_to_its_own_as_deployed(family):
+    parity = exports.exported(family, "fp32", "openvino", "bf16").facts["parity"]
+    for found in parity.values():
+        assert found["exact"]["largest"] < 1e-4
+        assert found["mean"] < 0.1
+        if openvino_module.has_bf16():
+            assert found["mean"] > 1e-3  # it really was another precision
+
+
+def test_graphs_hold_standard_operators_alone():
+    from onnx import load
+
+    for path in exports.exported("t5", "fp32", "openvino").folder.glob("*.onnx"):
+        assert {node.domain for node in load(path).graph.node} <= {"", "ai.onnx"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target": "openvino", "dtype": "fp16"}, "dtype fp16 is for GPUs; with target openvino give fp32"),
+        ({"target": "ort-cpu", "dtype": "bf16"}, "dtype bf16 is OpenVINO's: target ort-cpu has none"),
+        ({"target": "tensorrt", "dtype": "bf16"}, "dtype bf16 is OpenVINO's: target tensorrt has none"),
+    ],
+)
+def test_precisions_that_a_target_does_not_have(settings, words):
+    with pytest.raises(ValidationError, match=words):
+        OnnxSettings(**settings)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "binary"])
+def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, tmp_path):
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+
+    make, task = exports.FAMILIES["marian"]
+    ctx = exports.context(tmp_path / "codes", task)
+    Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(**exports.SCHEMES[scheme]), ctx)
+    with pytest.raises(InputError, match=r"target openvino cannot run a model.*which only ort-cpu does"):
+        Onnx()(
+            tiny.artifact(ctx.out, task),
+            OnnxSettings(target="openvino"),
+            exports.context(tmp_path / "o", task),
+        )
+
+
+def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):
+    make, task = exports.FAMILIES["bert"]
+    monkeypatch.setattr(openvino_module, "has_bf16", lambda: False)
+    ctx = exports.context(tmp_path / "onnx", task)
+    Onnx()(tiny.artifact(make(tmp_path / "m"), task), OnnxSettings(target="openvino", dtype="bf16"), ctx)
+    assert any("this processor has no bf16" in warning for warning in ctx.warnings)
+
+
+def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
+    ctx = exports.context(tmp_path / "onnx", "translation")
+    source = tiny.artifact(tmp_path / "not-there", "translation")
+    with pytest.raises(MissingDependencyError, match=r"smelt\[openvino\]"):
+        Onnx()(source, OnnxSettings(target="openvino"), ctx)
+    assert not list(ctx.out.iterdir())
+
+
+def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives():
+    from smelt.runtime.backends.openvino_module import compile_graph
+
+    made = exports.exported("bert", "static", "openvino")
+    found = made.facts["parity"]["model"]
+    assert found["mean"] < 0.05
+    assert found["operators"] > 0
+    nodes = compile_graph(made.folder / "model.onnx", "fp32", 1).get_runtime_model().get_ops()
+    told = [{key: str(value) for key, value in node.get_rt_info().items()} for node in nodes]
+    kinds = {info["runtimePrecision"] for info in told if info["layerType"] == "FullyConnected"}
+    assert len(told) > 10
+    assert all("8" in kind for kind in kinds), kinds
+    assert kinds
+
+
+def test_bf16_of_a_quantized_model_is_refused():
+    with pytest.raises(InputError, match="dtype bf16 of a quantized model is not there"):
+        exports.exported("bert", "static", "openvino", "bf16")

@@ -28,6 +28,7 @@ from smelt.export.graphs.attention import Scope
 from smelt.export.graphs.attention_modules import attention_modules, graph_attention, pack_projections
 from smelt.export.graphs.decoder_only import causal_graph
 from smelt.export.graphs.graph import Graph
+from smelt.export.graphs.one_trace import one_trace
 from smelt.export.graphs.operator_table import table_read_once
 from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.export.stored_once import store_once
@@ -122,7 +123,14 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
     _prepare(graph)
     try:
         # tracing makes millions of objects that live on: looking through them took 22 % of the time
-        with uncollected(), table_read_once(), emit.exporting_to(target), torch.no_grad(), _silence():
+        with (
+            uncollected(),
+            table_read_once(),
+            one_trace(),
+            emit.exporting_to(target),
+            torch.no_grad(),
+            _silence(),
+        ):
             program = torch.onnx.export(
                 graph.module, graph.inputs, None, dynamo=True, opset_version=opset, verbose=False,
                 input_names=graph.input_names, output_names=graph.output_names, dynamic_shapes=graph.axes,

@@ -1,0 +1,128 @@
+"""What is replaced in a program gives torch's own graph; what is not known here is left to torch."""
+
+import golden
+import pytest
+import torch
+from torch import nn
+from torch.onnx._internal.exporter import _fx_passes
+
+from smelt.export.graphs.one_trace import one_trace, replaced
+
+SECOND_TRACE = _fx_passes.decompose_with_registry
+
+
+class Each(nn.Module):
+    """Every operator that is replaced, and sizes that the inputs share."""
+
+    def forward(self, x, mask, kept):
+        """x float32 [B, S, 8]; mask int64 [B, S]; kept int64 []."""
+        length = mask.shape[1]
+        heads = torch.dropout(x, 0.1, False).unflatten(2, (2, 4)).transpose(1, 2).contiguous()
+        a, b = heads.chunk(2, dim=-1)
+        joined = torch.cat([-b, a], -1).transpose(1, 2).flatten(2)
+        bias = (1.0 - mask.to(joined.dtype)).to(x.device, x.dtype)
+        places = (torch.arange(length) + torch.arange(length)[:, None]).flatten()
+        table = torch.min(places, torch.ones_like(places)).reshape(1, 1, length, length)
+        n = kept.item()
+        torch._check(n >= 1)
+        torch._check(n <= length)
+        last = joined.narrow(1, length - n, n).sum(1)
+        rows = x.flatten(0, 1)
+        return joined + bias[:, :, None], table.to(torch.float32), rows, last.to(torch.int32)
+
+
+def inputs():
+    x = torch.arange(2 * 5 * 8, dtype=torch.float32).reshape(2, 5, 8)
+    return x, torch.ones(2, 5, dtype=torch.int64), torch.tensor(2)
+
+
+AXES = ({0: "batch", 1: "length"}, {0: "batch", 1: "length"}, None)
+
+
+def exported(module, values, axes, outputs=None):
+    with torch.no_grad():
+        return torch.onnx.export(
+            module.eval(),
+            values,
+            None,
+            dynamo=True,
+            opset_version=20,
+            verbose=False,
+            dynamic_shapes=axes,
+            output_names=outputs,
+        ).model_proto
+
+
+def program_of(module, *values):
+    with torch.no_grad():
+        return torch.export.export(module.eval(), values, strict=False)
+
+
+def targets(program):
+    return [str(node.target) for node in program.graph.nodes]
+
+
+def test_the_graph_is_the_one_of_the_second_trace_node_for_node(monkeypatch):
+    torchs = exported(Each(), inputs(), AXES, list("abcd"))
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
+    with one_trace():
+        ours = exported(Each(), inputs(), AXES, list("abcd"))
+    assert list(golden._lines(ours)) == list(golden._lines(torchs))
+    kinds = {node.op_type for node in ours.graph.node}
+    assert {"Split", "Reshape", "Min", "Slice", "Sub", "Cast"} <= kinds
+
+
+class Rare(nn.Module):
+    def forward(self, x):
+        return torch.special.erfcx(x.flatten(0, 1))
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return (x * 2).flatten(0, 1).add_(1)
+
+
+class Odd(nn.Module):
+    """A size of which it is not said where torch puts its number."""
+
+    def forward(self, x):
+        return x.flatten(1, 2)
+
+
+@pytest.mark.parametrize("module", [Rare(), InPlace()])
+def test_a_program_with_another_operator_stays_as_it_was(module):
+    program = program_of(module, torch.ones(2, 3))
+    before = targets(program)
+    assert "aten.flatten.using_ints" in before
+    assert not replaced(program)
+    assert targets(program) == before
+
+
+def test_a_number_in_a_product_of_sizes_is_left_to_torch():
+    values, axes = (torch.ones(2, 5, 3),), ({1: "length"},)
+    torchs = exported(Odd(), values, axes)
+    with one_trace():
+        assert exported(Odd(), values, axes) == torchs
+    assert replaced(program_of(Odd(), *values))  # numbers alone are multiplied here
+
+
+def test_dropout_that_trains_is_left_to_torch():
+    program = program_of(nn.Identity(), torch.ones(2))
+    x = next(node for node in program.graph.nodes if node.op == "placeholder")
+    graph = program.graph_module.graph
+    for trains, done in ((False, True), (True, False)):
+        with graph.inserting_after(x):
+            graph.call_function(torch.ops.aten.dropout.default, (x, 0.1, trains))
+        assert replaced(program) is done
+
+
+def test_torch_is_as_it_was_afterwards():
+    with pytest.raises(ZeroDivisionError), one_trace():
+        1 / (_fx_passes.decompose_with_registry is SECOND_TRACE)
+    assert _fx_passes.decompose_with_registry is SECOND_TRACE
+
+
+def test_a_torch_that_traces_elsewhere_exports_as_it_does(monkeypatch):
+    monkeypatch.delattr(_fx_passes, "decompose_with_registry")
+    with one_trace():
+        assert not hasattr(_fx_passes, "decompose_with_registry")

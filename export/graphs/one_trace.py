@@ -193,8 +193,6 @@ def _product(factors: list[Any]) -> Any:
     if all(isinstance(factor, int) for factor in factors):
         return math.prod(factors)
     rest = [factor for factor in factors if factor != 1]
-    if any(isinstance(factor, int) for factor in rest):
-        raise _UnknownError  # it is not said where torch puts the number
     return functools.reduce(lambda a, b: _New(operator.mul, (a, b), {}), rest)
 
 
@@ -223,7 +221,7 @@ class _New(NamedTuple):
     def add(self, graph: Graph) -> Node:
         """Put it into the graph, and before it what it takes."""
         node = graph.call_function(self.target, _added(self.args, graph), self.kwargs)
-        values = [arg.meta["val"] for arg in node.args if isinstance(arg, Node)]
+        values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
         node.meta["val"] = self.target(*values, **self.kwargs)
         return node
 

@@ -101,7 +101,7 @@ def test_a_program_with_another_operator_stays_as_it_was(module):
 
 
 @pytest.mark.parametrize(("shape", "dynamic"), [((2, 5, 3), 1), ((2, 3, 5), 2)])
-def test_a_number_stands_in_a_product_of_sizes_where_torch_puts_it(shape, dynamic, monkeypatch):
+def test_a_product_of_a_size_and_a_number_is_not_traced_again(shape, dynamic, monkeypatch):
     values, axes = (torch.ones(shape),), ({dynamic: "length"},)
     torchs = exported(Flat(dynamic), values, axes, ["y", "z"])
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 
-INSTALL = "pip install 'smelt[openvino]', or pip install 'openvino>=2026'"
+INSTALL = "pip install 'openvino>=2026'"
 _MISSING = (
     f"OpenVINO is not installed: {INSTALL}. To go on without it, mark the step `optional: true`, or give"
     " target: ort-cpu."

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
-PRODUCTS = ("DynamicQuantizeMatMul", "MatMulNBits", "MatMul", "Gemm")
+PRODUCTS = ("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "MatMul", "Gemm")
 ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
 
 

@@ -130,8 +130,8 @@ def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
     import_openvino()
     if settings.dtype == "bf16" and not has_bf16():
         ctx.warnings.append(
-            "this processor has no bf16, so OpenVINO computes in float32 here: parity, scores and times of"
-            " this artifact are float32's, and say nothing of one that has"
+            "this processor has no bf16, as OpenVINO says, so it chooses another precision here: parity,"
+            " scores and times of this artifact say nothing of a processor that has it"
         )
 
 

@@ -222,7 +222,7 @@ def _session(model: bytes, provider: str, target: str) -> str:
 
 
 def _openvino() -> Iterator[Finding]:
-    yield _attempt("openvino", _compiled, "pip install 'smelt[openvino]'")
+    yield _attempt("openvino", _compiled, "pip install 'openvino>=2026'")
 
 
 def _compiled() -> str:

@@ -27,7 +27,7 @@ def unavailable_reason(stage: type[Stage[Any]], target: str | None = None) -> st
     another matter: see `unscored_reason`.
     """
     if target == "openvino" and find_spec("openvino") is None:
-        return "OpenVINO is not installed (pip install 'smelt[openvino]')."
+        return "OpenVINO is not installed (pip install 'openvino>=2026')."
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):
         return "TensorRT is not installed (pip install tensorrt, with an NVIDIA GPU)."
     if has_cuda() or not stage.needs & {"cuda", "tensorrt"}:

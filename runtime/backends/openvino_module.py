@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError
 
-INSTALL = "pip install 'smelt[openvino]', or pip install 'openvino>=2026'"
+INSTALL = "pip install 'openvino>=2026'"
 _MISSING = (
     f"OpenVINO is not installed: {INSTALL}. To go on without it, mark the step `optional: true`, or give"
     " target: ort-cpu."
@@ -76,7 +76,7 @@ def version_of(module: Any) -> str:
 
 @cache
 def has_bf16() -> bool:
-    """Say whether OpenVINO computes in bf16 on this processor; elsewhere it takes float32 for it."""
+    """Say whether OpenVINO counts bf16 among what it computes in on this processor."""
     core = import_openvino().Core()
     return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 

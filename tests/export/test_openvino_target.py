@@ -80,11 +80,10 @@ def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives():
     assert found["mean"] < 0.05
     assert found["operators"] > 0
     nodes = compile_graph(made.folder / "model.onnx", "fp32", 1).get_runtime_model().get_ops()
-    told = [{key: str(value) for key, value in node.get_rt_info().items()} for node in nodes]
-    kinds = {info["runtimePrecision"] for info in told if info["layerType"] == "FullyConnected"}
-    assert len(told) > 10
-    assert all("8" in kind for kind in kinds), kinds
-    assert kinds
+    told = [node.get_rt_info() for node in nodes]
+    products = [info for info in told if info["layerType"].astype(str) == "FullyConnected"]
+    assert len(products) == found["operators"]
+    assert {info["runtimePrecision"].astype(str) for info in products} == {"i8"}
 
 
 def test_bf16_of_a_quantized_model_is_refused():

@@ -19,11 +19,12 @@ from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.onnx_stage import OnnxSettings
 from smelt.export.parity.check import check_graphs
+from smelt.runtime.schemes import registry
 
 REAL = Path(__file__).resolve().parents[4] / "shared"
 ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
 SCHEMES = tuple(exports.SCHEMES)
-CODES = ("int8", "int4", "binary")
+CODES = ("int8", "static", "int4", "binary")
 WHOLE = ["drop_bias", "drop_sublayer", "drop_layer", "other_softness", "swap_heads"]
 MASKS = ["drop_padding_mask", "mask_of_ones", "shift_the_mask"]
 BIASES = ["bias_of_zeros", "norm_bias_of_zeros"]
@@ -119,7 +120,8 @@ def test_a_right_graph_passes_with_room_to_spare(family, scheme):
         facts = found.facts["parity"][graph.name]
         assert facts["exact"]["largest"] < 2e-5
         model = read_graph(found.folder / f"{graph.name}.onnx")
-        quantized = [n for n in model.graph.node if n.op_type in ("DynamicQuantizeMatMul", "MatMulNBits")]
+        operators = {kind for one in registry.SCHEMES.values() for kind in one.operators}
+        quantized = [n for n in model.graph.node if n.op_type in operators]
         assert facts["operators"] == len(quantized)
         assert (scheme == "fp32") == (not quantized)
         assert facts["constants"] > 10

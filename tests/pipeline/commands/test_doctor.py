@@ -37,7 +37,7 @@ def test_openvino_is_tried_and_told_how_to_get(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(f"{module}.has_openvino", lambda: False)
     (finding,) = doctor._openvino()
     assert (finding.ok, finding.detail) == (False, "openvino is not installed")
-    assert finding.remedy == "pip install 'smelt[openvino]'"
+    assert finding.remedy == "pip install 'openvino>=2026'"
 
 
 def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

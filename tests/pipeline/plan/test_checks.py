@@ -110,7 +110,7 @@ def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
         ),
         (
             "[{onnx: {target: tensort}}]",
-            "4: stages[0].onnx.target: expected one of 'ort-cpu', 'tensorrt', read 'tensort'. Did you mean 'tensorrt'?",  # noqa: E501
+            "4: stages[0].onnx.target: expected one of 'ort-cpu', 'tensorrt', 'openvino', read 'tensort'. Did you mean 'tensorrt'?",  # noqa: E501
         ),
     ],
 )

@@ -18,7 +18,7 @@ pytest_plugins = ["planning"]
 def test_a_missing_openvino_is_a_reason_for_its_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.unavailable_reason(Onnx, "openvino") is None
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "openvino" else find_spec(name))
-    reason = "OpenVINO is not installed (pip install 'smelt[openvino]')."
+    reason = "OpenVINO is not installed (pip install 'openvino>=2026')."
     assert machine.unavailable_reason(Onnx, "openvino") == reason
     assert machine.unavailable_reason(Onnx, "ort-cpu") is None
 

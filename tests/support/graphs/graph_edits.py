@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import helper, numpy_helper
 
-PRODUCTS = ("DynamicQuantizeMatMul", "MatMulNBits", "MatMul", "Gemm")
+PRODUCTS = ("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "MatMul", "Gemm")
 ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
 
 
@@ -105,6 +105,8 @@ def residuals(model: Any) -> Iterator[Any]:
 def head_width(model: Any, node: Any, heads: int) -> int:
     """Return d, from the product that follows the attention."""
     reader = next(n for n in model.graph.node if node.output[0] in n.input)
+    if reader.op_type == "QuantizeLinear":
+        reader = next(n for n in model.graph.node if reader.output[0] in n.input)
     sizes = {t.name: list(t.dims) for t in model.graph.initializer}
     if reader.op_type == "MatMulNBits":
         return int(next(a.i for a in reader.attribute if a.name == "K")) // heads

@@ -47,7 +47,7 @@ class Step:
     @property
     def trains(self) -> bool:
         """Whether it learns from the training rows."""
-        return "train" in self.cls.needs
+        return "train" in self.needs
 
     @property
     def stands_on(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
     ctx = exports.context(tmp_path / "onnx", "translation")
     source = tiny.artifact(tmp_path / "not-there", "translation")
-    with pytest.raises(MissingDependencyError, match=r"smelt\[openvino\]"):
+    with pytest.raises(MissingDependencyError, match=r"openvino>=2026"):
         Onnx()(source, OnnxSettings(target="openvino"), ctx)
     assert not list(ctx.out.iterdir())
 

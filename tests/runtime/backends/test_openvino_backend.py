@@ -222,5 +222,5 @@ def test_a_missing_package_and_an_old_one_say_how_to_get_it(monkeypatch):
     with pytest.raises(InputError, match=r"OpenVINO 2025\.4\.0 is installed; smelt needs 2026 or newer"):
         import_openvino()
     monkeypatch.setattr(openvino_module, "has_openvino", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'smelt\[openvino\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'openvino>=2026'"):
         import_openvino()

@@ -8,7 +8,14 @@ import exports
 import generating
 import numpy as np
 import pytest
-from counting import BATCH, FLOAT, INT, language_model, write
+from counting import (
+    BATCH,
+    FLOAT,
+    explains_broken_graphs,
+    language_model,
+    refuses_another_encoder,
+    write,
+)
 from onnx import helper
 
 from smelt.core.errors import InputError, MissingDependencyError
@@ -178,28 +185,11 @@ def test_a_closed_model_says_so(counting):
 
 
 def test_corrupt_missing_and_foreign_graphs_are_explained(counting):
-    decoder = counting / "decoder_with_past_model.onnx"
-    good = decoder.read_bytes()
-    decoder.write_bytes(good[: len(good) // 2])
-    with pytest.raises(InputError, match=r"decoder_with_past_model\.onnx: OpenVINO cannot load"):
-        opened(counting)
-    decoder.unlink()
-    with pytest.raises(InputError, match="no such graph"):
-        opened(counting)
-    value = ("x", FLOAT, [1])
-    write(decoder, [helper.make_node("Identity", ["x"], ["y"])], [value], [("y", FLOAT, [1])])
-    with pytest.raises(InputError, match="has no encoder_attention_mask, input_ids, logits; it has the"):
-        opened(counting)
+    explains_broken_graphs(counting, opened, "OpenVINO")
 
 
 def test_an_encoder_of_another_model_is_refused(counting):
-    ids = ("input_ids", INT, ["batch", "encoder_length"])
-    mask = ("attention_mask", INT, ["batch", "encoder_length"])
-    node = helper.make_node("Mul", ["input_ids", "attention_mask"], ["last_hidden_state"])
-    out = ("last_hidden_state", INT, ["batch", "encoder_length"])
-    write(counting / "encoder_model.onnx", [node], [ids, mask], [out])
-    with pytest.raises(InputError, match=r"do not fit each other: past_key_values\.0\.encoder\.key"):
-        opened(counting)
+    refuses_another_encoder(counting, opened)
 
 
 def test_language_model_that_carries_nothing_on_is_refused(tmp_path):

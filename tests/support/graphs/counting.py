@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from onnx import TensorProto, helper, save
 
+from smelt.core.errors import InputError
 from smelt.runtime.batch import Batch
 
 
@@ -104,3 +107,30 @@ def language_model(folder: Path, caches: Any) -> Path:
         [("logits", FLOAT, ["batch", "length", 1]), *((left, FLOAT, cache) for _, left in caches)],
     )
     return folder
+
+
+def explains_broken_graphs(folder: Path, opened: Callable[[Path], Any], runtime: str) -> None:
+    """Expect `opened` to say what is wrong with a decoder that is cut off, missing, or another graph."""
+    decoder = folder / "decoder_with_past_model.onnx"
+    good = decoder.read_bytes()
+    decoder.write_bytes(good[: len(good) // 2])
+    with pytest.raises(InputError, match=rf"decoder_with_past_model\.onnx: {runtime} cannot load"):
+        opened(folder)
+    decoder.unlink()
+    with pytest.raises(InputError, match="no such graph"):
+        opened(folder)
+    value = ("x", FLOAT, [1])
+    write(decoder, [helper.make_node("Identity", ["x"], ["y"])], [value], [("y", FLOAT, [1])])
+    with pytest.raises(InputError, match="has no encoder_attention_mask, input_ids, logits; it has the"):
+        opened(folder)
+
+
+def refuses_another_encoder(folder: Path, opened: Callable[[Path], Any]) -> None:
+    """Expect `opened` to say that this encoder leaves nothing of what the decoder takes."""
+    ids = ("input_ids", INT, ["batch", "encoder_length"])
+    mask = ("attention_mask", INT, ["batch", "encoder_length"])
+    node = helper.make_node("Mul", ["input_ids", "attention_mask"], ["last_hidden_state"])
+    out = ("last_hidden_state", INT, ["batch", "encoder_length"])
+    write(folder / "encoder_model.onnx", [node], [ids, mask], [out])
+    with pytest.raises(InputError, match=r"do not fit each other: past_key_values\.0\.encoder\.key"):
+        opened(folder)

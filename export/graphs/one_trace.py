@@ -92,7 +92,7 @@ def replaced(program: Any) -> bool:
         return False
     for node, (target, args, kwargs) in plan:
         with graph.inserting_before(node):
-            node.args = _added(args, graph)
+            node.args = _added(args, graph, node)
         node.target, node.kwargs = target, kwargs
     program.graph_module.recompile()
     return True
@@ -218,19 +218,23 @@ class _New(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def add(self, graph: Graph) -> Node:
-        """Put it into the graph, and before it what it takes."""
-        node = graph.call_function(self.target, _added(self.args, graph), self.kwargs)
+    def add(self, graph: Graph, source: Node) -> Node:
+        """Put it into the graph, and before it what it takes; it belongs to the module of `source`."""
+        node = graph.call_function(self.target, _added(self.args, graph, source), self.kwargs)
+        # torch.onnx.export warns of each node that does not say it
+        node.meta["nn_module_stack"] = source.meta.get("nn_module_stack", {})
         values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
         node.meta["val"] = self.target(*values, **self.kwargs)
         return node
 
 
-def _added(argument: Any, graph: Graph) -> Any:
+def _added(argument: Any, graph: Graph, source: Node) -> Any:
     """Return an argument with each new node in it put into the graph."""
     if isinstance(argument, _New):
-        return argument.add(graph)
-    return type(argument)(_added(a, graph) for a in argument) if type(argument) in (list, tuple) else argument
+        return argument.add(graph, source)
+    if type(argument) in (list, tuple):
+        return type(argument)(_added(a, graph, source) for a in argument)
+    return argument
 
 
 _INSTEAD: dict[Any, Callable[[Node, Sizes], Call]] = {

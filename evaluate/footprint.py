@@ -13,6 +13,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.runtime.generate.shortlist import ALWAYS, TABLE
 from smelt.runtime.models.weight_files import values_in, weight_tensors
 from smelt.runtime.schemes.registry import operators
 
@@ -46,7 +47,7 @@ def onnx_parameters(folder: Path) -> int:
 
     Weights are floating initializers of any size and integer ones of at least 64 values (codes);
     scales and zero points belong to the codes and so are not counted where they can be told apart:
-    they feed the operators that (de)quantize.
+    they feed the operators that (de)quantize. A shortlist is none of them either.
     """
     import onnx
 
@@ -57,7 +58,7 @@ def onnx_parameters(folder: Path) -> int:
             model = onnx.load(path, load_external_data=False)
         except Exception as error:  # protobuf raises several kinds, all meaning the same
             raise InputError(f"{path}: not an ONNX file that can be read: {error}") from error
-        helpers = _scales_and_zero_points(model.graph)
+        helpers = _scales_and_zero_points(model.graph) | {TABLE, ALWAYS}
         for tensor in model.graph.initializer:
             count = 0 if tensor.name in helpers else _values(tensor)
             if count == 0:

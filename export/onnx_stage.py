@@ -94,6 +94,7 @@ class Onnx:
         with open_runner(src, ctx.threads, "cpu") as opened:
             parent: Any = opened
             model = parent.backend.model
+            parent.shortlist = None  # the graphs of a step give all logits
             kind = _kind(model, settings)
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
             reference = reference_of(parent, _batch(parent, src.path, ctx))
@@ -111,7 +112,7 @@ class Onnx:
             subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype)
             ctx.facts["parity"] = check_graphs(subject, reference)
             if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
-                _write_loops(ctx, subject, reference.batch)
+                _write_loops(ctx, subject, reference.batch, src.path)
         copy_tokenizer(src.path, ctx.out)
         _export_tokenizer(src.path, ctx)
         ctx.facts["graphs"] = facts
@@ -146,11 +147,15 @@ def _export_tokenizer(folder: Path, ctx: Context) -> None:
         ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")
 
 
-def _write_loops(ctx: Context, subject: Subject, batch: Batch) -> None:
-    """Write the graphs of whole generations; all graphs then share their weights. Compare them in float32."""
+def _write_loops(ctx: Context, subject: Subject, batch: Batch, source: Path) -> None:
+    """Write the graphs of whole generations; all graphs then share their weights. Compare them in float32.
+
+    A shortlist in the folder `source` goes into them.
+    """
     from smelt.export.loop.write import check_loops, run_loops, write_loops
     from smelt.export.parity.twin import exact_twin
     from smelt.runtime.backends.open_runner import open_folder
+    from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 
     names = [graph.name for graph in subject.graphs]
     folders = [ctx.out]
@@ -158,6 +163,8 @@ def _write_loops(ctx: Context, subject: Subject, batch: Batch) -> None:
         if subject.kind != "fp32":
             folders.insert(0, stack.enter_context(exact_twin(ctx.out, names, half=False)))
         for folder in folders:
+            if (source / SHORTLIST).is_file():
+                shutil.copyfile(source / SHORTLIST, folder / SHORTLIST)
             write_loops(folder, names)
             with open_folder(folder, "onnx", subject.target, ctx.threads) as runner:
                 ask = check_loops if folder is folders[0] else run_loops

@@ -1,7 +1,7 @@
 """Beam search as a loop of a graph, step for step as `smelt.runtime.generate.beam` does it.
 
 Shapes: B = sentences, N = beams, R = rows of a step, K = candidates kept in a step, P = prompt, T = tokens
-so far, V = vocabulary.
+so far, V = vocabulary, C = words that are scored, which are V unless there is a shortlist.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from smelt.export.loop.builder import Builder, Carried
+from smelt.export.loop.logits import in_vocabulary
 from smelt.export.loop.place import Level
 from smelt.export.loop.rules import Rules, by_texts, ends, prepare_rules, rule_of
 from smelt.export.loop.source import Source
@@ -63,7 +64,7 @@ def beam(root: Level, source: Source, vocabulary: int) -> str:
     ]
     carried = [*parts, Carried("ids", source.ids, np.int64, (None, None)), *source.caches, *source.extra]
     shared = [one.first for one in source.shared]
-    known = _know(b, source.prompt, vocabulary)
+    known = _know(b, source, vocabulary)
 
     def body(b: Builder, count: str, names: list[str]) -> tuple[str, list[str]]:
         now, (ids, *rest) = _Beams(*names[: len(parts)]), names[len(parts) :]
@@ -84,13 +85,17 @@ def beam(root: Level, source: Source, vocabulary: int) -> str:
 class _Known:
     """The names of what is the same in all steps.
 
+    words: int64 [C], of which word each score speaks; None where C is V. rows: of the rules, float32
+    [rules, C].
     n, kept, batch: int64 [1], N, K and B. sentences: int64 [B, 1], their numbers. by_beam, flat: int64, the
     shapes [B, -1, V] and [B, -1]. reserve: bool [K], candidates that only go on. tail: int64 [B, N, 1],
     padding.
     """
 
     vocabulary: int
+    words: str | None
     rules: Rules
+    rows: str
     n: str
     kept: str
     batch: str
@@ -101,18 +106,22 @@ class _Known:
     tail: str
 
 
-def _know(b: Builder, prompt: str, vocabulary: int) -> _Known:
+def _know(b: Builder, source: Source, vocabulary: int) -> _Known:
     zero, one = b.const(0), b.const(1)
+    prompt, words = source.prompt, source.words
     n, batch = b.op("Unsqueeze", "num_beams", b.const([0])), b.rows(prompt)
     # so many that N are left even if all others end
     each = b.op("Max", b.op("Add", b.rows("eos_token_ids"), b.const([1])), b.const([2]))
-    kept = b.op("Mul", n, b.op("Min", each, b.const([vocabulary])))
+    kept = b.op("Mul", n, b.op("Min", each, b.rows(words) if words else b.const([vocabulary])))
     place = b.op("Range", zero, b.op("Squeeze", kept, b.const([0])), one)
     count = b.op("Range", zero, b.op("Squeeze", batch, b.const([0])), one)
     return _Known(
-        vocabulary, prepare_rules(b, vocabulary), n, kept, batch,
+        vocabulary, words, prepare_rules(b, vocabulary),
+        b.op("Gather", "rule_biases", words, axis=1) if words else "rule_biases", n, kept, batch,
         sentences=b.op("Unsqueeze", count, b.const([1])),
-        by_beam=b.op("Concat", batch, b.const([-1, vocabulary]), axis=0),
+        by_beam=b.op(
+            "Concat", batch, *([b.const([-1]), b.rows(words)] if words else [b.const([-1, vocabulary])]), axis=0
+        ),
         flat=b.op("Concat", batch, b.const([-1]), axis=0),
         reserve=b.op("GreaterOrEqual", place, n),
         tail=b.op("Expand", "pad_token_id", b.op("Concat", batch, n, b.const([1]), axis=0)),
@@ -144,10 +153,10 @@ class _Step:
         self.out = b.const(_OUT, np.float32)
 
     def totals(self, logits: str, now: _Beams, mask: str | None) -> str:
-        """Return float32 [B, N * V]: what each text would have with each next token."""
+        """Return float32 [B, N * C]: what each text would have with each next token."""
         b, known = self.b, self.known
         scores = b.op("LogSoftmax", logits, axis=-1)
-        rule = rule_of(b, known.rules, self.count)
+        rule = rule_of(b, known.rules, self.count, known.rows)
 
         def by_words(inside: Builder) -> str:
             # in the first step R = B: all beams are the same, and the first stands for all
@@ -156,7 +165,11 @@ class _Step:
             texts = inside.op("Slice", now.texts, inside.const([0]), each, inside.const([1]))
             table = inside.op("Concat", rows, inside.op("Shape", texts, start=2), axis=0)
             flat = inside.op("Reshape", texts, table)
-            return inside.op("Add", by_texts(inside, scores, flat, mask), rule.row)
+            if known.words is None:
+                return inside.op("Add", by_texts(inside, scores, flat, mask), rule.row)
+            every = in_vocabulary(inside, scores, known.words, known.vocabulary)
+            found = inside.op("Gather", by_texts(inside, every, flat, mask), known.words, axis=1)
+            return inside.op("Add", found, rule.row)
 
         ruled = b.choose(
             "text_rules", by_words, lambda i: i.op("Add", scores, rule.row), np.float32, (None, None)
@@ -183,8 +196,9 @@ class _Step:
         """Return whether to go on, the parts of the next `_Beams`, ids [R, 1], and whence each row comes."""
         b, known = self.b, self.known
         scores, places = b.ops("TopK", totals, known.kept, outputs=2, axis=1)
-        v = b.const(known.vocabulary)
+        v = b.size(known.words, 0) if known.words else b.const(known.vocabulary)
         came, tokens = b.op("Div", places, v), b.op("Mod", places, v)
+        tokens = b.op("Gather", known.words, tokens, axis=0) if known.words else tokens
         candidates = b.op(
             "Concat", self._taken(now.texts, came), b.op("Unsqueeze", tokens, b.const([2])), axis=2
         )

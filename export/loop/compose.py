@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ from smelt.export.loop.source import Source, Translator, Writer
 START = "decoder_start_token_id"
 
 
-def compose(encoder: Any | None, decoder: Any, defaults: Mapping[str, Any], beams: bool) -> Any:
+def compose(
+    encoder: Any | None,
+    decoder: Any,
+    defaults: Mapping[str, Any],
+    beams: bool,
+    shortlist: Path | None = None,
+) -> Any:
     """Return the onnx.ModelProto that takes `input_ids` to `sequences`.
 
     Args:
@@ -25,6 +32,10 @@ def compose(encoder: Any | None, decoder: Any, defaults: Mapping[str, Any], beam
         decoder: onnx.ModelProto of one step.
         defaults: what the inputs are that a caller leaves out, by name.
         beams: search with beams, else greedily.
+        shortlist: the folder with the model's shortlist, where it has one.
+
+    Raises:
+        RunError: a graph cannot go into a loop, or its head cannot be restricted.
     """
     from onnx import helper, numpy_helper
 
@@ -32,13 +43,15 @@ def compose(encoder: Any | None, decoder: Any, defaults: Mapping[str, Any], beam
     b = Builder(opset=versions[""].version)
     root = Level(b)
     inputs = INPUTS | (BEAM_INPUTS if beams else {})
+    vocabulary = defaults["rule_biases"].shape[1]
     source: Source
     if encoder is None:
         source = Writer(b, decoder.graph)
     else:
         inputs = inputs | {START: (np.int64, ())}
-        source = Translator(b, encoder.graph, decoder.graph, START)
-    vocabulary = defaults["rule_biases"].shape[1]
+        source = translator = Translator(b, encoder.graph, decoder.graph, START)
+        if shortlist is not None:
+            translator.restrict(root, shortlist, vocabulary)
     found = beam(root, source, vocabulary) if beams else greedy(root, source, vocabulary)
     b.nodes.append(helper.make_node("Identity", [found], ["sequences"], "sequences"))
     outside = [value(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")]

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from smelt.export.loop.builder import Builder, Carried
-from smelt.export.loop.logits import add_to_logits, are_many, largest, largest_in_blocks
+from smelt.export.loop.logits import (
+    add_to_logits,
+    are_many,
+    in_vocabulary,
+    largest,
+    largest_in_blocks,
+)
 from smelt.export.loop.place import Level
 from smelt.export.loop.rules import Rule, Rules, by_texts, ends, forcing_rows, prepare_rules, rule_of
 from smelt.export.loop.source import Source
@@ -25,7 +31,8 @@ def greedy(root: Level, source: Source, vocabulary: int) -> str:
     once for each make-up of the batch.
     """
     b = root.builder
-    rules, rows = prepare_rules(b, vocabulary), forcing_rows(b, vocabulary)
+    rules, words = prepare_rules(b, vocabulary), source.words
+    rows = b.op("Gather", "rule_biases", words, axis=1) if words else forcing_rows(b, vocabulary)
     count = b.op("Squeeze", b.rows("input_ids"), b.const([0]))
     places = b.op("Range", b.const(0), count, b.const(1))
     own = [*source.caches, *source.extra]
@@ -60,7 +67,10 @@ def greedy(root: Level, source: Source, vocabulary: int) -> str:
 
 @dataclass(frozen=True)
 class _Search:
-    """What stays as it is. levels: the graphs around the steps. rows: of rules, those that force too."""
+    """What stays as it is. levels: the graphs around the steps. rows: of rules.
+
+    Rows force words too, but for scores of some words alone.
+    """
 
     levels: list[Level]
     source: Source
@@ -96,10 +106,13 @@ def _until_rows_may_leave(
         found = source.step([*levels, Level(b)], ids, caches, extra, (1, shared), beams=False)
         scores = add_to_logits(b, found.logits, rule.row)
         mask = extra[0] if source.mask else None
-        best = b.choose(
-            plain, lambda i: largest(i, scores), lambda i: _otherwise(i, search, scores, texts, mask, rule),
-            np.int64, (None, 1),
-        )  # fmt: skip
+        if source.words:
+            best = _among_words(b, search, scores, texts, rule)
+        else:
+            best = b.choose(
+                plain, lambda i: largest(i, scores),
+                lambda i: _otherwise(i, search, scores, texts, mask, rule), np.int64, (None, 1),
+            )  # fmt: skip
         ids = b.op("Where", done, "pad_token_id", best)
         done = b.op("Or", done, ends(b, search.rules, best))
         gone = b.op("ReduceSum", b.cast(done, np.int64), keepdims=0)
@@ -123,6 +136,22 @@ def _otherwise(b: Builder, search: _Search, scores: str, texts: str, mask: str |
     return b.choose(
         "text_rules", ruled, lambda i: largest_in_blocks(i, scores, search.vocabulary), np.int64, (None, 1)
     )
+
+
+def _among_words(b: Builder, search: _Search, scores: str, texts: str, rule: Rule) -> str:
+    """Return int64 [R, 1]: the next tokens, by scores [R, C] of the source's words alone."""
+    words = search.source.words
+    assert words is not None
+
+    def ruled(inside: Builder) -> str:
+        every = in_vocabulary(inside, scores, words, search.vocabulary)
+        return largest_in_blocks(inside, by_texts(inside, every, texts, None), search.vocabulary)
+
+    best = b.choose(
+        "text_rules", ruled, lambda i: i.op("Gather", words, largest(i, scores), axis=0), np.int64, (None, 1)
+    )
+    forced = rule.forced(b)
+    return b.op("Where", b.op("Less", forced, b.const(0)), best, forced)
 
 
 def _next(one: Carried, name: str) -> Carried:

@@ -21,11 +21,11 @@ _MANY = 50_000
 def add_to_logits(b: Builder, logits: str, row: str) -> str:
     """Return float32 `logits` [R, V] and `row` [V] added up, in the product that makes them where it can.
 
-    A row of a step's rules hides words (0 or -inf), so that the order of the two sums does not matter.
+    A row of a step's rules hides words (0 or -inf), so that the order of sums does not matter.
     """
     made = {name: node for node in b.nodes for name in node.output}
     node = made.get(logits)
-    while node is not None and node.op_type in {"Squeeze", "Reshape"}:
+    while node is not None and node.op_type in {"Squeeze", "Reshape", "Add"}:
         node = made.get(node.input[0])
     place = _BIAS.get(node.op_type) if node is not None else None
     if node is None or place is None:
@@ -73,3 +73,13 @@ def _block(vocabulary: int) -> int | None:
     root = isqrt(vocabulary)
     sizes = [n for n in range(max(8, root // 3), 3 * root) if vocabulary % n == 0]
     return min(sizes, key=lambda n: abs(n - root), default=None)
+
+
+def in_vocabulary(b: Builder, scores: str, words: str, vocabulary: int) -> str:
+    """Return float32 [R, V]: the scores [R, C] of the words int64 [C], and -inf for all others."""
+    from onnx import numpy_helper
+
+    nothing = numpy_helper.from_array(np.array([-np.inf], dtype=np.float32))
+    shape = b.op("Concat", b.rows(scores), b.const([vocabulary]), axis=0)
+    places = b.op("Expand", words, b.op("Shape", scores))
+    return b.op("ScatterElements", b.op("ConstantOfShape", shape, value=nothing), places, scores, axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,53 +18,68 @@ class Level:
     names: dict[str, str] = field(default_factory=dict)
 
 
+class Constants:
+    """The constants of an onnx.GraphProto, and what is computed from them alone; without the names `told`."""
+
+    def __init__(self, graph: Any, told: Collection[str] = ()) -> None:
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in told}
+        self._made: dict[str, Any] = {}  # nodes that read constants alone, by what they make
+        for node in graph.node:
+            if all(name in self for name in node.input if name) and not set(node.output) & set(told):
+                self._made |= dict.fromkeys(node.output, node)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors or name in self._made
+
+    def bring(self, name: str, level: Level, prefix: str) -> str:
+        """Bring a constant, or the nodes that make it of constants, to a level; return its name there."""
+        import onnx
+
+        if name in level.names:
+            return level.names[name]
+        if name in self._tensors:
+            tensor = onnx.TensorProto()
+            tensor.CopyFrom(self._tensors[name])
+            tensor.name = level.names[name] = prefix + name
+            level.builder.initializers.append(tensor)
+            return tensor.name
+        node = self._made[name]
+        for read in filter(None, node.input):
+            self.bring(read, level, prefix)
+        _copy(node, level, level.names, prefix)
+        return level.names[name]
+
+    def turned(self, name: str) -> str | None:
+        """Return what the transpose of a matrix is called, if there is one."""
+        found = (n for n in self._made.values() if n.op_type == "Transpose" and n.input[0] == name)
+        return next((node.output[0] for node in found), None)
+
+
 def place(graph: Any, levels: Sequence[Level], prefix: str) -> None:
     """Copy the nodes of an onnx.GraphProto, each to the first level at which all that it reads is there.
 
     So what depends on the source is computed once a batch. Constants, and what is computed from them alone,
     lie where they are read, several times if need be: ONNX Runtime packs no constant that a graph two levels
     further in reads (measured: a decoding step took twice as long). Names get `prefix`; the levels' `names`
-    then say what each of the graph's values is called.
+    then say what each of the graph's values is called; what they know already is not made again.
 
     Raises:
         RunError: a node holds a graph of its own.
     """
     told = known_at(levels)  # among it what would have a default
-    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in told}
-    made: dict[str, Any] = {}  # nodes that read constants alone, by what they make
+    constants = Constants(graph, told)
     for node in graph.node:
         if any(attribute.HasField("g") for attribute in node.attribute):
             raise RunError(f"{graph.name}: node '{node.name}' holds a graph, which cannot go into the loop.")
-        read = [name for name in node.input if name]
-        if all(name in constants or name in made for name in read):
-            made |= dict.fromkeys(node.output, node)
+        if all(name in constants or name in told for name in node.output if name):
             continue
-        needed = [name for name in read if name not in constants and name not in made]
-        depth = next(at for at in range(len(levels)) if known_at(levels[: at + 1]).keys() >= set(needed))
+        read = [name for name in node.input if name]
+        needed = {name for name in read if name not in constants}
+        depth = next(at for at in range(len(levels)) if known_at(levels[: at + 1]).keys() >= needed)
         for name in read:
             if name not in needed:
-                _bring(name, constants, made, levels[depth], f"{prefix}{depth}.")
+                constants.bring(name, levels[depth], f"{prefix}{depth}.")
         _copy(node, levels[depth], known_at(levels[: depth + 1]), prefix)
-
-
-def _bring(
-    name: str, constants: Mapping[str, Any], made: Mapping[str, Any], level: Level, prefix: str
-) -> None:
-    """Bring a constant, or the nodes that make it of constants, to a level."""
-    import onnx
-
-    if name in level.names:
-        return
-    if name in constants:
-        tensor = onnx.TensorProto()
-        tensor.CopyFrom(constants[name])
-        tensor.name = level.names[name] = prefix + name
-        level.builder.initializers.append(tensor)
-        return
-    node = made[name]
-    for read in filter(None, node.input):
-        _bring(read, constants, made, level, prefix)
-    _copy(node, level, level.names, prefix)
 
 
 def _copy(node: Any, level: Level, known: Mapping[str, str], prefix: str) -> None:

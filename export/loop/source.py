@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from smelt.export.loop.builder import Builder, Carried
 from smelt.export.loop.place import Level, known_at, place
+from smelt.export.loop.shortlist import Head, gather_words
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Source(Protocol):
 
     ids: int64 [B, S], what is fed first. prompt: int64 [B, P], what a text begins with. mask: int64 [B, P],
     0 where the prompt is padded; None where it never is. caches, extra: of each row; shared: of each
-    sentence, the same in all steps.
+    sentence, the same in all steps. words: int64 [V], of which word each logit speaks; None where they speak
+    of the whole vocabulary in order.
     """
 
     ids: str
@@ -39,6 +42,7 @@ class Source(Protocol):
     caches: list[Carried]
     extra: list[Carried]
     shared: list[Carried]
+    words: str | None
 
     def step(
         self, levels: Sequence[Level], ids: str, caches: Sequence[str], extra: Sequence[str],
@@ -60,7 +64,9 @@ class Translator:
     """A `Source` of an encoder-decoder model."""
 
     mask: str | None = None
+    words: str | None = None
     extra: list[Carried] = []  # noqa: RUF012
+    _head: Head | None = None
 
     def __init__(self, root: Builder, encoder: Any, decoder: Any, start: str) -> None:
         """Put the encoder into `root`; `start` is int64 scalar, the token that texts begin with."""
@@ -81,6 +87,18 @@ class Translator:
         self.shared = [Carried("cross", level.names[name], *_kind(inputs[_past(name)])) for name in cross]
         self.shared.append(Carried("source_mask", "attention_mask", np.int64, (None, None)))
 
+    def restrict(self, root: Level, folder: Path, vocabulary: int) -> None:
+        """Let logits speak only of words that the shortlist in `folder` has for the batch.
+
+        Raises:
+            RunError: the graph makes its logits in a way that is not known.
+        """
+        self._head = Head(self._decoder)
+        found = gather_words(root.builder, folder, vocabulary)
+        self._head.gather(root, found.words)
+        self._decoder, self.words = self._head.rest, found.words
+        self.shared.append(Carried("hidden", found.hidden, np.float32, (None, None)))
+
     def step(
         self, levels: Sequence[Level], ids: str, caches: Sequence[str], extra: Sequence[str],
         shared: tuple[int, Sequence[str]], beams: bool,
@@ -88,7 +106,7 @@ class Translator:
         """See `Source.step`."""
         at, values = shared
         names = [*self._cross, "encoder_attention_mask"]
-        levels[at].names |= dict(zip(names, values, strict=True))
+        levels[at].names |= dict(zip(names, values[: len(names)], strict=True))
         inner = levels[-1]
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
         place(self._decoder, levels, "decoder.")
@@ -96,13 +114,28 @@ class Translator:
             widths = [_width(one) for one in self.shared[: len(self._cross)]]
             _share_keys(levels[0].builder, inner.builder, dict(zip(values, widths, strict=False)))
         known = known_at(levels)
-        return Stepped(known["logits"], [known[name] for name in self._own], [])
+        logits = known["logits"] if self._head is None else self._restricted(levels, values[-1], beams)
+        return Stepped(logits, [known[name] for name in self._own], [])
+
+    def _restricted(self, levels: Sequence[Level], hidden: str, beams: bool) -> str:
+        """Return float32 [R, C]: the logits of the batch's words; `hidden` [B, C] is added to them."""
+        assert self._head is not None
+        root, b = levels[0].builder, levels[-1].builder
+        logits = self._head.logits(b, known_at(levels)[self._head.states])
+        if not beams:
+            return b.op("Add", logits, hidden)
+        width = root.op("Shape", hidden, start=1)
+        by_sentence = root.op("Concat", root.rows(hidden), root.const([-1]), width, axis=0)
+        together = b.op("Reshape", logits, by_sentence)
+        alone = b.op("Add", together, root.op("Unsqueeze", hidden, root.const([1])))
+        return b.op("Reshape", alone, root.op("Concat", root.const([-1]), width, axis=0))
 
 
 class Writer:
     """A `Source` of a decoder-only model: its first step feeds the whole prompt, padded on the left."""
 
     shared: list[Carried] = []  # noqa: RUF012
+    words: str | None = None
 
     def __init__(self, root: Builder, decoder: Any) -> None:
         self._decoder = decoder

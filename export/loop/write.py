@@ -18,6 +18,7 @@ from smelt.runtime.generate.decoding import Decoding, settle
 from smelt.runtime.generate.in_graph import feeds_of, generate_in_graph
 from smelt.runtime.generate.loop import generate_with
 from smelt.runtime.generate.settings import Generation
+from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.runner import read_files
 
 # New tokens on which a graph is compared with the loop in Python
@@ -34,7 +35,7 @@ def write_loops(folder: Path, steps: Sequence[str]) -> None:
     The weights of all graphs go into one file.
 
     Args:
-        folder: with the graphs, and the config files of the model.
+        folder: with the graphs, the config files of the model, and its shortlist, if it has one.
         steps: the encoder's, where there is one, and the decoder's.
 
     Raises:
@@ -48,11 +49,12 @@ def write_loops(folder: Path, steps: Sequence[str]) -> None:
     graphs = [read_graph(folder / f"{name}.onnx", values=False) for name in steps]
     encoder, decoder = graphs if len(graphs) == 2 else (None, graphs[0])
     vocabulary = int(model.config.get("decoder_vocab_size") or model.config["vocab_size"])
+    shortlist = folder if (folder / SHORTLIST).is_file() else None
     for name, beams in ((GREEDY, 1), (BEAMS, beams_of(model))):
         decoding = settle(Generation(beams=beams), model)
         defaults = feeds_of(decoding, 1, vocabulary)
         path = folder / f"{name}.onnx"
-        onnx.save(compose(encoder, decoder, defaults, beams > 1), path)
+        onnx.save(compose(encoder, decoder, defaults, beams > 1, shortlist), path)
         onnx.checker.check_model(str(path))
 
 

@@ -14,6 +14,7 @@ TABLE: dict[str, str] = {
     "prune": "smelt.compress.prune.structured:Prune",
     "factorize": "smelt.compress.factorize.svd:Factorize",
     "share": "smelt.compress.share.layers:Share",
+    "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",

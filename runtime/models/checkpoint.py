@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.core.stage import StoredDtype
+from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
 from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model, sentence_class
@@ -280,7 +281,9 @@ def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
 
 
 def copy_tokenizer(src: Path, out: Path) -> None:
-    """Copy the files of `src` of its tokenizer, and those that say how it makes vectors, into `out`."""
+    """Copy the files of `src` of its tokenizer, those that say how it makes vectors, its shortlist to `out`."""
+    if (src / SHORTLIST).is_file():
+        shutil.copyfile(src / SHORTLIST, out / SHORTLIST)
     for path in sorted(src.iterdir()):
         if path.is_file() and path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
             shutil.copyfile(path, out / path.name)

@@ -1,0 +1,233 @@
+"""The head restricted to the words that the sources of a batch bring along.
+
+Before the loop the table says which words may come in any row of the batch. The rows of the head that make
+their logits are gathered once; a step multiplies with these alone, and what another row brought is hidden.
+
+    words   = what the table says of all tokens of the batch, and what may always come     int64 [C]
+    hidden  = 0 where a row's own source brought the word, else -inf                  float32 [B, C]
+    logits  = x W[words]^T + bias[words] + hidden                                     float32 [R, C]
+
+Products of integers stay what they are: ONNX Runtime multiplies with gathered codes as with constant ones,
+to the same bits. MatMulNBits wants constants, so that its gathered codes become float32.
+
+Shapes: B = sentences, R = rows, L = source length, S = words of the source vocabulary, V = words of the head,
+n = words that a source word brings, C = words that are left, K = inputs of the head, g = group, G = groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.core.errors import RunError
+from smelt.export.loop.builder import Builder
+from smelt.export.loop.place import Constants, Level
+from smelt.runtime.generate.shortlist import ALWAYS, FILE, TABLE
+
+# operators that make logits, and which inputs have a place for each word, with the axis of the words
+_BY_WORD: dict[str, dict[int, int]] = {
+    "Gemm": {1: 0, 2: 0},  # the matrix as it stands in torch; of another, the axis is 1
+    "MatMul": {1: 1},
+    "MatMulNBits": {1: 0, 2: 0, 3: 0, 5: 0},
+    "DynamicQuantizeMatMul": {1: 1, 2: 0, 3: 0, 4: 0},
+    "MatMulIntegerToFloat": {1: 1, 3: 0, 6: 0},
+}
+_PREFIX = "head."
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Words:
+    """words: int64 [C], rising. hidden: float32 [B, C]. Names in the outermost graph."""
+
+    words: str
+    hidden: str
+
+
+def gather_words(b: Builder, folder: Path, vocabulary: int) -> Words:
+    """Append what finds the words of a batch by the table that lies in `folder`; V is `vocabulary`."""
+    from onnx import numpy_helper
+
+    b.initializers += [_stored(folder, TABLE), _stored(folder, ALWAYS)]
+    zero = b.op("Slice", ALWAYS, b.const([0]), b.const([1]))
+    brought = b.cast(b.op("Gather", TABLE, "input_ids", axis=0), np.int64)  # [B, L, n]
+    padded = b.op("Unsqueeze", b.op("Equal", "attention_mask", b.const(0)), b.const([2]))
+    batch = b.rows("input_ids")
+    flat = b.op("Concat", batch, b.const([-1]), axis=0)
+    brought = b.op("Reshape", b.op("Where", padded, zero, brought), flat)  # [B, L * n]
+    each = b.op("Expand", ALWAYS, b.op("Concat", batch, b.rows(ALWAYS), axis=0))
+    own = b.op("Concat", brought, each, axis=1)
+    # a word that is forced need not be on any list
+    forced = b.op("Where", b.op("Less", "forced_tokens", b.const(0)), zero, "forced_tokens")
+    asked = b.op("Concat", b.op("Reshape", own, b.const([-1])), forced, axis=0)
+
+    def filled(shape: str, value: Any) -> str:
+        return b.op("ConstantOfShape", shape, value=numpy_helper.from_array(np.array([value])))
+
+    all_words = b.const([vocabulary])
+    true = b.op("Expand", b.const(True, np.bool_), b.op("Shape", asked))
+    seen = b.op("ScatterElements", filled(all_words, False), asked, true, axis=0)
+    words = b.op("Squeeze", b.op("NonZero", seen), b.const([0]))
+    count = b.op("Range", b.const(0), b.size(words, 0), b.const(1))
+    place = b.op("ScatterElements", filled(all_words, np.int64(0)), words, count, axis=0)
+    none = filled(b.op("Concat", batch, b.rows(words), axis=0), np.float32(-np.inf))
+    open_ = b.op("Expand", b.const(0, np.float32), b.op("Shape", own))
+    hidden = b.op("ScatterElements", none, b.op("Gather", place, own, axis=0), open_, axis=1)
+    return Words(words, hidden)
+
+
+def _stored(folder: Path, name: str) -> Any:
+    """Return a tensor of the shortlist's own file as one that lies outside of the graph."""
+    from onnx import TensorProto, helper
+    from onnx.external_data_helper import set_external_data
+
+    from smelt.runtime.models.weight_files import read_header
+
+    path = folder / FILE
+    entry = read_header(path)[name]
+    kind = {"U16": TensorProto.UINT16, "I32": TensorProto.INT32, "I64": TensorProto.INT64}[entry["dtype"]]
+    begin, end = entry["data_offsets"]
+    with path.open("rb") as stream:
+        first = 8 + int.from_bytes(stream.read(8), "little")
+        if end - begin < 1024:  # onnx reads small tensors where it infers shapes
+            stream.seek(first + begin)
+            return helper.make_tensor(name, kind, entry["shape"], stream.read(end - begin), raw=True)
+    tensor = TensorProto(name=name, data_type=kind, dims=entry["shape"], raw_data=b"0")
+    set_external_data(tensor, FILE, offset=first + begin, length=end - begin)
+    tensor.ClearField("raw_data")
+    return tensor
+
+
+class Head:
+    """The product that makes the logits of a decoder's graph, for the words of a batch alone.
+
+    rest: the onnx.GraphProto without it. states: what that calls the product's input, float32 [R, K].
+    """
+
+    def __init__(self, graph: Any) -> None:
+        """Find the product in an onnx.GraphProto of one step.
+
+        Raises:
+            RunError: its logits are made in a way that is not known here.
+        """
+        self._constants = Constants(graph)
+        made = {name: node for node in graph.node for name in node.output}
+        last = node = made.get("logits")
+        self._shift = ""
+        if node is not None and node.op_type == "Add":  # a bias that stands behind its product
+            node, self._shift = made.get(node.input[0]), node.input[1]
+        if node is None or node.op_type not in _BY_WORD:
+            kind = "nothing" if node is None else node.op_type
+            raise RunError(
+                f"{graph.name}: a shortlist cannot restrict the head: {kind} makes its logits; expected one"
+                f" of {', '.join(_BY_WORD)}."
+            )
+        self._product = node
+        self.states: str = node.input[0]
+        self.rest = _without(graph, {id(node), id(last)})
+
+    def gather(self, root: Level, words: str) -> None:
+        """Append to the outermost graph what gathers the head's rows of `words`."""
+        node, axes = self._product, dict(_BY_WORD[self._product.op_type])
+        if node.op_type == "Gemm" and not _attributes(node).get("transB"):
+            axes[1] = 1
+        self._inputs = {
+            at: self._taken(root, name, words, axes.get(at))
+            for at, name in enumerate(node.input)
+            if name and at and name in self._constants
+        }
+        if node.op_type == "MatMulNBits":
+            self._inputs[1] = self._floats(root.builder)
+        self._bias = self._taken(root, self._shift, words, 0) if self._shift else ""
+
+    def logits(self, b: Builder, states: str) -> str:
+        """Append to a step's graph the logits float32 [R, C] of float32 `states` [R, K]."""
+        node = self._product
+        if node.op_type == "MatMulNBits":
+            bias = [self._inputs[5]] if 5 in self._inputs else []
+            made = b.op("Gemm", _as_multiplied(b, states, _attributes(node)), self._inputs[1], *bias, transB=1)
+        else:
+            inputs = [states, *(self._inputs.get(at, node.input[at]) for at in range(1, len(node.input)))]
+            made = b.op(node.op_type, *inputs, domain=node.domain, **_attributes(node))
+        return b.op("Add", made, self._bias) if self._bias else made
+
+    def _taken(self, root: Level, name: str, words: str, axis: int | None) -> str:
+        """Return a constant, of those with an axis of words only what belongs to `words`."""
+        b = root.builder
+        if axis != 1:
+            known = self._constants.bring(name, root, _PREFIX)
+            return known if axis is None else b.op("Gather", known, words, axis=0)
+        # whole rows are taken many times as fast as what lies all over the memory
+        turned = self._constants.turned(name)
+        if turned is not None:
+            rows = self._constants.bring(turned, root, _PREFIX)
+        else:
+            rows = b.op("Transpose", self._constants.bring(name, root, _PREFIX), perm=[1, 0])
+        return b.op("Transpose", b.op("Gather", rows, words, axis=0), perm=[1, 0])
+
+    def _floats(self, b: Builder) -> str:
+        """Return what the gathered codes of a MatMulNBits stand for, float32 [C, K]."""
+        asked = _attributes(self._product)
+        bits, size = asked["bits"], asked["block_size"]
+        codes = _spread(b, self._inputs[1], bits, size)  # [C, G, g]
+        if 3 in self._inputs:
+            packed = b.op("Unsqueeze", self._inputs[3], b.const([1]))
+            zeros = _spread(b, packed, bits, b.op("Shape", codes, start=1, end=2))  # [C, 1, G]
+            zeros = b.op("Transpose", zeros, perm=[0, 2, 1])
+        else:
+            zeros = b.const(2 ** (bits - 1), np.float32)
+        scales = b.op("Unsqueeze", self._inputs[2], b.const([2]))
+        values = b.op("Mul", b.op("Sub", codes, zeros), scales)
+        rows = b.op("Reshape", values, b.op("Concat", b.rows(codes), b.const([-1]), axis=0))
+        return b.op("Slice", rows, b.const([0]), b.const([asked["K"]]), b.const([1]))
+
+
+def _spread(b: Builder, packed: str, bits: int, most: int | str) -> str:
+    """Return the codes in uint8 [C, G, n], the first in the lowest bits, as float32 [C, G, most]."""
+    parts = []
+    for shift in range(0, 8, bits):
+        moved = b.op("BitShift", packed, b.const(shift, np.uint8), direction="RIGHT") if shift else packed
+        parts.append(b.op("BitwiseAnd", moved, b.const(2**bits - 1, np.uint8)))
+    both = b.op("Concat", *(b.op("Unsqueeze", part, b.const([3])) for part in parts), axis=3)
+    flat = b.op("Reshape", both, b.const([0, 0, -1]))
+    end = b.const([most]) if isinstance(most, int) else most
+    return b.cast(b.op("Slice", flat, b.const([0]), end, b.const([2])), np.float32)
+
+
+def _as_multiplied(b: Builder, states: str, asked: Mapping[str, Any]) -> str:
+    """Return float32 [R, K] as a MatMulNBits with these attributes sees them.
+
+    At accuracy level 4 blocks of g go through int8 (`runtime/schemes/parts/groups.py`, `blocks_as_int8`).
+    """
+    if asked.get("accuracy_level", 0) != 4:
+        return states
+    width, size = asked["K"], asked["block_size"]
+    odd = -width % size
+    padded = b.op("Pad", states, b.const([0, 0, 0, odd])) if odd else states
+    blocks = b.op("Reshape", padded, b.const([0, -1, size]))
+    largest = b.op("ReduceMax", b.op("Abs", blocks), b.const([2]), keepdims=1)
+    # nothing but zeros stays that
+    scales = b.op("Max", b.op("Mul", largest, b.const(1 / 127, np.float32)), b.const(_TINY, np.float32))
+    codes = b.op("Round", b.op("Mul", blocks, b.op("Reciprocal", scales)))
+    left = b.op("Reshape", b.op("Mul", codes, scales), b.const([0, -1]))
+    return b.op("Slice", left, b.const([0]), b.const([width]), b.const([1])) if odd else left
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    from onnx import helper
+
+    return {one.name: helper.get_attribute_value(one) for one in node.attribute}
+
+
+def _without(graph: Any, nodes: set[int]) -> Any:
+    """Return a copy of a graph without those of its nodes whose `id` is among `nodes`."""
+    import onnx
+
+    kept = [node for node in graph.node if id(node) not in nodes]
+    copy = onnx.GraphProto(name=graph.name, input=graph.input, initializer=graph.initializer)
+    copy.node.extend(kept)
+    return copy

@@ -19,21 +19,23 @@ if TYPE_CHECKING:
 
 _MOST_PAIRS = 50_000_000  # of words; 8 bytes each
 _SEEN = 2000  # validation rows
-_FEW = 0.97  # of a reference's words; below it quality is likely to fall
+_FEW = 0.95  # of a reference's words; below it quality is likely to fall
 
 
 class ShortlistSettings(Settings):
     """Settings of `shortlist`."""
 
     per_token: int = Field(
-        default=20, ge=1, le=1000, description="words that a token of the source brings, the likeliest ones"
+        default=50, ge=1, le=1000, description="words that a token of the source brings, the likeliest ones"
     )
     frequent: int = Field(
         default=100, ge=2, le=100_000, description="words that may come in every text, the most frequent ones"
     )
     iterations: int = Field(default=5, ge=1, le=50, description="of expectation maximization")
     rows: int | None = Field(
-        default=None, ge=1, description="at most so many training rows, spread over the file; unless given, all"
+        default=None,
+        ge=1,
+        description="at most so many training rows, spread over the file; unless given, all",
     )
 
 
@@ -46,7 +48,7 @@ class ShortlistStage:
     as they are. In `generate.onnx` only the rows of the head are read that the texts of a call ask for;
     every other runtime hides the other words. Later stages keep the list.
 
-        - shortlist: {per_token: 20, frequent: 100}
+        - shortlist: {per_token: 50, frequent: 100}
         - quantize: {scheme: int8-dynamic}
         - onnx: {target: ort-cpu}
     """
@@ -91,7 +93,7 @@ class ShortlistStage:
 
 
 def learned(
-    rows: Sequence[Pair], config: dict[str, Any], always: Sequence[int], settings: ShortlistSettings
+    rows: Sequence[Pair], config: dict[str, Any], always: Sequence[int] | Ints, settings: ShortlistSettings
 ) -> Shortlist:
     """Return the shortlist that `rows` of token ids (source, target) speak for.
 
@@ -169,8 +171,6 @@ def _pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | No
         kept = spread_out(len(pairs), max(1, len(pairs) * _MOST_PAIRS // total), ctx.seed)
         ctx.warnings.append(f"{split}: {len(kept)} of {len(pairs)} rows are looked at: their texts are long")
         pairs = [pairs[at] for at in kept]
-    if not pairs:
-        raise InputError(f"shortlist: no row of the {split} data has words to write.")
     return pairs
 
 
@@ -180,6 +180,12 @@ def _always(src: Artifact, tokenizer: Any) -> Ints:
     from smelt.runtime.generate.settings import Generation
     from smelt.runtime.runner import read_files
 
-    decoding = settle(Generation(), read_files(src.path))
-    found = [*decoding.eos, *decoding.forced_eos_token_id, decoding.forced_bos_token_id, tokenizer.unk_token_id]
+    files: Any = read_files(src.path)
+    decoding = settle(Generation(), files)
+    found = [
+        *decoding.eos,
+        *decoding.forced_eos_token_id,
+        decoding.forced_bos_token_id,
+        tokenizer.unk_token_id,
+    ]
     return np.array([token for token in found if token is not None], dtype=np.int64)

@@ -3,16 +3,18 @@
 t(target | source) is found by expectation maximization over rows of pairs, every target word coming from one
 of its row's source words, or from none (the word NULL, which takes what comes whatever the source says).
 
-Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, Computational Linguistics 19(2),
-section 4.
+Source: Brown et al. 1993, The Mathematics of Statistical Machine Translation, Computational Linguistics
+19(2), section 4.
 
-Shapes: P = pairs of a source and a target word in all rows, T = target words in all rows, U = different pairs.
+Shapes: P = pairs of a source and a target word in all rows, T = target words in all rows, U = different
+pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,7 +71,7 @@ def best(likely: Likely, sources: int, most: int, without: Ints) -> list[Ints]:
     kept = ~np.isin(likely.target, without)
     ends = np.searchsorted(likely.source[kept], np.arange(sources + 1))
     target = likely.target[kept]
-    return [target[begin : min(end, begin + most)] for begin, end in zip(ends, ends[1:], strict=False)]
+    return [target[begin : min(end, begin + most)] for begin, end in pairwise(ends)]
 
 
 def _pairs(rows: Sequence[Pair], sources: int, targets: int) -> tuple[list[Any], Ints]:

@@ -115,7 +115,7 @@ class Head:
             RunError: its logits are made in a way that is not known here.
         """
         self._constants = Constants(graph)
-        made = {name: node for node in graph.node for name in node.output}
+        made: dict[str, Any] = {name: node for node in graph.node for name in node.output}
         last = node = made.get("logits")
         self._shift = ""
         if node is not None and node.op_type == "Add":  # a bias that stands behind its product
@@ -126,7 +126,7 @@ class Head:
                 f"{graph.name}: a shortlist cannot restrict the head: {kind} makes its logits; expected one"
                 f" of {', '.join(_BY_WORD)}."
             )
-        self._product = node
+        self._product: Any = node
         self.states: str = node.input[0]
         self.rest = _without(graph, {id(node), id(last)})
 
@@ -149,7 +149,9 @@ class Head:
         node = self._product
         if node.op_type == "MatMulNBits":
             bias = [self._inputs[5]] if 5 in self._inputs else []
-            made = b.op("Gemm", _as_multiplied(b, states, _attributes(node)), self._inputs[1], *bias, transB=1)
+            made = b.op(
+                "Gemm", _as_multiplied(b, states, _attributes(node)), self._inputs[1], *bias, transB=1
+            )
         else:
             inputs = [states, *(self._inputs.get(at, node.input[at]) for at in range(1, len(node.input)))]
             made = b.op(node.op_type, *inputs, domain=node.domain, **_attributes(node))

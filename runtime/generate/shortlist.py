@@ -33,7 +33,7 @@ _SMALL = 2**16
 
 @dataclass(frozen=True)
 class Shortlist:
-    """table: uint16 or int32 [S, n], filled up by repeating. always: int64 [k], rising, at least two words."""
+    """table: uint16 or int32 [S, n], filled up by repeating. always: int64 [k], rising, two or more."""
 
     table: NDArray[Any]
     always: Tokens
@@ -90,7 +90,7 @@ def read_shortlist(folder: Path, config: Mapping[str, Any]) -> Shortlist | None:
     fits = table.ndim == 2 and len(table) == source and table.dtype in (np.uint16, np.int32)
     fits = fits and always.dtype == np.int64 and always.ndim == 1 and len(always) > 1
     words = [part for part in (table, always) if part.size]
-    if not fits or not all(0 <= part.min() and part.max() < vocabulary for part in words):
+    if not fits or not all(part.min() >= 0 and part.max() < vocabulary for part in words):
         raise InputError(
             f"{path}: this shortlist has {table.dtype} {list(table.shape)} and {always.dtype}"
             f" {list(always.shape)}, which does not fit a model with {source} source and {vocabulary} target"

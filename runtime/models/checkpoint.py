@@ -281,7 +281,7 @@ def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
 
 
 def copy_tokenizer(src: Path, out: Path) -> None:
-    """Copy the files of `src` of its tokenizer, those that say how it makes vectors, its shortlist to `out`."""
+    """Copy the files of `src` of its tokenizer, its shortlist, and those that say how it makes vectors."""
     if (src / SHORTLIST).is_file():
         shutil.copyfile(src / SHORTLIST, out / SHORTLIST)
     for path in sorted(src.iterdir()):

@@ -7,16 +7,18 @@ import what_follows
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 
 STAGES = {
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
     "factorize": (Factorize(), FactorizeSettings(rank=6)),
     "share": (Share(), ShareSettings()),
+    "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
 }
 
 
 @pytest.mark.parametrize(
-    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral")]
+    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")]
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
     made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out

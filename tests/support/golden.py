@@ -55,6 +55,7 @@ class Case:
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
+LISTED: dict[str, Any] = {"per_token": 3, "frequent": 5}
 CASES: dict[str, Case] = {
     "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
     "finetune bert": Case("finetune", "bert", TRAINING | {"schedule": "cosine", "ema": 0.8}),
@@ -69,6 +70,7 @@ CASES: dict[str, Case] = {
     "factorize bert, by energy": Case("factorize", "bert", {"energy": 0.5}),
     "share bert": Case("share", "bert"),
     "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
+    "shortlist marian": Case("shortlist", "marian", LISTED),
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
     "quantize gpt2, int8-static of the worst float": Case("quantize", "gpt2", STATIC | {"skip": "auto"}),
@@ -79,6 +81,7 @@ CASES: dict[str, Case] = {
     "onnx t5": Case("onnx", "t5"),
     "onnx gpt2": Case("onnx", "gpt2"),
     "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
+    "onnx marian, shortlist": Case("onnx", "marian", {}, (("shortlist", LISTED),)),
     "onnx marian, int8-static": Case("onnx", "marian", {}, (("quantize", STATIC),)),
     "onnx bert, int8-static for TensorRT": Case(
         "onnx", "bert", {"target": "tensorrt"}, (("quantize", STATIC),)
@@ -182,6 +185,8 @@ def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     tensors = load_file(out / "model.safetensors")
+    shortlist = out / "shortlist.safetensors"
+    tensors |= load_file(shortlist) if shortlist.is_file() else {}
     before = load_file(trained_from / "model.safetensors") if trained_from else {}
     structure = out / "structure.json"
     edits = json.loads(structure.read_text()) if structure.is_file() else []

@@ -19,6 +19,7 @@ import seq2seq
 import tiny
 
 import smelt
+from smelt.core.data import TEXT_TO_TEXT
 from smelt.families.registry import FAMILIES
 
 MODELS = {
@@ -61,6 +62,7 @@ STAGES = {
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "factorize": ["factorize: {rank: 6}"],
     "share": ["share: {}"],
+    "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
@@ -69,6 +71,7 @@ STAGES = {
 STAGES["chain"] = [*STAGES["distill"], *STAGES["prune"], *STAGES["factorize"], *STAGES["int4"]]
 STAGES["chain-shared"] = [*STAGES["share"], *STAGES["finetune"], *STAGES["prune"], *STAGES["int8-dynamic"]]
 STAGES["chain-static"] = [*STAGES["prune"], *STAGES["int8-static"], *STAGES["finetune"]]
+STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
@@ -87,8 +90,12 @@ FAST |= {
     ("distilbert-embedder", "chain-shared"),
 }
 FAST |= {("gpt2", "int8-static"), ("t5", "chain-static"), ("modernbert", "int8-static")}
+FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
-CELLS = sorted((m, s) for m in MODELS for s in STAGES) if matrix.whole() else sorted(FAST)
+# what only models with an encoder and a decoder can have
+LISTED = {"shortlist", "chain-listed"}
+POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
+CELLS = sorted(POSSIBLE) if matrix.whole() else sorted(FAST)
 
 
 def _recipe(folder, kind, task, stages):

@@ -9,6 +9,7 @@ from smelt.core.errors import InputError
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.encoder_decoder import EncoderDecoder
 from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.generate.shortlist import make_shortlist, write_shortlist
 from smelt.runtime.runner import ModelFiles
 
 BATCH = Batch(np.array([[7, 8, 9], [3, 4, 0]]), np.array([[1, 1, 1], [1, 1, 0]]))
@@ -81,3 +82,19 @@ def test_source_is_cut_where_a_call_ends_and_output_where_the_model_does(model):
 def test_generating_model_is_no_classifier(model):
     with pytest.raises(InputError, match="m: this model generates text; it does not classify"):
         model.forward(BATCH)
+
+
+def test_words_that_are_not_on_a_rows_list_cannot_come_wherever_the_row_goes(tmp_path):
+    config = {"vocab_size": 10, "decoder_vocab_size": 5}
+    table = np.zeros((10, 1), dtype=np.int64)
+    table[[7, 8, 9, 3, 4], 0] = [1, 1, 2, 3, 3]
+    write_shortlist(make_shortlist(table, np.array([0, 4]), 5), tmp_path)
+    model = EncoderDecoder(ModelFiles(tmp_path, config, {}), Noting(), generate_with)
+    state = model.encode(BATCH)
+    first = [0, 0, 0, -np.inf, 0]
+    second = [0, -np.inf, -np.inf, 0, 0]
+    assert model.decode_step(state, np.array([5, 6])).tolist() == [first, second]
+    state = model.reorder(state, np.array([0, 0, 1, 1]))
+    assert model.decode_step(state, np.array([1, 2, 3, 4])).tolist() == [first, first, second, second]
+    state = model.reorder(state, np.array([3]))
+    assert model.decode_step(state, np.array([1])).tolist() == [second]

@@ -1,0 +1,137 @@
+"""The stage: what it learns, what it says of it, what stays when others follow."""
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import tiny
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage, coverage, learned
+from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.stage import needs_of
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.generate.shortlist import FILE, make_shortlist, read_shortlist
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+
+CONFIG = {"vocab_size": 8}
+ROWS = [([4, 5], [5, 4, 0]), ([4, 6], [5, 6, 0]), ([7, 5], [7, 4, 0])]
+
+
+def words(shortlist, source):
+    return sorted({*shortlist.table[source].tolist(), *shortlist.always.tolist()})
+
+
+def test_a_word_brings_its_likeliest_words_and_itself():
+    found = learned(ROWS, CONFIG, [0, 1], ShortlistSettings(per_token=1, frequent=2))
+    assert found.always.tolist() == [0, 1, 4]  # 0 and 4 come most often; 0 and 1 were told
+    assert words(found, 4) == [0, 1, 4, 5]
+    assert words(found, 6) == [0, 1, 4, 6]
+    assert words(found, 7) == [0, 1, 4, 7]
+    assert words(found, 3) == [0, 1, 3, 4]  # never seen: it may be copied
+
+
+@pytest.mark.parametrize("other", [{"decoder_vocab_size": 9}, {"share_encoder_decoder_embeddings": False}])
+def test_where_numbers_mean_other_words_nothing_is_copied(other):
+    found = learned(ROWS, CONFIG | other, [0, 1], ShortlistSettings(per_token=1, frequent=2))
+    assert words(found, 3) == [0, 1, 4]
+    assert words(found, 4) == [0, 1, 4, 5]
+
+
+def test_coverage_is_counted_by_hand():
+    table = np.zeros((8, 1), dtype=np.int64)
+    table[[4, 5], 0] = [5, 6]
+    made = make_shortlist(table, np.array([0, 1]), 8)
+    rows = [([4, 5], [5, 6, 0]), ([4], [5, 7, 7, 0, 0])]
+    # of 3 words all, of 5 words 3; 0, 1, 5, 6 are on the first list, 0, 1, 5 on the second
+    assert coverage(made, rows, CONFIG) == {"covered": 0.75, "whole": 0.5, "words": 3.5}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shortlist")
+    source = tiny.marian(folder / "model")
+    split = read_split(str(tiny.pairs(folder / "rows.jsonl", 20)), "translation", Columns(), folder)
+    return harness.run(ShortlistStage(), ShortlistSettings(frequent=4), source, folder / "out", data=split)
+
+
+def test_the_model_stays_and_facts_say_what_the_list_covers(made):
+    import torch
+
+    before, _ = load_model(made.out.parent / "model")
+    after, edits = load_model(made.out)
+    assert edits == []
+    assert torch.equal(harness.logits(after), harness.logits(before))
+    config = after.config.to_dict()
+    shortlist = read_shortlist(made.out, config)
+    tokenizer = load_tokenizer(made.out)
+    assert {tokenizer.eos_token_id, tokenizer.unk_token_id} <= set(shortlist.always.tolist())
+    facts = made.facts
+    assert facts["rows"] == 20
+    assert facts["always"] == len(shortlist.always)
+    assert facts["size_bytes"] == shortlist.table.nbytes + shortlist.always.nbytes
+    # with 20 words for each of a row's tokens nothing that was seen is missing
+    assert facts["validation"]["covered"] == 1.0
+    assert facts["validation"]["words"] < facts["vocabulary"] == 62
+
+
+def test_every_stage_behind_it_keeps_the_list(made, tmp_path):
+    training = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32")
+    folder = made.out
+    for stage, settings in (
+        (Finetune(), training),
+        (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
+        (Quantize(), QuantizeSettings()),
+        (Onnx(), OnnxSettings(loop=False)),
+    ):
+        folder = every_family.run(stage, settings, folder, "marian", tmp_path / stage.name).out
+        assert (folder / FILE).read_bytes() == (made.out / FILE).read_bytes(), stage.name
+
+
+def test_it_goes_on_from_codes(made, tmp_path):
+    codes = every_family.run(
+        Quantize(), QuantizeSettings(), made.out.parent / "model", "marian", tmp_path / "q"
+    )
+    again = every_family.run(ShortlistStage(), ShortlistSettings(), codes.out, "marian", tmp_path / "s")
+    assert (again.out / FILE).is_file()
+    assert (again.out / "structure.json").read_text() == (codes.out / "structure.json").read_text()
+
+
+def test_what_is_missing_is_said(made, tmp_path):
+    train = Split("made", tuple(Example(s, references=(s,)) for s in tiny.SENTENCES[:2]))
+    other = Split("made", tuple(Example(s, references=(tiny.SENTENCES[5],)) for s in tiny.SENTENCES[6:]))
+    data = {"train": train, "validation": other}
+    settings = ShortlistSettings(per_token=1, frequent=2)
+    ctx = harness.run(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
+    covered = ctx.facts["validation"]["covered"]
+    assert covered < 0.9
+    assert (
+        f"the shortlist lacks {1 - covered:.1%} of the words of the validation references" in ctx.warnings[0]
+    )
+
+
+def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
+    data = made.data
+    source = made.out.parent / "model"
+    some = harness.run(ShortlistStage(), ShortlistSettings(rows=5), source, tmp_path / "some", data=data)
+    assert some.facts["rows"] == 5
+    monkeypatch.setattr("smelt.compress.shortlist.stage._MOST_PAIRS", 1000)
+    few = harness.run(ShortlistStage(), ShortlistSettings(), source, tmp_path / "few", data=data)
+    assert 0 < few.facts["rows"] < 20
+    assert "rows are looked at: their texts are long" in few.warnings[0]
+
+
+def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):
+    assert needs_of(ShortlistStage, ShortlistSettings()) == {"train"}
+    tiny.bert(tmp_path / "model")
+    tiny.labelled(tmp_path / "data.jsonl")
+    (tmp_path / "recipe.yaml").write_text(
+        "model: model\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
+        "stages:\n  - shortlist: {}\n"
+    )
+    said = harness.smelt("plan", tmp_path / "recipe.yaml", code=2).output
+    assert "shortlist does not work on text-classification; it works on summarization, translation" in (
+        " ".join(said.split())
+    )

@@ -1,0 +1,70 @@
+"""Which words may come in a row, and files that do not say it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from smelt.core.errors import InputError
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.shortlist import (
+    ALWAYS,
+    FILE,
+    TABLE,
+    make_shortlist,
+    read_shortlist,
+    vocabularies,
+    write_shortlist,
+)
+
+CONFIG = {"vocab_size": 4, "decoder_vocab_size": 6}
+TABLE_OF = np.array([[0, 0], [1, 4], [2, 2], [5, 1]])
+LIST = make_shortlist(TABLE_OF, np.array([3, 0, 3]), 6)
+
+
+def test_a_row_may_say_what_its_words_bring_and_what_always_may_come():
+    batch = Batch(np.array([[1, 2], [3, 1]]), np.array([[1, 1], [1, 0]]))  # the last token is padding
+    allowed = LIST.allowed(batch, 6)
+    assert [np.flatnonzero(row).tolist() for row in allowed] == [[0, 1, 2, 3, 4], [0, 1, 3, 5]]
+
+
+def test_words_have_the_smallest_type_that_holds_them():
+    assert LIST.table.dtype == np.uint16
+    assert LIST.always.tolist() == [0, 3]
+    assert make_shortlist(TABLE_OF, np.array([0]), 2**16).table.dtype == np.uint16
+    assert make_shortlist(TABLE_OF, np.array([0]), 2**16 + 1).table.dtype == np.int32
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    write_shortlist(LIST, tmp_path)
+    found = read_shortlist(tmp_path, CONFIG)
+    assert found is not None
+    assert np.array_equal(found.table, TABLE_OF)
+    assert found.always.tolist() == [0, 3]
+
+
+def test_most_models_have_none(tmp_path: Path):
+    assert read_shortlist(tmp_path, CONFIG) is None
+    assert vocabularies({"vocab_size": 7}) == (7, 7)
+
+
+@pytest.mark.parametrize(("tensors", "said"), [
+    ({TABLE: TABLE_OF.astype(np.uint16)}, "not a shortlist that this version of smelt reads: KeyError"),
+    ({TABLE: TABLE_OF[:3].astype(np.uint16), ALWAYS: LIST.always}, r"\[3, 2\] and int64 \[2\], which does"),
+    ({TABLE: TABLE_OF.astype(np.int32) + 1, ALWAYS: LIST.always}, "run the stage 'shortlist' again"),
+    ({TABLE: TABLE_OF.astype(np.int32) - 1, ALWAYS: LIST.always}, "belongs to another model"),
+    ({TABLE: TABLE_OF.astype(np.int64), ALWAYS: LIST.always}, "with 4 source and 6 target words"),
+    ({TABLE: TABLE_OF.astype(np.uint16), ALWAYS: np.array([6, 0])}, "belongs to another model"),
+    ({TABLE: TABLE_OF.astype(np.uint16), ALWAYS: np.array([0])}, "belongs to another model"),
+])  # fmt: skip
+def test_a_list_of_another_model_is_refused(tensors, said, tmp_path):
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(InputError, match=said):
+        read_shortlist(tmp_path, CONFIG)
+
+
+def test_a_damaged_file_is_an_error_in_words(tmp_path: Path):
+    (tmp_path / FILE).write_bytes(b"\0" * 20)
+    with pytest.raises(InputError, match="not a shortlist that this version of smelt reads"):
+        read_shortlist(tmp_path, CONFIG)

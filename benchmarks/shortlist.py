@@ -2,9 +2,9 @@
 
     python benchmarks/shortlist.py TEST.jsonl.gz WHOLE=LISTED [WHOLE=LISTED ...] --beams 1 4 --limit 64
 
-WHOLE and LISTED are folders of artifacts. Processor time, rounds that alternate between the two. Printed are
-ms a sentence (median over the rounds), the ratio of each round's two times (median, lowest, highest), and how
-many texts differ.
+WHOLE and LISTED are folders with graphs for ort-cpu. Processor time, rounds that alternate between the two.
+Printed are ms a sentence (median over the rounds), the ratio of each round's two times (median, lowest,
+highest), and how many texts differ.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 
 from loop import timed
 
-from smelt.core.artifact import read_artifact
 from smelt.core.data import Columns, read_split
-from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.generate.settings import Generation
 
 
@@ -54,8 +53,7 @@ def main() -> None:
     split = read_split(str(chosen.data), "translation", Columns(), Path.cwd())
     texts = sorted((e.text for e in split.examples[: chosen.limit]), key=len)
     for pair in chosen.pairs:
-        artifacts = [read_artifact(Path(path)) for path in pair.split("=")]
-        runners = [open_runner(artifact, threads=1) for artifact in artifacts]
+        runners = [open_folder(Path(path), "onnx", "ort-cpu", 1) for path in pair.split("=")]
         for beams in chosen.beams:
             generation = Generation(beams=beams, max_new_tokens=chosen.max_new_tokens)
             for size in chosen.batch_size:

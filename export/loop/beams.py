@@ -115,16 +115,20 @@ def _know(b: Builder, source: Source, vocabulary: int) -> _Known:
     kept = b.op("Mul", n, b.op("Min", each, b.rows(words) if words else b.const([vocabulary])))
     place = b.op("Range", zero, b.op("Squeeze", kept, b.const([0])), one)
     count = b.op("Range", zero, b.op("Squeeze", batch, b.const([0])), one)
-    wide = (b.const([-1]), b.rows(words)) if words else (b.const([-1, vocabulary]),)
     return _Known(
         vocabulary, words, prepare_rules(b, vocabulary),
         b.op("Gather", "rule_biases", words, axis=1) if words else "rule_biases", n, kept, batch,
         sentences=b.op("Unsqueeze", count, b.const([1])),
-        by_beam=b.op("Concat", batch, *wide, axis=0),
+        by_beam=b.op("Concat", batch, *_by_beam(b, words, vocabulary), axis=0),
         flat=b.op("Concat", batch, b.const([-1]), axis=0),
         reserve=b.op("GreaterOrEqual", place, n),
         tail=b.op("Expand", "pad_token_id", b.op("Concat", batch, n, b.const([1]), axis=0)),
     )  # fmt: skip
+
+
+def _by_beam(b: Builder, words: str | None, vocabulary: int) -> list[str]:
+    """Return the parts of the shape [-1, C]."""
+    return [b.const([-1]), b.rows(words)] if words else [b.const([-1, vocabulary])]
 
 
 def _begin(b: Builder, prompt: str) -> _Beams:

@@ -116,7 +116,8 @@ class Head:
         """
         self._constants = Constants(graph)
         made: dict[str, Any] = {name: node for node in graph.node for name in node.output}
-        last = node = made.get("logits")
+        last = made.get("logits")
+        node: Any = last
         self._shift = ""
         if node is not None and node.op_type == "Add":  # a bias that stands behind its product
             node, self._shift = made.get(node.input[0]), node.input[1]

@@ -63,6 +63,7 @@ STAGES = {
     "share": ["share: {}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
+    "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
 }
@@ -86,7 +87,12 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
-FAST |= {("gpt2", "int8-static"), ("t5", "chain-static"), ("modernbert", "int8-static")}
+FAST |= {
+    ("llama", "int8-groupwise"),
+    ("gpt2", "int8-static"),
+    ("t5", "chain-static"),
+    ("modernbert", "int8-static"),
+}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 CELLS = sorted((m, s) for m in MODELS for s in STAGES) if matrix.whole() else sorted(FAST)
 

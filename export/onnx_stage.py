@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,7 @@ from smelt.core.stage import Context, Need, Settings
 if TYPE_CHECKING:
     from smelt.export.graphs.graph import Graph
     from smelt.export.parity.check import Subject
+    from smelt.export.parity.reference import Reference
     from smelt.runtime.batch import Batch, Tokens
     from smelt.runtime.schemes.scheme import Scheme
 
@@ -30,8 +31,9 @@ class OnnxSettings(Settings):
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
     operators). dtype: fp16 is for GPUs. bf16 is for openvino: the file stays float32, and OpenVINO computes
     in bf16. simplify: run onnxsim, keep the result only where it computes the same.
-    opset: of the standard operators. loop: also write the whole generation as one graph, which is what smelt
-    then runs; on ort-cpu, for models that generate.
+    opset: of the standard operators. threads: how many the artifact takes where its user does not say; `tune`
+    measures 1 to all cores that this process may use. loop: also write the whole generation as one graph,
+    which is what smelt then runs; on ort-cpu, for models that generate.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"] = "ort-cpu"
@@ -39,6 +41,12 @@ class OnnxSettings(Settings):
     simplify: bool = True
     opset: int = Field(default=20, ge=19, le=23)
     loop: bool = True
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["tune"] | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the artifact depends on the machine that makes it."""
+        return self.threads == "tune"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -50,6 +58,10 @@ class OnnxSettings(Settings):
             raise ValueError(
                 f"dtype bf16 is OpenVINO's: target {self.target} has none; give target: openvino, or another"
                 " dtype"
+            )
+        if self.threads is not None and self.target not in ("ort-cpu", "openvino"):
+            raise ValueError(
+                f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it"
             )
         return self
 
@@ -112,6 +124,8 @@ class Onnx:
             ctx.facts["parity"] = check_graphs(subject, reference)
             if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
                 _write_loops(ctx, subject, reference.batch)
+            if settings.threads is not None:
+                _choose_threads(settings, reference, ctx)
         copy_tokenizer(src.path, ctx.out)
         _export_tokenizer(src.path, ctx)
         ctx.facts["graphs"] = facts
@@ -137,13 +151,26 @@ def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
 
 def _export_tokenizer(folder: Path, ctx: Context) -> None:
     """Make the texts of the exported model readable without transformers, where that is exact."""
-    from smelt.export.tokenizer_export import export_tokenizer
+    from smelt.export.tokenizer.tokenizer_export import export_tokenizer
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
     ctx.facts["tokenizer"] = found.reader
     if found.reason:
         ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")
+
+
+def _choose_threads(settings: OnnxSettings, reference: Reference, ctx: Context) -> None:
+    """Write down how many threads the artifact takes where its user does not say."""
+    from smelt.export.tune.threads import measure_threads
+
+    if isinstance(settings.threads, int):
+        ctx.facts["threads"] = settings.threads
+        return
+    count, times = measure_threads(
+        ctx.out, settings.target, settings.dtype, reference.batch, 1, reference.tokens is not None
+    )
+    ctx.facts.update(threads=count, threads_ms=times)
 
 
 def _write_loops(ctx: Context, subject: Subject, batch: Batch) -> None:

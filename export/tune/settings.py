@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 from pydantic import Field
 
 from smelt.core.stage import Settings
-
-Threads: TypeAlias = int | Literal["tune"] | None
 
 
 class Tune(Settings):

@@ -118,6 +118,12 @@ def read_artifact(path: Path) -> Artifact:
     return Artifact(path, manifest)
 
 
+def threads_of(manifest: Manifest) -> int | None:
+    """Return how many threads the artifact takes where its user does not say; None for no such wish."""
+    found = manifest.facts.get("threads")
+    return found if isinstance(found, int) and found >= 1 else None
+
+
 def _run_of(path: Path) -> str:
     """Return where the artifacts are if `path` is the folder of a run; else nothing."""
     found = sorted(path.glob(f"artifacts/*/{MANIFEST}"))

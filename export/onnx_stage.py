@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,7 @@ from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
+from smelt.export.tune.settings import Tune
 
 if TYPE_CHECKING:
     from smelt.export.graphs.graph import Graph
@@ -30,8 +31,11 @@ class OnnxSettings(Settings):
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
     operators). dtype: fp16 is for GPUs. bf16 is for openvino: the file stays float32, and OpenVINO computes
     in bf16. simplify: run onnxsim, keep the result only where it computes the same.
-    opset: of the standard operators. loop: also write the whole generation as one graph, which is what smelt
-    then runs; on ort-cpu, for models that generate.
+    opset: of the standard operators. threads: how many the artifact takes where its user does not say; `tune`
+    measures 1 to all cores that this process may use. tune: choose by measuring, on this machine, as which
+    operator a quantized product leaves where its scheme leaves a choice; for calls of one text, or of
+    `tune: {batch_size: 8}`. loop: also write the whole generation as one graph,
+    which is what smelt then runs; on ort-cpu, for models that generate.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"] = "ort-cpu"
@@ -39,6 +43,18 @@ class OnnxSettings(Settings):
     simplify: bool = True
     opset: int = Field(default=20, ge=19, le=23)
     loop: bool = True
+    tune: Tune | bool = False
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["tune"] | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the artifact depends on the machine that makes it."""
+        return bool(self.tune) or self.threads == "tune"
+
+    @property
+    def tuned_for(self) -> int:
+        """Texts per call of what is measured."""
+        return self.tune.batch_size if isinstance(self.tune, Tune) else 1
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -50,6 +66,14 @@ class OnnxSettings(Settings):
             raise ValueError(
                 f"dtype bf16 is OpenVINO's: target {self.target} has none; give target: openvino, or another"
                 " dtype"
+            )
+        if self.tune and self.target != "ort-cpu":
+            raise ValueError(
+                "tune chooses between operators of ONNX Runtime on the CPU; set target: ort-cpu, or remove it"
+            )
+        if self.threads is not None and self.target not in ("ort-cpu", "openvino"):
+            raise ValueError(
+                f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it"
             )
         return self
 
@@ -67,6 +91,7 @@ class Onnx:
         - onnx: {target: ort-cpu}
         - onnx: {target: tensorrt, dtype: fp16}
         - onnx: {target: openvino, dtype: bf16}
+        - onnx: {target: ort-cpu, tune: true, threads: tune}
     """
 
     name: ClassVar[str] = "onnx"
@@ -86,6 +111,7 @@ class Onnx:
         from smelt.export.graphs.of_model import graphs_of
         from smelt.export.parity.check import Subject, check_graphs
         from smelt.export.parity.reference import reference_of
+        from smelt.export.tune.in_stage import choose_operators, write_threads
         from smelt.runtime.backends.open_runner import open_runner
         from smelt.runtime.models.checkpoint import copy_tokenizer
         from smelt.runtime.text.sentence_files import MODULES
@@ -100,6 +126,9 @@ class Onnx:
             reference = reference_of(parent, _batch(parent, src.path, ctx))
             tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
             graphs = graphs_of(model)
+            if settings.tune:
+                count = settings.threads if isinstance(settings.threads, int) else 1
+                reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, ctx)
             _require_memory(model, settings)
             facts: dict[str, Any] = {}
             for at, graph in enumerate(graphs):
@@ -113,6 +142,9 @@ class Onnx:
             ctx.facts["parity"] = check_graphs(subject, reference)
             if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
                 _write_loops(ctx, subject, reference.batch, src.path)
+            if settings.threads is not None:
+                size = settings.tuned_for
+                write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
         copy_tokenizer(src.path, ctx.out)
         _export_tokenizer(src.path, ctx)
         ctx.facts["graphs"] = facts
@@ -138,7 +170,7 @@ def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
 
 def _export_tokenizer(folder: Path, ctx: Context) -> None:
     """Make the texts of the exported model readable without transformers, where that is exact."""
-    from smelt.export.tokenizer_export import export_tokenizer
+    from smelt.export.tokenizer.tokenizer_export import export_tokenizer
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)

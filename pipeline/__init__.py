@@ -86,7 +86,7 @@ def load(artifact: str | Path, *, threads: int | None = None, device: str = "aut
 
     Args:
         artifact: the folder of an artifact.
-        threads: processor threads (default: the runtime's choice).
+        threads: processor threads (default: those that the artifact names, else the runtime's choice).
         device: auto, cpu or cuda.
 
     Returns:

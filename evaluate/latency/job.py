@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smelt.core.artifact import read_manifest, threads_of
 from smelt.core.data import Task
+from smelt.core.errors import InputError
 from smelt.evaluate.latency.machine_load import Load
 from smelt.evaluate.latency.process import WorkerProcess
 from smelt.evaluate.latency.prompts import prompt_texts
@@ -51,7 +53,7 @@ class Job:
         Raises:
             RunError: it cannot be loaded.
         """
-        threads = self.settings.threads
+        threads = self.settings.threads or _own_threads(path) or 1
         worker = stack.enter_context(WorkerProcess(threads, self.settings.time_limit_seconds))
         answer = worker.ask(
             op="load", artifact=str(path.resolve()), threads=threads, task=self.task, device=self.device
@@ -118,5 +120,13 @@ class Job:
         found = summarize(pairs, own, baseline, lengths)
         if self.task == "language-modeling":
             unit, found["throughput"] = "tokens/s", found["throughput"] * lengths.output_tokens
-        fixed = {"batch_size": size, "threads": self.settings.threads, "texts": self.counts[size]}
+        fixed = {"batch_size": size, "threads": own.threads, "texts": self.counts[size]}
         return fixed | found | {"unit": unit}
+
+
+def _own_threads(path: Path) -> int | None:
+    """Return what is written into an artifact; what is wrong with it, its worker says."""
+    try:
+        return threads_of(read_manifest(path))
+    except InputError:
+        return None

@@ -10,7 +10,8 @@ from smelt.core.stage import Settings
 class LatencySettings(Settings):
     """How latency is measured.
 
-    batch_sizes: texts per call. threads: per process; with one, other work on the machine disturbs least.
+    batch_sizes: texts per call. threads: per process; unless given, those that are written into
+    an artifact, else one, with which other work on the machine disturbs least.
     rounds: pairs of rounds; disturbed ones are repeated, up to three times as many in all. texts: how many
     test texts are used, the same for all artifacts. min_round_ms: a round repeats the texts until this
     much time has gone by. seconds: what one artifact's rounds at one batch size may take, repeated ones
@@ -20,7 +21,7 @@ class LatencySettings(Settings):
     """
 
     batch_sizes: tuple[int, ...] = (1, 8)
-    threads: int = Field(default=1, ge=1, le=1024)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     rounds: int = Field(default=5, ge=3, le=1000)
     texts: int = Field(default=16, ge=1, le=10_000)
     min_round_ms: float = Field(default=200.0, gt=0, le=60_000)

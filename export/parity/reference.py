@@ -70,6 +70,21 @@ def reference_of(runner: Any, batch: Batch) -> Reference:
     return replace(reference, exact=exact_of(runner.backend.model, reference).logits)
 
 
+def deployed_again(runner: Any, reference: Reference) -> Reference:
+    """Run the parent on the same batch and tokens once its products were given other forms.
+
+    Its model is made ready for the export by now, so that torch's own attention has to be asked for.
+    """
+    with _torch_attention(runner.backend.model):
+        logits, hidden = logits_for(runner, reference).copy(), reference.hidden
+        if hidden is not None:
+            with torch.inference_mode():
+                ids, mask = _tensors(reference.batch)
+                encoder = runner.backend.model.get_encoder()
+                hidden = encoder(ids, attention_mask=mask).last_hidden_state.numpy()
+    return replace(reference, logits=logits, hidden=hidden)
+
+
 def _as_deployed(runner: Any, batch: Batch) -> Reference:
     if is_causal(runner.config):
         return _stepped(runner, batch, batch.input_ids[:, -1], None)

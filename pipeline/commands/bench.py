@@ -21,7 +21,11 @@ import click
     type=click.IntRange(1, 4096),
     help="Texts per call; may be repeated.",
 )
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1, 1024), help="Per process.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Per process (default: those that an artifact names, else 1).",
+)
 @click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(3, 1000))
 @click.option("--texts", default=16, show_default=True, type=click.IntRange(1, 10_000), help="How many.")
@@ -32,7 +36,7 @@ def bench(
     data: Path | None,
     column: str | None,
     sizes: tuple[int, ...],
-    threads: int,
+    threads: int | None,
     device: str,
     rounds: int,
     texts: int,

@@ -70,7 +70,10 @@ def _settings(model: type[BaseModel], indent: str) -> list[str]:
         parts = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not NoneType]
         nested = [a for a in parts if isinstance(a, type) and issubclass(a, BaseModel)]
         default = "required" if info.is_required() else f"default {_plain(_default(info))}"
-        head = f"{name}:" if nested else f"{name}: {_kind(info.annotation)} ({default})"
+        words = " | ".join(_kind(part) for part in parts if part not in nested)
+        head = f"{name}: {_kind(info.annotation)} ({default})"
+        if nested:
+            head = f"{name}: {words} ({default}), or" if words else f"{name}:"
         text = f"{head} {info.description}" if info.description else head
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_on_hyphens=False

@@ -17,6 +17,7 @@ from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
 from smelt.core.store.store import Store
 from smelt.core.windows import Windows
+from smelt.evaluate.environment import machine_id
 from smelt.execute.failures import explain
 from smelt.execute.head import Head
 from smelt.execute.scoring import Scorer, library_versions
@@ -188,6 +189,8 @@ class Workshop:
             found["device"] = trains_on(self.device)
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = multiplies_bf16()
+        if getattr(step.settings, "measures", False):
+            found["machine"] = machine_id()
         return found
 
     def _judge(self, step: Step) -> dict[str, Any]:

@@ -165,7 +165,8 @@ def bench_text(result: Mapping[str, Any]) -> str:
             row = next((row for row in artifact["latency"] if row["batch_size"] == size), None)
             lines.append(_line(_cut(name, room).ljust(room), size, row, name == result["baseline"]))
     lines += _parts_table(artifacts, sizes[0], room)
-    threads = next((row["threads"] for a in artifacts.values() for row in a["latency"]), 0)
+    counts = sorted({row["threads"] for a in artifacts.values() for row in a["latency"]})
+    threads = " and ".join(map(str, counts)) or "no"
     places = ", ".join(sorted({a["device"] for a in artifacts.values()}))
     texts, cpu = result["texts"], result["environment"]["cpu"]
     used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
@@ -173,7 +174,7 @@ def bench_text(result: Mapping[str, Any]) -> str:
     notes = [
         f"From text to text. The rounds of each alternate with those of '{result['baseline']}', which the"
         f" speed-up is against; [95 % interval]. {count} texts ({texts['from']}),"
-        f" {threads} thread{'s' * (threads != 1)}, {places}, {cpu}."
+        f" {threads} thread{'s' * (counts != [1])}, {places}, {cpu}."
     ]
     notes += [f"{name}: {a['error']}" for name, a in artifacts.items() if a["error"]]
     doubts: dict[str, list[str]] = {}

@@ -34,7 +34,7 @@ class Model:
 
     Args:
         folder: an artifact, such as runs/NAME/artifacts/onnx-int8.
-        threads: processor threads (default: the runtime's choice).
+        threads: processor threads (default: those that the artifact names, else the runtime's choice).
         device: auto, cpu or cuda; see docs/recipe.md.
 
     Raises:

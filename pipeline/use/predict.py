@@ -64,7 +64,7 @@ class Predictor:
     Args:
         folder: an artifact.
         generation: as a recipe's `score.generation`; None for what is not said.
-        threads: processor threads (default: the runtime's choice).
+        threads: processor threads (default: those that the artifact names, else the runtime's choice).
         device: auto, cpu or cuda.
         batch_size: texts at once.
 

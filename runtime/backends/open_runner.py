@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import Artifact
+from smelt.core.artifact import Artifact, threads_of
 from smelt.core.errors import InputError
 from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.causal import is_causal
@@ -25,14 +25,15 @@ _CLASSIFIES = "ForSequenceClassification"
 def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
     """Load `artifact` in the runtime that its format and target ask for, on `device` (see device.py).
 
+    Without `threads` it takes those that are written into it, else as many as the runtime likes.
+
     Raises:
         InputError: no runner for this format, or cuda is asked for and there is none.
         MissingDependencyError: the runtime is not installed.
     """
     facts = artifact.manifest.facts
-    return open_folder(
-        artifact.path, artifact.format, facts.get("target"), threads, device, facts.get("dtype")
-    )
+    count = threads_of(artifact.manifest) if threads is None else threads
+    return open_folder(artifact.path, artifact.format, facts.get("target"), count, device, facts.get("dtype"))
 
 
 def open_folder(

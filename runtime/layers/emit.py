@@ -86,7 +86,7 @@ def matmul_nbits(
     Args:
         x: float32 [..., K].
         codes: uint8 [N, G, g * bits / 8], the first code in the lowest bits.
-        scales: float16 [N, G]; the graph holds them so, and widens them when it is loaded.
+        scales: float16 [N, G]; the graph holds them so, and widens them when it is loaded. Or float32.
         zeros: uint8 [N, ceil(G * bits / 8)], or None for 2 ** (bits - 1) everywhere.
         bias: float32 [N] or None.
         layout: of the codes.
@@ -95,7 +95,9 @@ def matmul_nbits(
     Returns:
         float32 [..., N].
     """
-    wide = _at_load("FloatScales", scales, tuple(scales.shape), torch.float32)
+    wide = scales
+    if scales.dtype == torch.float16:
+        wide = _at_load("FloatScales", scales, tuple(scales.shape), torch.float32)
     inputs = [x, codes, wide, zeros, None, bias]
     while inputs[-1] is None:
         inputs.pop()

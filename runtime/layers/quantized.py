@@ -37,6 +37,7 @@ class Matrix(nn.Module):
         super().__init__()
         check_options(scheme, options)
         self.scheme, self.width, self.options = scheme, width, dict(options)
+        self.form = ""
         for name, stored in scheme.storage(rows, width, options).items():
             kind: torch.dtype = getattr(torch, stored.dtype)
             make = torch.ones if kind.is_floating_point else torch.zeros
@@ -57,6 +58,11 @@ class Matrix(nn.Module):
             self.get_parameter(name).data = tensor
         self._kept.clear()
         self._buffers.clear()  # the graph's form of what was
+
+    def choose_form(self, form: str) -> None:
+        """Let products be computed, and leave, in one of the scheme's `forms`."""
+        self.form = form
+        self._buffers.clear()
 
     def decided(self) -> Codes:
         """Return the codes one by one, and their grid."""

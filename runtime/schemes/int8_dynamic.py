@@ -1,7 +1,8 @@
 """Scheme int8-dynamic: int8 weights per output channel, uint8 activations found while running.
 
 Weights: parts/rows.py. Activations: asymmetric, one scale and zero point for the tensor of the whole batch,
-as the ONNX operator DynamicQuantizeLinear (opset 11) defines it (parts/integers.py).
+as the ONNX operator DynamicQuantizeLinear (opset 11) defines it (parts/integers.py). A product may leave in
+another form, which rounds activations block by block (parts/blocks.py), where that was measured to be faster.
 
 Shapes: N = outputs (rows), K = inputs (columns).
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.runtime.schemes.parts import blocks, groups
 from smelt.runtime.schemes.parts.rows import RowCodes, exact_product
-from smelt.runtime.schemes.scheme import Coded
+from smelt.runtime.schemes.scheme import Coded, Use
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,14 +36,17 @@ class Int8Dynamic(RowCodes):
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
     leaves_as: ClassVar[str] = "dynamic int8"
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"DynamicQuantizeMatMul": (2, 3)}
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"DynamicQuantizeMatMul": (2, 3)} | groups.OPERATORS
+    forms: ClassVar[tuple[str, ...]] = ("DynamicQuantizeMatMul", blocks.FORM)
     # 0.010 was measured on a 4 + 3 layer Marian, where int8 is 0.017 off its fp32 parent; 0.068 on the
     # vectors of all-MiniLM-L6-v2, 6 layers, where it is 0.092 off
     drift: ClassVar[float] = 0.05
     vector_drift: ClassVar[float] = 0.15
 
     def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply codes with codes."""
+        """Multiply codes with codes, or in blocks."""
+        if matrix.form == blocks.FORM:
+            return blocks.product(matrix, x, bias)
         import torch
 
         from smelt.runtime.schemes.parts.integers import activation_range, int8_product
@@ -65,11 +70,42 @@ class Int8Dynamic(RowCodes):
         return left_of_activations(x)
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit DynamicQuantizeMatMul."""
+        """Emit DynamicQuantizeMatMul, or MatMulNBits where that was chosen."""
         from smelt.runtime.layers import emit
 
+        if matrix.form == blocks.FORM:
+            return blocks.emit_product(matrix, x, bias)
         return emit.dynamic_quantize_matmul(x, matrix.tensor("columns"), matrix.tensor("scales"), bias)
 
+    def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
+        """Return the codes as the form wants them."""
+        if matrix.form == blocks.FORM:
+            return blocks.graph_tensors(matrix, use)
+        return super().graph_tensors(matrix, use)
+
+    def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
+        """Emit a lookup in the codes of the product, where they are in the graph."""
+        if matrix.form == blocks.FORM:
+            return blocks.emit_lookup(matrix, ids)
+        return super().emit_lookup(matrix, ids, target)
+
+    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return the operator of the form."""
+        from onnx import helper
+
+        tensors = {f"{y}.{name}": tensor for name, tensor in self.graph_tensors(matrix, "product").items()}
+        layout: dict[str, Any] = {}
+        if matrix.form == blocks.FORM:
+            rows, _, size = tensors[f"{y}.blocks"].shape
+            layout = {"K": matrix.width, "N": rows, "bits": 8, "block_size": size, "accuracy_level": 4}
+        else:
+            tensors[f"{y}.scales"] = matrix.tensor("scales")
+        name = matrix.form or self.forms[0]
+        node = helper.make_node(name, [x, *tensors], [y], domain="com.microsoft", **layout)
+        return node, tensors
+
     def exact_nodes(self, node: Any) -> list[Any]:
-        """Return the product with float32 activations in standard nodes."""
+        """Return the product with float32 activations: of blocks the same operator, else standard nodes."""
+        if node.op_type in groups.OPERATORS:
+            return groups.exact_nodes(node)
         return exact_product(node, *[*node.input, *[""] * 5][:5])

@@ -11,12 +11,14 @@ from smelt.core.errors import InputError, nearest
 from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
+from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
 from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored
 
 _ALL: tuple[Scheme, ...] = (
     Int8Dynamic(),
     Int8Static(),
+    Int8Groupwise(),
     Int4(),
     Binary(),
 )

@@ -92,6 +92,10 @@ class Coded(Protocol):
     def width(self) -> int:
         """K."""
 
+    @property
+    def form(self) -> str:
+        """Which of the scheme's `forms` was chosen; empty for the first."""
+
     def has(self, name: str) -> bool:
         """Say whether there is a tensor `name`, stored or in the graph's form."""
 
@@ -122,6 +126,9 @@ class Scheme(Protocol):
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
         points. The input that comes after the activations holds the codes.
+    forms: operators as which a product can leave for ONNX Runtime on the CPU, the first one unless another
+        was measured to be faster (`export/tune`); empty where there is one alone. The weights are the same
+        numbers in all, rounded activations may differ. `product` and what leaves look at `Coded.form`.
     drift: how far the output of a graph whose products round activations may be off in the mean, in
         standard deviations of the output. Two runtimes that sum in another order round some activations to
         other codes, so that it is a measured number; what is exact is compared exactly beside it.
@@ -140,6 +147,7 @@ class Scheme(Protocol):
     refused: ClassVar[Mapping[str, str]]
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
+    forms: ClassVar[tuple[str, ...]] = ()
     drift: ClassVar[float]
     vector_drift: ClassVar[float]
 
@@ -214,6 +222,13 @@ class Scheme(Protocol):
     def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
         """Emit the lookup, as `lookup`."""
         return self.lookup(matrix, ids)
+
+    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return the product without a bias as an ONNX node, in the form of `matrix`, and its constants.
+
+        It is what `emit_product` leaves as, to be timed alone; nobody asks a scheme that has no `forms`.
+        """
+        return None, {}
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Return nodes that compute what `node`, one of `operators`, would with whole activations."""

@@ -2,7 +2,7 @@
 
 Three do: the tokenizers library (`rust_tokenizer`), SentencePiece (`marian_tokenizer`) and transformers
 (`hub_tokenizer`), which imports torch. The first two serve where an export has proved that they give what
-transformers gives (`smelt.export.tokenizer_export`).
+transformers gives (`smelt.export.tokenizer.tokenizer_export`).
 """
 
 from __future__ import annotations

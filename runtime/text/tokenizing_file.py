@@ -1,8 +1,8 @@
 """Which tokenizer reads an exported model's texts, and what its own files do not say.
 
 The onnx stage writes `tokenizing.json` beside the tokenizer's files, once it has compared the light reader
-with transformers' own tokenizer (`smelt.export.tokenizer_export`). An artifact without it is read by
-transformers.
+with transformers' own tokenizer (`smelt.export.tokenizer.tokenizer_export`). An artifact without it is read
+by transformers.
 """
 
 from __future__ import annotations

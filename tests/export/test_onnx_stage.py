@@ -15,6 +15,7 @@ from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.tune.threads import cores
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
@@ -262,3 +263,23 @@ def test_constants_outside_half_are_refused():
 def test_parity_without_data_warns(bert, tmp_path):
     ctx = export(bert, tmp_path / "out", data=None, simplify=False)
     assert ctx.warnings == ["parity was checked on made-up token ids: there is no train or validation data"]
+
+
+def test_threads_are_written_into_the_artifact_and_nothing_where_none_are_asked_for(bert, tmp_path):
+    assert "threads" not in export(bert, tmp_path / "plain").facts
+    assert export(bert, tmp_path / "two", threads=2).facts["threads"] == 2
+    facts = export(bert, tmp_path / "tuned", threads="tune").facts
+    assert set(facts["threads_ms"]) == {f"{n} thread{'s' * (n > 1)}" for n in range(1, cores() + 1)}
+    assert 1 <= facts["threads"] <= cores()
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "ort-cuda"])
+def test_threads_for_a_gpu_are_refused_when_the_recipe_is_read(target):
+    with pytest.raises(ValidationError, match=f"threads is for graphs that run on the CPU; target {target}"):
+        OnnxSettings(target=target, threads=1)
+
+
+@pytest.mark.parametrize("wrong", [0, 2000, "all", 1.5])
+def test_threads_that_are_no_number_of_threads_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        OnnxSettings(threads=wrong)

@@ -54,6 +54,7 @@ class Case:
 
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
+GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
 LISTED: dict[str, Any] = {"per_token": 3, "frequent": 5}
 CASES: dict[str, Case] = {
@@ -74,6 +75,7 @@ CASES: dict[str, Case] = {
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
     "quantize gpt2, int8-static of the worst float": Case("quantize", "gpt2", STATIC | {"skip": "auto"}),
+    "quantize marian, int8-groupwise": Case("quantize", "marian", GROUPWISE),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
@@ -86,6 +88,7 @@ CASES: dict[str, Case] = {
     "onnx bert, int8-static for TensorRT": Case(
         "onnx", "bert", {"target": "tensorrt"}, (("quantize", STATIC),)
     ),
+    "onnx marian, int8-groupwise": Case("onnx", "marian", {}, (("quantize", GROUPWISE),)),
     "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share", {}),)),

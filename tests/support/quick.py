@@ -30,6 +30,8 @@ ROOMS: dict[str, str] = {
     "export/loop": "test_rules",
     "export/parity": "test_compare test_rows",
     "export/tensorrt": "test_preflight test_messages test_causal_profile",
+    "export/tokenizer": "test_tokenizer_export",
+    "export/tune": "test_threads::test_the_fewest_threads_that_are_as_fast_as_any_are_taken",
     "families": "test_registry",
     "house": "test_circles test_families test_layers test_recipes test_rooms test_schemes test_suite",
     "pipeline": "test_cli::test_stages_lists_all_and_explains_one",

@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.coding import fill_, quantize_module
@@ -44,6 +47,33 @@ def random_layer(
     if layer.bias is not None:
         layer.bias.data = torch.randn(len(codes.codes))
     return layer
+
+
+def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDArray[np.float32]:
+    """Return what ONNX Runtime's MatMulNBits computes for the very tensors of the layer."""
+    import onnxruntime
+
+    constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
+    names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
+    if layer.matrix.has("zeros"):
+        names[3], constants["z"] = "z", layer.matrix.tensor("zeros").numpy()
+    if layer.bias is not None:
+        constants["bias"] = layer.bias.detach().numpy()
+    node = helper.make_node(
+        "MatMulNBits", names, ["y"], domain="com.microsoft", bits=bits, K=layer.in_features,
+        N=layer.out_features, block_size=layer.matrix.options["group_size"],
+        accuracy_level=layer.matrix.options["accuracy_level"],
+    )  # fmt: skip
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node], "g", [value("x", TensorProto.FLOAT, None)], [value("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(v, n) for n, v in constants.items()],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    result: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
+    return result
 
 
 def layouts(scheme: Scheme) -> Iterator[dict[str, Any]]:

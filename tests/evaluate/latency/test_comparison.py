@@ -9,13 +9,14 @@ from pathlib import Path
 
 import fake_workers
 import pytest
+import tiny
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError
 from smelt.core.store.store import Store
-from smelt.evaluate.latency import LatencySettings, measure
+from smelt.evaluate.latency import LatencySettings, job, measure
 from smelt.evaluate.report.schema import Latency
 
 TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
@@ -118,6 +119,24 @@ def test_a_true_double_speed_is_claimed_when_the_machine_is_calm(fake):
     low, high = row["speedup_ci95"]
     assert 1.9 < low < 2 < high < 2.1
     assert len(row["rounds_ms"]) == 4  # none had to be repeated
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, {"base": 1, "twice": 3}), (2, {"base": 2, "twice": 2})]
+)
+def test_an_artifact_is_timed_with_the_threads_that_it_names(fake, monkeypatch, given, expected):
+    monkeypatch.setattr(job, "_own_threads", lambda path: 3 if path.name == "twice" else None)
+    settings = SETTINGS.model_copy(update={"threads": given})
+    result = _measure("base", "twice", settings=settings)
+    assert {name: rows[0]["threads"] for name, rows in result.rows.items()} == expected
+
+
+def test_what_an_artifact_names_is_read_from_its_manifest(tmp_path):
+    assert job._own_threads(tmp_path) is None  # no manifest: its worker says so
+    manifest = tiny.artifact(tmp_path, "translation").manifest
+    manifest.facts["threads"] = 2
+    (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
+    assert job._own_threads(tmp_path) == 2
 
 
 def test_rounds_alternate_and_who_is_first_changes(fake):

@@ -13,5 +13,5 @@ def test_settings_refuse_when_out_of_range(wrong: dict[str, object]) -> None:
         LatencySettings.model_validate(wrong)
 
 
-def test_one_thread_is_measured_when_nothing_is_said() -> None:
-    assert LatencySettings().threads == 1
+def test_the_artifact_decides_on_threads_when_nothing_is_said() -> None:
+    assert LatencySettings().threads is None

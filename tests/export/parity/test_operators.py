@@ -21,7 +21,7 @@ def asked(scheme, graph=0):
     return chosen.name, read_graph(path), chosen.module, path
 
 
-@pytest.mark.parametrize("scheme", ["int8", "static", "int4", "binary"])
+@pytest.mark.parametrize("scheme", ["int8", "static", "groupwise", "int4", "binary"])
 def test_operators_and_layers_agree_up_to_the_rounding_of_a_sum(scheme, monkeypatch):
     monkeypatch.setattr(operators, "_ALLOWED", 1e-5)
     for graph in (0, 1):

@@ -72,3 +72,8 @@ def test_the_list_fits_and_names_every_stage() -> None:
 def test_an_unknown_stage_names_the_nearest() -> None:
     with pytest.raises(InputError, match="Did you mean 'prune'"):
         describe_stage("prnue")
+
+
+def test_a_setting_that_is_a_word_or_a_mapping_is_explained_as_both() -> None:
+    text = describe_stage("onnx")
+    assert "\n  tune: true | false (default false), or\n    batch_size: whole number (default 1)" in text

@@ -8,10 +8,11 @@ import pytest
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
 from smelt.core.data import Example, Split
+from smelt.evaluate.environment import machine_id
 from smelt.execute import steps
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
-from smelt.export.onnx_stage import Onnx
+from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.look import machine
 from smelt.look.machine import multiplies_bf16, trains_on
 from smelt.plan.plan import Step
@@ -119,3 +120,13 @@ def test_bf16_is_read_from_the_processors_own_words(tmp_path):
 def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monkeypatch):
     monkeypatch.setattr(machine, "cuda_lacks", lambda: lacks)
     assert trains_on(wanted) == place
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"),
+    [({}, False), ({"threads": 2}, False), ({"threads": "tune"}, True), ({"tune": {"batch_size": 8}}, True)],
+)
+def test_what_was_measured_on_a_machine_is_made_anew_on_another(settings, measures):
+    step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))
+    found = Workshop._machine(SimpleNamespace(device="cpu"), step)
+    assert found == ({"machine": machine_id()} if measures else {})

@@ -65,6 +65,7 @@ STAGES = {
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
+    "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
 }
@@ -89,8 +90,13 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
-FAST |= {("gpt2", "int8-static"), ("t5", "chain-static"), ("modernbert", "int8-static")}
 FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
+FAST |= {
+    ("llama", "int8-groupwise"),
+    ("gpt2", "int8-static"),
+    ("t5", "chain-static"),
+    ("modernbert", "int8-static"),
+}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

@@ -38,6 +38,22 @@ def test_artifact_opens_in_its_runtime(tmp_path):
         assert (runner.name, runner.device, runner.folder) == ("torch", "cpu", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("named", "given", "expected"),
+    [(2, None, 2), (2, 1, 1), (None, None, None), ("two", None, None), (0, None, None)],
+)
+def test_threads_are_the_users_then_the_artifacts(monkeypatch, named, given, expected):
+    """Of the manifest alone: nothing is opened."""
+    from smelt.runtime.backends import open_runner as code
+
+    asked = []
+    monkeypatch.setattr(code, "open_folder", lambda *arguments: asked.append(arguments[3]))
+    artifact = tiny.artifact("/nowhere", "translation")
+    artifact.manifest.facts["threads"] = named
+    open_runner(artifact, given)
+    assert asked == [expected]
+
+
 def test_format_that_nothing_runs_is_told_with_the_folder(tmp_path):
     with pytest.raises(InputError, match=rf"{tmp_path.name}: no runner for the format 'gguf'"):
         open_folder(tmp_path, "gguf")

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import schemes
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.coding import round_to_nearest
@@ -36,38 +35,12 @@ def decide(weight, group, symmetric):
     return decided.codes, decided.grid["scales"], decided.grid.get("zeros")
 
 
-def run_matmul_nbits(layer, x):
-    """What onnxruntime computes for the very tensors of the layer."""
-    import onnxruntime
-
-    constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
-    names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
-    if layer.matrix.has("zeros"):
-        names[3], constants["z"] = "z", layer.matrix.zeros.numpy()
-    if layer.bias is not None:
-        constants["bias"] = layer.bias.detach().numpy()
-    node = helper.make_node(
-        "MatMulNBits", names, ["y"], domain="com.microsoft", bits=4, K=layer.in_features,
-        N=layer.out_features, block_size=layer.matrix.options["group_size"],
-        accuracy_level=layer.matrix.options["accuracy_level"],
-    )  # fmt: skip
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [node], "g", [value("x", TensorProto.FLOAT, None)], [value("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(v, n) for n, v in constants.items()],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x.numpy()})[0]
-
-
 @pytest.mark.parametrize(("group", "symmetric", "level"), LAYOUTS)
 def test_layer_equals_matmul_nbits(group, symmetric, level):
     layer, _, _ = random_layer(group=group, symmetric=symmetric, level=level)
     x = torch.randn(3, 5, 100)
     x[0, 0] = 0
-    expected = run_matmul_nbits(layer, x)
+    expected = schemes.matmul_nbits(layer, x)
     with torch.inference_mode():
         got = layer(x).numpy()
     assert np.abs(got - expected).max() < 1e-5 * expected.std()

@@ -55,3 +55,53 @@ def test_codes_sums_follow_new_codes():
     fill_(layer.matrix, other.weight)
     layer.bias.data = other.bias.detach()
     assert torch.allclose(layer(x), other(x), atol=0.05)
+
+
+@pytest.mark.parametrize("width", [20, 32, 100, 256])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_blocks_are_the_same_weights_and_what_matmul_nbits_computes(width, rows):
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(width, 12, bias=False), "int8-dynamic")
+    matrix, x = layer.matrix, torch.randn(rows, width)
+    before = matrix.dequantize()
+    matrix.choose_form("MatMulNBits")
+    assert matrix.dequantize().equal(before)
+    matrix.prepare_export("product")
+    stored = (matrix.tensor("blocks").float() - 128) * matrix.tensor("block_scales")[..., None]
+    assert stored.flatten(1)[:, :width].equal(before)
+    got = run_form(matrix, x)
+    with torch.inference_mode():
+        assert np.abs(got - layer(x).numpy()).max() < 1e-5 * got.std()
+
+
+@pytest.mark.parametrize("form", ["", "DynamicQuantizeMatMul"])
+def test_the_node_that_is_timed_is_the_product(form):
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(48, 12, bias=False), "int8-dynamic")
+    layer.matrix.choose_form(form)
+    x = torch.randn(3, 48)
+    with torch.inference_mode():
+        assert np.abs(run_form(layer.matrix, x) - layer(x).numpy()).max() < 1e-6
+
+
+def run_form(matrix, x):
+    from onnx import numpy_helper
+
+    node, tensors = matrix.scheme.form_node(matrix, "x", "y")
+    assert node.op_type == matrix.form or (not matrix.form and node.op_type == matrix.scheme.forms[0])
+    constants = [numpy_helper.from_array(t.detach().numpy(), name) for name, t in tensors.items()]
+    session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
+    return session.run(None, {"x": x.numpy()})[0]
+
+
+def test_blocks_do_not_depend_on_the_other_rows_and_one_range_does():
+    torch.manual_seed(0)
+    layer = quantize_module(nn.Linear(256, 12), "int8-dynamic")
+    x = torch.randn(4, 256)
+    x[3] *= 1000
+    moved = {}
+    for form in layer.matrix.scheme.forms:
+        layer.matrix.choose_form(form)
+        with torch.inference_mode():
+            moved[form] = float((layer(x)[:3] - layer(x[:3])).abs().max())
+    assert moved["MatMulNBits"] < 1e-5 < 0.1 < moved["DynamicQuantizeMatMul"]

@@ -67,6 +67,8 @@ def test_an_option_that_is_missing_is_refused():
         ("int8-static", {}, 8 + 32 / 1024),
         ("int4", {"group_size": 64, "symmetric": True}, 4.25),
         ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
+        ("int8-groupwise", {"group_size": 128, "symmetric": True}, 8 + 16 / 128),
+        ("int8-groupwise", {"group_size": 32, "symmetric": False}, 8 + 16 / 32 + 8 / 32),
         ("binary", {"group_size": 64}, 1.25),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from smelt.core.errors import InputError
-from smelt.export.tokenizer_export import facts_of
+from smelt.export.tokenizer.tokenizer_export import facts_of
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.text.marian_tokenizer import MarianTokenizer
 

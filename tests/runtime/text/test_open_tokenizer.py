@@ -4,7 +4,7 @@ import published
 import pytest
 import tiny
 
-from smelt.export.tokenizer_export import facts_of
+from smelt.export.tokenizer.tokenizer_export import facts_of
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.text.open_tokenizer import open_tokenizer
 from smelt.runtime.text.tokenizing_file import FILE, Tokenizing, read_tokenizing, write_tokenizing

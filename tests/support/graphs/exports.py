@@ -40,6 +40,7 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "fp32": None,
     "int8": {},
     "static": {"scheme": "int8-static"},
+    "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     "binary": {"scheme": "binary", "group_size": 32},
 }

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.data import Example, Split
-from smelt.export.awkward_texts import AWKWARD
+from smelt.export.tokenizer.awkward_texts import AWKWARD
 from smelt.runtime.text.hub_tokenizer import HubTokenizer
 from smelt.runtime.text.limits import NO_LIMIT
 from smelt.runtime.text.open_tokenizer import light_tokenizer

@@ -14,9 +14,15 @@ import seq2seq
 import tiny
 
 from smelt.core.data import Example, Split
-from smelt.export import tokenizer_export as code
-from smelt.export.awkward_texts import AWKWARD
-from smelt.export.tokenizer_export import Sample, export_tokenizer, facts_of, find_difference, sample_of
+from smelt.export.tokenizer import tokenizer_export as code
+from smelt.export.tokenizer.awkward_texts import AWKWARD
+from smelt.export.tokenizer.tokenizer_export import (
+    Sample,
+    export_tokenizer,
+    facts_of,
+    find_difference,
+    sample_of,
+)
 from smelt.runtime.models.checkpoint import copy_tokenizer, load_tokenizer
 from smelt.runtime.text.limits import NO_LIMIT
 from smelt.runtime.text.open_tokenizer import open_tokenizer

@@ -1,0 +1,104 @@
+"""Processor time of one product in each form that ONNX Runtime has: python benchmarks/products.py 256x256 ...
+
+A graph holds many products of one shape with different weights, so that codes come from where they come from
+in a model, not from the nearest cache. Sessions of all forms alternate; printed are µs a product (median of
+the rounds), one thread, random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+FORMS = ("fp32", "dynamic", "8b/32", "8b/64", "8b/128", "4b/32", "4b/64", "4b/128")
+_BYTES = 4_000_000  # of 8-bit codes that a graph holds, or one product
+_MOST = 32
+
+
+def constants(form: str, width: int, outputs: int, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the operator of a product [width] x [width, outputs], its constants and attributes."""
+    numbers = np.random.default_rng(seed)
+    if form == "fp32":
+        return "MatMul", {"w": numbers.standard_normal((width, outputs), np.float32)}, {}
+    if form == "dynamic":
+        codes = numbers.integers(-127, 128, (width, outputs)).astype(np.int8)
+        return "DynamicQuantizeMatMul", {"w": codes, "s": np.full(outputs, 0.01, np.float32)}, {}
+    bits, group = int(form[0]), int(form.split("/")[1])
+    groups = -(-width // group)
+    codes = numbers.integers(0, 256, (outputs, groups, group * bits // 8)).astype(np.uint8)
+    scales = np.full((outputs, groups), 0.01, np.float32)
+    layout = {"K": width, "N": outputs, "bits": bits, "block_size": group, "accuracy_level": 4}
+    return "MatMulNBits", {"w": codes, "s": scales}, layout
+
+
+def session(form: str, width: int, outputs: int) -> tuple[Any, int]:
+    """Return a session of products on one input, and their number."""
+    count = max(1, min(_MOST, _BYTES // (width * outputs)))
+    nodes, held = [], []
+    for at in range(count):
+        operator, tensors, attributes = constants(form, width, outputs, at)
+        domain = "" if operator == "MatMul" else "com.microsoft"
+        names = [f"{name}{at}" for name in tensors]
+        nodes.append(helper.make_node(operator, ["x", *names], [f"y{at}"], domain=domain, **attributes))
+        held += [numpy_helper.from_array(t, n) for t, n in zip(tensors.values(), names, strict=True)]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [value("x", TensorProto.FLOAT, ["rows", width])],
+        [value(f"y{at}", TensorProto.FLOAT, ["rows", outputs]) for at in range(count)],
+        held,
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model.SerializeToString(), options), count
+
+
+def timed(sessions: dict[str, tuple[Any, int]], rows: int, width: int, rounds: int) -> dict[str, float]:
+    """Return µs a product by form."""
+    x = np.random.default_rng(0).standard_normal((rows, width), np.float32)
+    bindings = {}
+    for form, (opened, count) in sessions.items():
+        binding = opened.io_binding()
+        binding.bind_cpu_input("x", x)
+        for at in range(count):
+            binding.bind_output(f"y{at}", "cpu")
+        bindings[form] = binding
+    found: dict[str, list[float]] = {form: [] for form in sessions}
+    for number in range(rounds + 1):
+        for form, (opened, count) in sessions.items():
+            again, took, began = 0, 0.0, time.process_time()
+            while took < 0.01:
+                opened.run_with_iobinding(bindings[form])
+                again, took = again + 1, time.process_time() - began
+            if number:
+                found[form].append(1e6 * took / (again * count))
+    return {form: median(times) for form, times in found.items()}
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("shapes", nargs="+", help="inputs x outputs, as 256x8000")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--rounds", type=int, default=9)
+    chosen = parser.parse_args()
+    print(f"| product | rows | {' | '.join(FORMS)} |\n|:--|{'--:|' * (1 + len(FORMS))}")
+    for shape in chosen.shapes:
+        width, outputs = map(int, shape.split("x"))
+        sessions = {form: session(form, width, outputs) for form in FORMS}
+        for rows in chosen.rows:
+            times = timed(sessions, rows, width, chosen.rounds)
+            print(f"| {shape} | {rows} | {' | '.join(f'{t:.1f}' for t in times.values())} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

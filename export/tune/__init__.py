@@ -1,0 +1,1 @@
+"""What an export chooses by measuring on this machine: operators of products, threads."""

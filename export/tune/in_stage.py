@@ -1,0 +1,55 @@
+"""What the onnx stage has measured, and what it writes down of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.core.stage import Context
+from smelt.export.graphs.graph import Graph
+from smelt.export.parity.reference import Reference, deployed_again
+from smelt.export.tune.products import choose_forms
+from smelt.export.tune.threads import measure_threads
+
+
+def choose_operators(
+    parent: Any, graphs: list[Graph], reference: Reference, size: int, threads: int, ctx: Context
+) -> Reference:
+    """Choose operators by measuring; return what the parent computes with them, for the parity check.
+
+    Args:
+        parent: the runner of the model that is exported.
+        graphs: of it, before they are traced.
+        reference: on real rows; their mean length is that of an encoder's texts.
+        size: texts per call.
+        threads: for ONNX Runtime.
+        ctx: of the stage; facts and warnings are added.
+    """
+    length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
+    steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text
+    rows = {graph.name: size if graph.name == steps else size * length for graph in graphs}
+    found = choose_forms(graphs, rows, threads)
+    if not found["layers"]:
+        ctx.warnings.append("tune: no layer of this model can leave as more than one operator")
+    ctx.facts["tune"] = {"batch_size": size, "input_tokens": length, "threads": threads} | found
+    return deployed_again(parent, reference)
+
+
+def write_threads(
+    threads: int | str, target: str, dtype: str, reference: Reference, size: int, ctx: Context
+) -> None:
+    """Write into the artifact's facts how many threads it takes where its user does not say.
+
+    Args:
+        threads: the number, or `tune`.
+        target: of the export.
+        dtype: what the runtime computes in.
+        reference: on real rows.
+        size: texts per call.
+        ctx: of the stage, whose folder holds the finished graphs.
+    """
+    if isinstance(threads, int):
+        ctx.facts["threads"] = threads
+        return
+    generates = reference.tokens is not None
+    count, times = measure_threads(ctx.out, target, dtype, reference.batch, size, generates)
+    ctx.facts.update(threads=count, threads_ms=times)

@@ -1,0 +1,131 @@
+"""Which operator a product leaves as. The times are made up, but for one test that takes real ones."""
+
+import exports
+import harness
+import onnx
+import pytest
+import tiny
+
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.export.graphs.of_model import graphs_of
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.parity import check
+from smelt.export.tune import products
+from smelt.export.tune.products import choice, choose_forms, multiplied
+from smelt.runtime.models.checkpoint import load_model
+
+DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
+
+
+@pytest.mark.parametrize(
+    ("us", "taken"),
+    [
+        ({DYNAMIC: 10.0, BLOCKS: 12.0}, DYNAMIC),
+        ({DYNAMIC: 10.0, BLOCKS: 9.6}, DYNAMIC),  # within the margin
+        ({DYNAMIC: 10.0, BLOCKS: 9.4}, BLOCKS),
+    ],
+)
+def test_another_form_is_taken_where_it_is_clearly_faster(us, taken):
+    assert choice(us) == taken
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """A folder with a Marian in int8."""
+    folder = tmp_path_factory.mktemp("tune")
+    source = tiny.marian(folder / "model")
+    exports.give_biases(source)
+    harness.run(Quantize(), QuantizeSettings(), source, folder / "int8")
+    return folder / "int8"
+
+
+def export(folder, out, task="translation", **settings):
+    ctx = exports.context(out, task)
+    Onnx()(tiny.artifact(folder, task), OnnxSettings(**settings), ctx)
+    return ctx
+
+
+def few_rows_are_for_blocks(scheme, options, width, outputs, rows, threads):
+    return {DYNAMIC: 2.0 * rows, BLOCKS: rows * (1.0 if rows < 4 else 3.0)}
+
+
+def test_the_layers_that_are_looked_at_are_those_that_the_graphs_multiply_with(coded):
+    made = exports.exported("marian", "int8")
+    for graph in made.subject.graphs:
+        nodes = onnx.load(made.folder / f"{graph.name}.onnx").graph.node
+        names = {n.input[1].rpartition(".matrix.")[0] for n in nodes if n.op_type == DYNAMIC}
+        found = {graph.module.get_submodule(name) for name in names}  # one module may have several names
+        assert {linear for _, linear in multiplied(graph.module)} == found
+
+
+def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_so(
+    coded, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(products, "measure", few_rows_are_for_blocks)
+    facts = export(coded, tmp_path / "out", tune=True).facts
+    found = {name: graph["operators"] for name, graph in facts["graphs"].items()}
+    assert BLOCKS not in found["encoder_model"]
+    assert DYNAMIC not in found["decoder_with_past_model"]
+    layers, length = facts["tune"]["layers"], facts["tune"]["input_tokens"]
+    assert len(layers[DYNAMIC]) == found["encoder_model"][DYNAMIC]
+    assert len(layers[BLOCKS]) == found["decoder_with_past_model"][BLOCKS]
+    assert "decoder_with_past_model: head" in layers[BLOCKS]
+    times = facts["tune"]["microseconds"]
+    assert times["32 x 64, 1 row"] == {DYNAMIC: 2.0, BLOCKS: 1.0, "chosen": BLOCKS}
+    assert times[f"32 x 64, {length} rows"]["chosen"] == DYNAMIC
+    assert (facts["tune"]["batch_size"], facts["tune"]["threads"]) == (1, 1)
+    eight = export(coded, tmp_path / "eight", tune={"batch_size": 8}, threads=2).facts["tune"]
+    assert set(eight["layers"]) == {DYNAMIC}
+    assert (eight["batch_size"], eight["threads"]) == (8, 2)
+
+
+def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, tmp_path, monkeypatch):
+    """Without that the two forms differ by what rounding activations does."""
+    monkeypatch.setattr(products, "measure", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
+    seen = []
+    real = check.check_graphs
+    monkeypatch.setattr(check, "check_graphs", lambda *found: seen.append(found) or real(*found))
+    plain = export(coded, tmp_path / "plain", loop=False)
+    tuned = export(coded, tmp_path / "tuned", loop=False, tune=True)
+    (_, before), (_, after) = seen
+    assert (before.tokens == after.tokens).all()
+    own = tuned.facts["parity"]["decoder_with_past_model"]["mean"]
+    moved = abs(before.logits - after.logits).mean() / before.logits.std()
+    assert own < moved / 3
+    assert plain.facts["parity"]["decoder_with_past_model"]["mean"] < 0.05
+
+
+def test_head_and_embedding_are_one_constant_in_blocks(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "measure", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
+    ctx = export(coded, tmp_path / "out", tune=True)
+    graph = onnx.load(ctx.out / "decoder_with_past_model.onnx").graph
+    (head,) = [n for n in graph.node if n.op_type == BLOCKS and n.input[1].startswith("head.")]
+    assert [n.op_type for n in graph.node if head.input[1] in n.input] == ["Gather", BLOCKS]
+    rows = next(t.dims[0] for t in graph.initializer if t.name == head.input[1])
+    assert [
+        t.name for t in graph.initializer if len(t.dims) > 1 and rows in t.dims[:2] and t.dims[-1] > 8
+    ] == [head.input[1]]
+
+
+def test_a_model_without_such_layers_gets_a_warning(tmp_path):
+    source = tiny.marian(tmp_path / "model")
+    ctx = export(source, tmp_path / "out", loop=False, tune=True)
+    assert "tune: no layer of this model can leave as more than one operator" in ctx.warnings
+    assert ctx.facts["tune"]["layers"] == {}
+
+
+def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
+    monkeypatch.setattr(products, "_MIN_ROUND_SECONDS", 0)
+    monkeypatch.setattr(products, "_BYTES", 5000)
+    products.measure.cache_clear()
+    model, _ = load_model(coded)
+    graphs = graphs_of(model)
+    facts = choose_forms(graphs, {"encoder_model": 6, "decoder_with_past_model": 1}, threads=1)
+    products.measure.cache_clear()
+    assert all(times[DYNAMIC] > 0 < times[BLOCKS] for times in facts["microseconds"].values())
+    assert {m.matrix.form for g in graphs for _, m in multiplied(g.module)} <= {DYNAMIC, BLOCKS}
+
+
+def test_tune_is_for_onnx_runtime_on_the_cpu():
+    with pytest.raises(ValueError, match="tune chooses between operators of ONNX Runtime on the CPU"):
+        OnnxSettings(target="tensorrt", tune=True)

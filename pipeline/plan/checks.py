@@ -152,7 +152,9 @@ class Checker:
         self._check_references(draft)
         self._check_selection(draft)
         draft.unavailable = unavailable_reason(draft.cls, draft.target)
-        draft.unscored = unscored_reason(draft.cls.produces)
+        draft.unscored = unscored_reason(
+            draft.cls.produces, draft.target, getattr(draft.settings, "dtype", None)
+        )
         if draft.parent is None:
             return
         parent = self.drafts.get(draft.parent)

@@ -28,6 +28,7 @@ ROOMS: dict[str, str] = {
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",
     "export/parity": "test_compare test_rows",
+    "export/precision": "test_narrow",
     "export/tensorrt": "test_preflight test_messages test_causal_profile",
     "families": "test_registry",
     "house": "test_circles test_families test_layers test_recipes test_rooms test_schemes test_suite",

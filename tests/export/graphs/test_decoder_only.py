@@ -13,8 +13,8 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
-from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.precision.narrow import narrow
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import token_losses
@@ -99,7 +99,7 @@ def test_names_are_those_of_optimum_and_tied_weights_are_stored_once(tmp_path):
     assert sum(list(t.dims) in ([299, 64], [64, 299]) for t in model.graph.initializer) == 1
     with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
         _same(graph, parent, 2e-5)
-        to_half(model, "model")
+        narrow(model, "model")
         half = tmp_path / "half"
         half.mkdir()
         (half / "config.json").write_bytes((folder / "config.json").read_bytes())

@@ -43,9 +43,7 @@ def unscored_reason(made: Format, target: str | None = None, dtype: str | None =
     target, dtype: of a graph.
     """
     if made == "onnx" and dtype == "bf16" and target == "tensorrt":
-        return (
-            "ONNX Runtime runs no bf16 graph of target tensorrt; the engine built from it is scored."
-        )
+        return "ONNX Runtime runs no bf16 graph of target tensorrt; the engine built from it is scored."
     if made == "onnx" and dtype == "bf16" and target == "ort-cuda" and cuda_lacks() is not None:
         return "scoring a bf16 graph needs ONNX Runtime on CUDA, and there is no such GPU here. It is kept."
     if made != "tensorrt" or cuda_lacks() is None:

@@ -84,11 +84,13 @@ class Onnx:
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
+        from smelt.export.graphs.causal_attention import unfused
         from smelt.export.graphs.of_model import graphs_of
         from smelt.export.parity.check import Subject, check_graphs
         from smelt.export.parity.reference import reference_of
         from smelt.export.precision.choose import narrow_graphs, rows_looked_at
         from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.causal import is_causal
         from smelt.runtime.models.checkpoint import copy_tokenizer
         from smelt.runtime.text.sentence_files import MODULES
 
@@ -103,6 +105,8 @@ class Onnx:
             filed = _in_file(settings)
             looked_at = rows_looked_at(parent, src.path, ctx) if filed == "fp16" else []
             graphs = graphs_of(model)
+            if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
+                ctx.warnings.append(told)
             _require_memory(model, settings)
             facts: dict[str, Any] = {}
             homes: dict[str, dict[str, str]] = {}

@@ -39,12 +39,22 @@ def advice(made: Plan) -> list[str]:
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
             "4: stages[1].onnx.target: TensorRT cannot run the int4 codes (MatMulNBits) of 'quantize';"
-            " give `from: model`.",
+            " give `from: model`, or target: ort-cpu.",
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
             "4: stages[2].onnx.target: ONNX Runtime on CUDA cannot run the binary codes (MatMulNBits) of"
-            " 'quantize'; give `from: model`.",
+            " 'quantize'; give `from: model`, or target: ort-cpu.",
+        ),
+        (
+            "[quantize: {scheme: int8-static}]",
+            "4: stages[0].quantize: quantize needs calibration or train data; name a file with data:"
+            " {calibration: FILE}.",
+        ),
+        (
+            "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
+            "ONNX Runtime on CUDA cannot run the static int8 of 'quantize'; give `from: model`, or target:"
+            " ort-cpu or tensorrt or openvino.",
         ),
         (
             "[quantize: {}, share: {}]",

@@ -28,8 +28,8 @@ class OnnxSettings(Settings):
     """Where the graphs will run and in which precision.
 
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
-    operators). dtype: fp16 and bf16 are for GPUs; norms, and blocks that overflow in fp16, stay float32. bf16
-    for openvino leaves the file float32, and OpenVINO computes in bf16.
+    operators). dtype: fp16 and bf16 are for GPUs; norms, and blocks that overflow in fp16, stay float32; with
+    openvino the file stays float32, and OpenVINO computes in bf16.
     simplify: run onnxsim, keep the result only where it computes the same. opset: of the standard operators.
     loop: also write the whole generation as one graph, which is what smelt then runs; on ort-cpu, for models
     that generate.

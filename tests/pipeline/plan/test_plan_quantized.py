@@ -47,11 +47,6 @@ def advice(made: Plan) -> list[str]:
             " 'quantize'; give `from: model`, or target: ort-cpu.",
         ),
         (
-            "[quantize: {scheme: int8-static}]",
-            "4: stages[0].quantize: quantize needs calibration or train data; name a file with data:"
-            " {calibration: FILE}.",
-        ),
-        (
             "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
             "ONNX Runtime on CUDA cannot run the static int8 of 'quantize'; give `from: model`, or target:"
             " ort-cpu or tensorrt or openvino.",

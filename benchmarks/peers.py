@@ -2,7 +2,8 @@
 
     python benchmarks/peers.py --data ../shared --rounds 9                # all; goes on where it stopped
     python benchmarks/peers.py --data ../shared --only bert-batch1 openvino --rounds 3
-    python benchmarks/peers.py --data ../shared --artifact bert:int8-static:int8:runs/b/artifacts/onnx
+    python benchmarks/peers.py --data ../shared --artifact marian:small:int8:runs/m/artifacts/onnx-int8
+    python benchmarks/peers.py --data ../shared --sst2 runs/s/artifacts/tuned --artifact sst2:small:int8:...
     python benchmarks/peers.py --table > table.md
     python benchmarks/peers.py --data ../shared --cost                    # of making an int8 BERT
 
@@ -30,9 +31,19 @@ from peer_systems.cost import compare_cost
 from peer_systems.process import BENCHMARKS, NotThereError, Worker, make, set_up
 from peer_systems.systems import System, systems_of
 from peer_systems.table import Result, draw, versions
-from peer_systems.works import WORKS, Case, batches, calibration, cases_of, quality, read_rows, request
+from peer_systems.works import (
+    WORKS,
+    Case,
+    batches,
+    calibration,
+    cases_of,
+    quality,
+    read_rows,
+    read_tokens,
+    request,
+)
 
-DATA = {"marian": "multi30k_en_de", "opus": "multi30k_en_de", "bert": "sst2"}
+DATA = {"marian": "multi30k_en_de", "opus": "multi30k_en_de", "bert": "sst2", "sst2": "sst2"}
 
 
 class Bench:
@@ -50,6 +61,8 @@ class Bench:
         given: Path = self.shared / "models" / "marian-small-en-de"
         if work == "marian":
             return given
+        if work == "sst2":
+            return Path(self.options.sst2).resolve()
         folder: Path = self.models / work
         if not (folder / "config.json").exists():
             other = self.shared / "data" / "wikitext2" / "train.txt.gz" if work == "llama" else given
@@ -65,7 +78,7 @@ class Bench:
     def job(self, system: System, threads: int) -> dict[str, Any]:
         """Return what a system's worker is told, see worker.py."""
         job: dict[str, Any] = {
-            "work": system.work,
+            "work": "bert" if system.work == "sst2" else system.work,
             "variant": system.variant,
             "model": str(self.model(system.work)),
             "data": str(self.data(system.work)),
@@ -77,8 +90,14 @@ class Bench:
         if system.artifact:
             job["artifact"] = str(system.artifact)
         if not system.ours:
-            job["calibration"] = calibration(system.work)
+            job["calibration"] = self.calibration(system.work)
         return job
+
+    def calibration(self, work: str) -> list[list[int]]:
+        """Return the rows that peers calibrate static int8 on."""
+        if work != "sst2":
+            return calibration(work)
+        return read_tokens(self.data(work).with_name("validation.jsonl.gz"), self.model(work))[:32]
 
     def files(self, work: str, name: str) -> Path:
         """Return the folder of what a system made."""
@@ -151,8 +170,7 @@ def _prepare(bench: Bench, system: System) -> None:
 
 def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[str, Result]) -> None:
     """Ask all in turn, round after round; who begins moves on by one."""
-    texts = read_rows(bench.data("marian")) if case.work == "marian" else []
-    fed = batches(case, [row["source"] for row in texts])
+    fed, targets = _fed(bench, case)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for number in range(bench.options.rounds + 1):
         order = list(workers)
@@ -164,8 +182,6 @@ def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[
                 answers.pop(name)
         print(f"  round {number} of {bench.options.rounds}", flush=True)
     ours = [name for name in answers if results[name].ours]
-    known = {row["source"]: row["target"] for row in texts}
-    targets = [known[text] for batch in fed for text in batch] if texts else []
     expected = _expected(bench, case, answers)
     for name, found in answers.items():
         for number, one in enumerate(found[1:], start=1):
@@ -173,6 +189,19 @@ def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[
             results[name].rounds.append({"cpu_s": one["cpu_s"], "wall_s": one["wall_s"], "ours": beside})
         results[name].version = workers[name].version
         results[name].quality = quality(case, found[-1]["results"], expected, targets)
+
+
+def _fed(bench: Bench, case: Case) -> tuple[list[list[Any]], list[Any]]:
+    """Return what is fed in a round, and what should come out, where somebody has written that down."""
+    if case.work == "sst2":
+        path = bench.data(case.work)
+        labels = [row["label"] for row in read_rows(path)]
+        return batches(case, read_tokens(path, bench.model(case.work))), labels[: case.rows]
+    if case.work != "marian":
+        return batches(case, []), []
+    known = {row["source"]: row["target"] for row in read_rows(bench.data("marian"))}
+    fed = batches(case, list(known))
+    return fed, [known[text] for batch in fed for text in batch]
 
 
 def _expected(bench: Bench, case: Case, answers: dict[str, Any]) -> list[Any] | None:
@@ -218,6 +247,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("runs/peers/results"))
     parser.add_argument("--only", nargs="+", default=[], help="words in names of cases and systems")
     parser.add_argument("--artifact", action="append", default=[], help="WORK:NAME:PRECISION:FOLDER of smelt")
+    parser.add_argument("--sst2", type=Path, help="folder of a BERT fine-tuned on SST-2; not run without it")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sentences", type=int, default=64, help="of marian, a round")
     parser.add_argument("--minutes", type=float, default=30, help="for one installation, or one making")
@@ -237,6 +267,8 @@ def main() -> None:
         print(compare_cost(bench))
         return
     for work in WORKS:
+        if work == "sst2" and bench.options.sst2 is None:
+            continue
         cases = cases_of(work, bench.options.sentences)
         systems = systems_of(work, bench.options.artifact)
         names = [case.name for entry in WORKS for case in cases_of(entry, 1)]

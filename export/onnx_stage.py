@@ -205,7 +205,7 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
 
     found = {scheme_of(m) for m in model.modules()}
     _require_target([s for name, s in SCHEMES.items() if name in found], settings.target)
-    if any(scheme_of(m) for m in model.modules()) and settings.dtype != "fp32":
+    if found & set(SCHEMES) and _in_file(settings) != "fp32":
         raise InputError(
             f"onnx: dtype {settings.dtype} of a quantized model is not there: its scales would lose digits."
             " Set dtype: fp32; the products run in int8 whatever it is."

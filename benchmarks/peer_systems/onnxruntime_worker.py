@@ -34,7 +34,7 @@ def _export(job: Job, out: Path) -> None:
     import transformers
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(job["model"]).eval()
-    ids = torch.tensor(job["calibration"][:2])
+    ids = torch.tensor([job["calibration"][0]] * 2)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     torch.onnx.export(
         model,

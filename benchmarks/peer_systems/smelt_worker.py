@@ -14,7 +14,7 @@ from peer_systems.worker import Case, Job, Opened, Rows, main
 RECIPE = """
 model: {model}
 task: {task}
-data: {{test: {data}, validation: {data}}}
+data: {{test: {data}, validation: {data}, calibration: {data}}}
 stages: {stages}
 score: {{latency: false{more}}}
 """
@@ -24,14 +24,20 @@ TASKS = {
     "bert": "text-classification",
     "llama": "language-modeling",
 }
+ONNX = {
+    "": {"target": "ort-cpu"},
+    "openvino": {"target": "openvino"},
+    "openvino-bf16": {"target": "openvino", "dtype": "bf16"},
+}
 
 
 def make(job: Job) -> None:
-    """Run a recipe: quantize where the variant asks for it, then the onnx stage."""
+    """Run a recipe: quantize where the variant, SCHEME or SCHEME@TARGET, asks for it, then the onnx stage."""
     import smelt
 
-    steps: list[Any] = [] if job["variant"] == "fp32" else [{"quantize": {"scheme": job["variant"]}}]
-    steps.append({"onnx": {"target": "ort-cpu"}, "name": "made"})
+    scheme, _, target = job["variant"].partition("@")
+    steps: list[Any] = [] if scheme == "fp32" else [{"quantize": {"scheme": scheme}}]
+    steps.append({"onnx": ONNX[target], "name": "made"})
     files = Path(job["files"])
     files.mkdir(parents=True, exist_ok=True)
     recipe = files / "recipe.yaml"
@@ -45,7 +51,7 @@ def make(job: Job) -> None:
         ),
         encoding="utf-8",
     )
-    result = smelt.run(recipe, out=files / "run", limit=8, quiet=True)
+    result = smelt.run(recipe, out=files / "run", limit=32, quiet=True)
     if result.exit_code:
         raise SystemExit(f"{recipe} ended with {result.exit_code}; see {files / 'run' / 'report.md'}.")
 

@@ -51,11 +51,16 @@ class System:
 
 
 def _smelt(work: str) -> list[System]:
-    schemes = {"fp32": "fp32", "int8-dynamic": "int8", "int4": "int4"}
+    """smelt's: SCHEME in ONNX Runtime, or SCHEME@TARGET. bf16 is set beside fp32, as the peers' is."""
+    variants = {"fp32": "fp32", "int8-dynamic": "int8"}
+    if work in ("bert", "sst2"):
+        variants |= {"int8-static": "int8", "fp32@openvino-bf16": "fp32"}
+        variants |= {"int8-static@openvino": "int8", "int8-static@openvino-bf16": "int8"}
+    else:
+        variants |= {"int4": "int4"}
     return [
-        System(work, f"smelt-{scheme}", "smelt", "smelt_worker", scheme, kind)
-        for scheme, kind in schemes.items()
-        if (work, scheme) != ("bert", "int4")
+        System(work, f"smelt-{variant}", "smelt", "smelt_worker", variant, kind)
+        for variant, kind in variants.items()
     ]
 
 
@@ -83,8 +88,8 @@ def _optimum(work: str) -> list[System]:
     ]
 
 
-def _bert() -> list[System]:
-    plain, work = "onnxruntime-fp32", "bert"
+def _bert(work: str) -> list[System]:
+    plain = "onnxruntime-fp32"
     return [
         System(work, plain, "stock", "onnxruntime_worker", "fp32", "fp32"),
         System(work, "onnxruntime-dynamic", "stock", "onnxruntime_worker", "dynamic", "int8", plain),
@@ -113,7 +118,7 @@ def systems_of(work: str, artifacts: Sequence[str] = ()) -> list[System]:
     """Return all systems of `work`, smelt's first.
 
     Args:
-        work: marian, opus, bert or llama.
+        work: marian, opus, bert, sst2 or llama.
         artifacts: further ones of smelt, each WORK:NAME:PRECISION:FOLDER.
     """
     given = [entry.split(":", 3) for entry in artifacts]
@@ -125,7 +130,8 @@ def systems_of(work: str, artifacts: Sequence[str] = ()) -> list[System]:
     theirs = {
         "marian": lambda: _torch(work) + _ctranslate2(work) + _optimum(work),
         "opus": lambda: _torch(work) + _ctranslate2(work),
-        "bert": lambda: _torch(work, compiled=True) + _bert() + _optimum(work),
+        "bert": lambda: _torch(work, compiled=True) + _bert(work) + _optimum(work),
+        "sst2": lambda: _torch(work, compiled=True) + _bert(work) + _optimum(work),
         "llama": lambda: _torch(work) + _llama(),
     }
     return _smelt(work) + more + theirs[work]()

@@ -13,11 +13,13 @@ import numpy as np
 
 from peer_systems.models import BERT_WORDS, LLAMA_WORDS, OPUS_WORDS, token_rows
 
-WORKS = ("marian", "opus", "bert", "llama")
+WORKS = ("marian", "opus", "bert", "sst2", "llama")
+CLASSIFIERS = ("bert", "sst2")
 TITLES = {
     "marian": "marian-small (d 256, 4 + 3 layers, V 8,000), Multi30k, text to text",
     "opus": "opus-mt size (d 512, 6 + 6 layers, V 58,101, random weights), tokens to 32 new tokens",
     "bert": "BERT-base (random weights), tokens to logits",
+    "sst2": "a fine-tuned BERT on SST-2, tokens to logits",
     "llama": "Llama-shaped, 100 M (random weights), a prompt of 128 tokens, 64 new ones",
 }
 
@@ -42,7 +44,9 @@ class Case:
     @property
     def title(self) -> str:
         """The heading of its table."""
-        beams = f", {self.beams} beams" if self.beams > 1 else ", greedy" if self.work != "bert" else ""
+        beams = f", {self.beams} beams" if self.beams > 1 else ", greedy"
+        if self.work in CLASSIFIERS:
+            beams = ""
         size = f"{self.batch} x {self.length}" if self.work == "bert" else str(self.batch)
         threads = "one thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{TITLES[self.work]}: batch {size}{beams}, {threads}"
@@ -50,7 +54,8 @@ class Case:
     @property
     def unit(self) -> str:
         """What a time is of."""
-        return {"marian": "sentence", "opus": "row of 32 tokens", "bert": "row"}.get(self.work, "prompt")
+        units = {"marian": "sentence", "opus": "row of 32 tokens", "bert": "row", "sst2": "sentence"}
+        return units.get(self.work, "prompt")
 
 
 def cases_of(work: str, rows: int) -> list[Case]:
@@ -61,6 +66,8 @@ def cases_of(work: str, rows: int) -> list[Case]:
         return [Case(work, batch, 8, new_tokens=32, length=20) for batch in (1, 8)]
     if work == "llama":
         return [Case(work, 1, 2, new_tokens=64, length=128)]
+    if work == "sst2":
+        return [Case(work, 1, rows)]
     shapes = ((1, 128, 8), (8, 64, 16))
     return [
         Case(work, batch, count, threads=threads, length=length)
@@ -75,10 +82,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in stream]
 
 
-def batches(case: Case, texts: Sequence[str]) -> list[list[Any]]:
-    """Return what is fed in a round; `texts` for marian, sorted by length, as a service would group them."""
-    rows: list[Any] = sorted(texts[: case.rows], key=len)
-    if case.work != "marian":
+def batches(case: Case, texts: Sequence[Any]) -> list[list[Any]]:
+    """Return what is fed in a round; `texts` for marian, sorted by length, as a service would group them.
+
+    For sst2 `texts` are rows of token ids, in the order of the file.
+    """
+    rows: list[Any] = (
+        sorted(texts[: case.rows], key=len) if case.work == "marian" else list(texts[: case.rows])
+    )
+    if case.work not in ("marian", "sst2"):
         words = {"opus": OPUS_WORDS, "bert": BERT_WORDS, "llama": LLAMA_WORDS}[case.work]
         rows = token_rows(case.rows, case.length, words)
     if case.work == "opus":
@@ -87,23 +99,35 @@ def batches(case: Case, texts: Sequence[str]) -> list[list[Any]]:
 
 
 def calibration(work: str) -> list[list[int]]:
-    """Return the rows that static int8 is calibrated on: other ones than those measured."""
+    """Return the rows that static int8 of random weights is calibrated on: other ones than those measured."""
     return token_rows(32, 128, BERT_WORDS, 7) if work == "bert" else []
 
 
-def quality(case: Case, found: list[Any], expected: list[Any] | None, targets: list[str]) -> str:
+def read_tokens(path: Path, model: Path) -> list[list[int]]:
+    """Return the token ids of a file's texts, by the tokenizer.json of `model`."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.no_padding()
+    return [tokenizer.encode(row["text"]).ids for row in read_rows(path)]
+
+
+def quality(case: Case, found: list[Any], expected: list[Any] | None, targets: list[Any]) -> str:
     """Return the quality of what a system made, in words.
 
     Args:
         case: of what.
         found: a text, tokens or logits for each row.
         expected: what PyTorch's float32 model made; None where it did not run.
-        targets: the translations of marian's texts, in the order of `batches`.
+        targets: the translations of marian's texts, the labels of sst2's, in the order of `batches`.
     """
     if case.work == "marian":
         import sacrebleu
 
         return f"BLEU {sacrebleu.corpus_bleu(found, [targets]).score:.2f}"
+    if case.work == "sst2":
+        right = sum(int(np.argmax(row)) == label for row, label in zip(found, targets, strict=True))
+        return f"{100 * right / len(found):.1f} % right"
     if expected is None:
         return "not compared"
     if case.work == "bert":

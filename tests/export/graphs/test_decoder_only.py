@@ -39,7 +39,7 @@ def _ctx(out, folder):
 def _export(folder, out, **settings):
     ctx = _ctx(out, folder)
     Onnx()(tiny.artifact(folder, "language-modeling"), OnnxSettings(**settings), ctx)
-    assert ctx.warnings == []
+    assert [text for text in ctx.warnings if not text.startswith("heads of ")] == []
     return ctx, open_folder(out, "onnx", settings["target"], 1)
 
 
@@ -121,15 +121,6 @@ def test_heads_that_the_fused_operator_refuses_are_told(width, rotary, fits):
     assert unfused([one], "openvino") is None  # which has no such operator
 
 
-def test_an_export_with_such_heads_says_so_and_is_right(tmp_path):
-    folder = causal.model(tmp_path / "gpt2", "gpt2", n_embd=48)  # 4 heads of 12
-    ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
-    assert any(warning.startswith("heads of 12 numbers") for warning in ctx.warnings)
-    assert "GroupQueryAttention" not in ctx.facts["graphs"]["model"]["operators"]
-    with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
-        _same(graph, parent, 2e-5)
-
-
 def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config(tmp_path):
     folder = causal.model(tmp_path / "qwen2", "qwen2")
     ctx = _ctx(tmp_path / "pruned", folder)
@@ -150,6 +141,7 @@ def test_pruned_and_int8_model_leaves_as_it_is_when_heads_differ_from_the_config
 def test_heads_are_computed_by_standard_operators_when_the_fused_one_refuses_them(tmp_path):
     folder = causal.model(tmp_path / "llama", "llama", head_dim=12, num_hidden_layers=1)
     ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
+    assert any(warning.startswith("heads of 12 numbers") for warning in ctx.warnings)
     assert "GroupQueryAttention" not in ctx.facts["graphs"]["model"]["operators"]
     with open_runner(tiny.artifact(folder, "language-modeling")) as parent:
         _same(graph, parent, 2e-5)

@@ -124,10 +124,6 @@ def test_stages_need_their_data_and_their_task(folder: Path) -> None:
     (folder / "model/config.json").write_text(json.dumps({"model_type": "bert"}))
     (folder / "model/vocab.txt").touch()
     (folder / "labels.csv").write_text("text,label\na,0\nb,1\n")
-    assert mistakes(folder, "[quantize: {scheme: int8-static}]", head=head) == [
-        "4: stages[0].quantize: quantize needs calibration or train data; name a file with data:"
-        " {calibration: FILE}."
-    ]
     assert mistakes(folder, "[finetune, factorize]", head=head) == [
         "4: stages[0].finetune: finetune needs train data; name a file with data: {train: FILE}.",
         "4: stages[1].factorize: factorize does not work on text-classification; it works on translation.",

@@ -88,3 +88,12 @@ def test_binary_weights_that_nothing_trains_give_a_warning(folder):
         "line 4: onnx: the binary weights of 'quantize' were not trained and say little;"
         " put a distill after 'quantize', which trains through the codes.",
     ]
+
+
+def test_a_step_that_takes_calibration_rows_asks_for_them(folder):
+    path = folder / "untrained.yaml"
+    path.write_text(
+        "model: model\ntask: translation\ndata: {test: test.jsonl}\nstages: [quantize: {scheme: int8-static}]\n"
+    )
+    with pytest.raises(InputError, match=r"needs calibration or train data; .* data: \{calibration: FILE\}"):
+        load_plan(path)

@@ -155,3 +155,11 @@ def test_unknown_family_is_said_without_proposing_another_one(tmp_path, models, 
     assert f"model_type '{kind}' is no family of models that this version knows. It knows" in said
     assert "for text-classification bert, distilbert, roberta, mpnet, modernbert" in said
     assert "Did you mean" not in said
+
+
+def test_a_bf16_graph_for_a_gpu_is_made_and_not_scored_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    assert "needs ONNX Runtime on CUDA" in machine.unscored_reason("onnx", "ort-cuda", "bf16")
+    assert "the engine built from it is scored" in machine.unscored_reason("onnx", "tensorrt", "bf16")
+    assert machine.unscored_reason("onnx", "tensorrt", "fp16") is None
+    assert machine.unscored_reason("onnx", "openvino", "bf16") is None

@@ -93,7 +93,8 @@ def test_binary_weights_that_nothing_trains_give_a_warning(folder):
 def test_a_step_that_takes_calibration_rows_asks_for_them(folder):
     path = folder / "untrained.yaml"
     path.write_text(
-        "model: model\ntask: translation\ndata: {test: test.jsonl}\nstages: [quantize: {scheme: int8-static}]\n"
+        "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
+        "stages: [quantize: {scheme: int8-static}]\n"
     )
     with pytest.raises(InputError, match=r"needs calibration or train data; .* data: \{calibration: FILE\}"):
         load_plan(path)

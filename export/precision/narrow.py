@@ -130,16 +130,15 @@ class _Narrowing:
         if tensor.data_type != TensorProto.FLOAT:
             return
         values = numpy_helper.to_array(tensor)
-        with np.errstate(over="ignore"):
-            narrowed = rounded(values, self.dtype)
-        if not np.isfinite(narrowed.astype(np.float32)).all():
+        narrowed = _halved(values, self.dtype)
+        if not bool(narrowed.isfinite().all()):
             raise RunError(
                 f"{self.name}: '{tensor.name}' holds {float(np.abs(values).max()):.4g}, which"
                 f" {_WORDS[self.dtype]} cannot (at most 65504). Export with dtype: fp32."
             )
         # in place: protobuf copies no tensor above 2 GB
         tensor.ClearField("float_data")
-        tensor.data_type, tensor.raw_data = self.kind, narrowed.tobytes()
+        tensor.data_type, tensor.raw_data = self.kind, _bytes(narrowed)
 
 
 def _key(node: Any) -> str:
@@ -153,13 +152,19 @@ def onnx_type(dtype: str) -> int:
     return int({"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}[dtype])
 
 
-def rounded(values: Any, dtype: str) -> Any:
-    """Return a float32 array as a little-endian one of float16, or of ml_dtypes' bfloat16 (ONNX needs it)."""
-    if dtype == "fp16":
-        return values.astype("<f2")
-    import ml_dtypes
+def _halved(values: Any, dtype: str) -> Any:
+    """Return a float32 array as a tensor of float16 or bfloat16; what is beyond it becomes infinite."""
+    import torch
 
-    return values.astype(ml_dtypes.bfloat16)
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    return torch.from_numpy(np.array(values)).to(kind)
+
+
+def _bytes(narrowed: Any) -> bytes:
+    import torch
+
+    found: bytes = narrowed.view(torch.int16).numpy().astype("<i2").tobytes()
+    return found
 
 
 def float_values(model: Any, kind: int | None = None) -> set[str]:

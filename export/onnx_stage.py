@@ -29,13 +29,13 @@ class OnnxSettings(Settings):
     """Where the graphs will run and in which precision.
 
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
-    operators). dtype: fp16 is for GPUs. bf16 is for openvino: the file stays float32, and OpenVINO computes
-    in bf16. simplify: run onnxsim, keep the result only where it computes the same.
-    opset: of the standard operators. threads: how many the artifact takes where its user does not say; `tune`
-    measures 1 to all cores that this process may use. tune: choose by measuring, on this machine, as which
-    operator a quantized product leaves where its scheme leaves a choice; for calls of one text, or of
-    `tune: {batch_size: 8}`. loop: also write the whole generation as one graph,
-    which is what smelt then runs; on ort-cpu, for models that generate.
+    operators). dtype: fp16 and bf16 are for GPUs; norms, and blocks that overflow in fp16, stay float32;
+    with openvino the file stays float32, and OpenVINO computes in bf16. simplify: run onnxsim, keep the
+    result only where it computes the same. opset: of the standard operators. threads: how many the artifact
+    takes where its user does not say; `tune` measures 1 to all cores that this process may use. tune: choose
+    by measuring, on this machine, as which operator a quantized product leaves where its scheme leaves a
+    choice; for calls of one text, or of `tune: {batch_size: 8}`. loop: also write the whole generation as one
+    graph, which is what smelt then runs; on ort-cpu, for models that generate.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"] = "ort-cpu"
@@ -62,10 +62,10 @@ class OnnxSettings(Settings):
             raise ValueError("dtype fp16 is for GPUs; on the CPU ONNX Runtime converts back at every step")
         if self.target == "openvino" and self.dtype == "fp16":
             raise ValueError("dtype fp16 is for GPUs; with target openvino give fp32 or bf16")
-        if self.target != "openvino" and self.dtype == "bf16":
+        if self.target == "ort-cpu" and self.dtype == "bf16":
             raise ValueError(
-                f"dtype bf16 is OpenVINO's: target {self.target} has none; give target: openvino, or another"
-                " dtype"
+                "dtype bf16 is for GPUs and OpenVINO: on the CPU ONNX Runtime has no products in it; give"
+                " target: openvino, or dtype: fp32"
             )
         if self.tune and self.target != "ort-cpu":
             raise ValueError(
@@ -102,17 +102,20 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
+        from smelt.export.graphs.causal_attention import unfused
         from smelt.export.graphs.of_model import graphs_of
         from smelt.export.parity.check import Subject, check_graphs
         from smelt.export.parity.reference import reference_of
+        from smelt.export.precision.choose import narrow_graphs, rows_looked_at
         from smelt.export.tune.in_stage import choose_operators, write_threads
         from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.causal import is_causal
         from smelt.runtime.models.checkpoint import copy_tokenizer
         from smelt.runtime.text.sentence_files import MODULES
 
@@ -125,20 +128,30 @@ class Onnx:
             ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
             reference = reference_of(parent, _batch(parent, src.path, ctx))
             tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
+            filed = _in_file(settings)
+            looked_at = rows_looked_at(parent, src.path, ctx) if filed == "fp16" else []
             graphs = graphs_of(model)
             if settings.tune:
                 count = settings.threads if isinstance(settings.threads, int) else 1
                 reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, ctx)
+            if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
+                ctx.warnings.append(told)
             _require_memory(model, settings)
             facts: dict[str, Any] = {}
+            homes: dict[str, dict[str, str]] = {}
             for at, graph in enumerate(graphs):
                 ctx.progress(at, len(graphs) + 1, graph.name)
-                facts[graph.name] = _write(graph, settings, tokens, ctx)
+                facts[graph.name] = _write(graph, settings, tokens, ctx, homes)
+            kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
+            for name, told in facts.items():
+                facts[name] = {**_checked(ctx.out / f"{name}.onnx"), **told}
             ctx.progress(len(graphs), len(graphs) + 1, "parity")
             for name in ("config.json", "generation_config.json", MODULES):
                 if (src.path / name).is_file():
                     shutil.copyfile(src.path / name, ctx.out / name)
-            subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype)
+            subject = Subject(
+                ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, kept
+            )
             ctx.facts["parity"] = check_graphs(subject, reference)
             if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
                 _write_loops(ctx, subject, reference.batch, src.path)
@@ -211,7 +224,7 @@ def _require_memory(model: Any, settings: OnnxSettings) -> None:
     """
     weights = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
     # the exported graph holds them once more; converting and simplifying hold two graphs at a time
-    copies = 2 if settings.simplify or settings.dtype == "fp16" else 1
+    copies = 2 if settings.simplify or _in_file(settings) != "fp32" else 1
     require_memory(
         copies * sum(weights.values()),
         "onnx: exporting",
@@ -230,16 +243,20 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
 
     found = {scheme_of(m) for m in model.modules()}
     _require_target([s for name, s in SCHEMES.items() if name in found], settings.target)
-    if found & set(SCHEMES) and settings.dtype == "fp16":  # bf16 leaves the file as it is
+    if found & set(SCHEMES) and _in_file(settings) != "fp32":
         raise InputError(
-            "onnx: dtype fp16 of a quantized model is not there: its scales would lose digits."
+            f"onnx: dtype {settings.dtype} of a quantized model is not there: its scales would lose digits."
             " Set dtype: fp32; the products run in int8 whatever it is."
         )
     products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
     rounded = {m.scheme.name for m in products if m.scheme.rounds_activations(m.options)}
     names = [name for name in reversed(SCHEMES) if name in rounded]
-    filed = "fp16" if settings.dtype == "fp16" else "fp32"  # bf16 is what OpenVINO makes of float32 files
-    return max(names, key=lambda name: SCHEMES[name].drift, default=filed)
+    return max(names, key=lambda name: SCHEMES[name].drift, default=_in_file(settings))
+
+
+def _in_file(settings: OnnxSettings) -> str:
+    """Return the precision of the file; OpenVINO makes its bf16 of float32."""
+    return "fp32" if settings.target == "openvino" else settings.dtype
 
 
 def _require_target(schemes: list[Scheme], target: str) -> None:
@@ -263,45 +280,37 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
 
 def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:
     """Return the rows that parity is asked on; a warning says if they are made up."""
-    from smelt.export.parity.rows import causal_batch, parity_batch
-    from smelt.runtime.causal import is_causal
-    from smelt.runtime.models.checkpoint import load_tokenizer
-    from smelt.runtime.text.limits import length_limit
+    from smelt.export.parity.rows import rows_for
 
-    tokenizer = load_tokenizer(folder)
-    limit = length_limit(tokenizer, parent.config)
-    if is_causal(parent.config):
-        batch, real = causal_batch(ctx.data, tokenizer, parent.config, limit)
-    else:
-        batch, real = parity_batch(ctx.data, tokenizer, parent.config, limit, ctx.task)
+    batch, real = rows_for(parent, folder, ctx.data, ctx.task)
     if not real:
         ctx.warnings.append("parity was checked on made-up token ids: there is no train or validation data")
     return batch
 
 
-def _write(graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context) -> dict[str, Any]:
-    """Export one graph, convert, check and simplify it; return what the report tells of it.
+def _write(
+    graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context, homes: dict[str, dict[str, str]]
+) -> dict[str, Any]:
+    """Export one graph and simplify it, in float32; return what the report tells of it.
 
     Args:
         graph: which.
         settings: the stage's.
         tokens: int64 [n], real ones, to compare the simplified graph on.
         ctx: its `out` gets the graph.
+        homes: gets by graph the modules that its nodes are of.
     """
-    import onnx
-
-    from smelt.export.graph_files import give_defaults, read_graph, write_graph
+    from smelt.export.graph_files import give_defaults, write_graph
     from smelt.export.graphs.of_model import export_graph
-    from smelt.export.half import to_half
     from smelt.export.load_time import spell_out_file
+    from smelt.export.precision.blocks import homes_of
     from smelt.export.simplify import simplify_file
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
     model = export_graph(graph, settings.target, settings.opset)
     exported = time.perf_counter()
-    if settings.dtype == "fp16":
-        to_half(model, graph.name)
+    homes[graph.name] = homes_of(model, graph.module)
     write_graph(model, path)
     del model  # simplifying holds two graphs of its own
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
@@ -309,14 +318,22 @@ def _write(graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context) -
     spell_out_file(path)
     if graph.optional and settings.target not in ("tensorrt", "openvino"):  # to which a default is a constant
         give_defaults(path, graph.optional)
+    return {"export_seconds": round(exported - began, 3), "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """Let ONNX check the finished graph; return how many nodes it has, and of which operators.
+
+    Raises:
+        RunError: it is not valid.
+    """
+    import onnx
+
+    from smelt.export.graph_files import read_graph
+
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         raise RunError(f"{path.name}: the exported graph is not valid ONNX: {error}") from error
     nodes = read_graph(path, values=False).graph.node
-    return {
-        "nodes": len(nodes),
-        "operators": dict(Counter(n.op_type for n in nodes).most_common()),
-        "export_seconds": round(exported - began, 3),
-        "seconds": round(time.perf_counter() - began, 3),
-    }
+    return {"nodes": len(nodes), "operators": dict(Counter(n.op_type for n in nodes).most_common())}

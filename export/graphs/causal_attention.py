@@ -46,6 +46,24 @@ class CausalScope:
     present: dict[int, Cache] = field(default_factory=dict)
 
 
+def unfused(attentions: Sequence[AttentionModule], target: str) -> str | None:
+    """Return a warning of heads that the fused attention of `target` does not take, or None."""
+    if target != "ort-cpu":
+        return None
+    widths = {
+        one.heads.width
+        for one in attentions
+        if not fits_group_query_attention(one.heads.width, one.parts.rotary)
+    }
+    if not widths:
+        return None
+    return (
+        f"heads of {' and '.join(map(str, sorted(widths)))} numbers do not fit ONNX Runtime's"
+        " GroupQueryAttention, which takes multiples of 8, of 16 with rotary positions: attention leaves as"
+        " standard operators, which are slower"
+    )
+
+
 def scope_of(mask: Tensor, positions: Tensor, past: list[Cache]) -> CausalScope:
     """Return the scope for int64 mask [B, T] and positions [B, S]."""
     batch, length = positions.shape

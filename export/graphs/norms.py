@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.families.family import RmsNorm
-from smelt.runtime.layers import emit
 
 
 @contextmanager
@@ -37,19 +36,12 @@ def graph_norms(model: nn.Module, kind: RmsNorm) -> Iterator[None]:
 
 
 def root_mean_square(module: Any, kind: RmsNorm, x: Tensor) -> Tensor:
-    """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) in the form that suits the target.
+    """Compute an RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    ONNX Runtime and OpenVINO fuse x / sqrt(mean(x^2) + eps) * w to one operator. Elsewhere the graph may
-    become fp16, where x^2 overflows from 256 on: the largest entry is divided out first, which changes
-    nothing else.
+    Runtimes fuse x / sqrt(mean(x^2) + eps) * w to one operator. It stays float32 where the graph becomes
+    fp16, in which x^2 overflows from 256 on (`export/precision`).
     """
     weight, epsilon = module.weight, getattr(module, kind.epsilon)
     weight = 1 + weight if kind.plus_one else weight
-    if emit.export_target() in ("ort-cpu", "openvino"):
-        normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
-        return normal
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-3)
-    y = x / largest
-    small = epsilon**0.5 / largest  # squared afterwards: epsilon itself is below what fp16 can hold
-    out: Tensor = (y / torch.sqrt((y * y).mean(-1, keepdim=True) + small * small)) * weight
-    return out
+    normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
+    return normal

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from smelt.core.errors import MissingDependencyError, ParityError
 from smelt.export.graph_files import read_graph
@@ -28,7 +29,8 @@ class Subject:
     """What is asked about: the `graphs` that lie in `folder`, made from the torch model `model`.
 
     kind: a word of `compare.TOLERANCES`, how exactly the files compute as deployed. target: of the export.
-    dtype: what the runtime computes in; with bf16 the files are float32, and kind does not know of it.
+    dtype: what the runtime computes in; with OpenVINO's bf16 the files are float32, and kind does not know
+    of it. float32: of files in fp16 and bf16, by graph the modules that stay float32.
     """
 
     folder: Path
@@ -38,6 +40,12 @@ class Subject:
     target: str
     threads: int | None = None
     dtype: str = "fp32"
+    float32: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+    @property
+    def half(self) -> bool:
+        """Whether the files are fp16 or bf16."""
+        return self.kind in ("fp16", "bf16")
 
     @property
     def result(self) -> str:
@@ -79,19 +87,25 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
 
 def _check_exactly(subject: Subject, reference: Reference) -> Figures:
     """Compare what the graphs compute on their own constants in float32 with the dequantized parent."""
-    half = subject.kind == "fp16"
     exact = exact_of(subject.model, reference)
     _require_unchanged(subject, reference, exact)
-    if half:
-        round_weights_(subject.model)
+    if subject.half:
+        round_weights_(subject.model, subject.kind, _kept(subject))
         exact = exact_of(subject.model, reference)
+    kind = {"fp16": "rounded", "bf16": "rounded-bf16"}.get(subject.kind, "fp32")
     with _in_float32(subject) as folder:
         try:
             with _opened(subject, folder, "fp32") as runner:
-                return _compare(runner, subject.result, reference, exact, "rounded" if half else "fp32")
+                return _compare(runner, subject.result, reference, exact, kind)
         except ParityError as error:
             where = first_difference(folder, subject.graphs, str(error), subject.model, reference)
             raise ParityError(f"{error}{where}") from error
+
+
+def _kept(subject: Subject) -> list[Tensor]:
+    """Return the weights that are float32 in files of fp16 or bf16."""
+    named = [(g.module, name) for g in subject.graphs for name in subject.float32.get(g.name, ())]
+    return [w for module, name in named for w in module.get_submodule(name).parameters(recurse=False)]
 
 
 def _require_unchanged(subject: Subject, reference: Reference, exact: Exact) -> None:
@@ -114,7 +128,7 @@ def _in_float32(subject: Subject) -> Iterator[Path]:
     if subject.kind == "fp32":
         yield subject.folder
         return
-    with exact_twin(subject.folder, [g.name for g in subject.graphs], subject.kind == "fp16") as folder:
+    with exact_twin(subject.folder, [g.name for g in subject.graphs], subject.half) as folder:
         yield folder
 
 
@@ -153,10 +167,22 @@ def _in_stretches(runner: Any, ids: Any) -> Any:
 
 def _check_as_deployed(subject: Subject, reference: Reference) -> Figures:
     exact = Exact(reference.logits, reference.hidden)
-    with _opened(subject, subject.folder, subject.dtype) as runner:
+    dtype = "fp32" if subject.half else subject.dtype
+    with _as_it_rounds(subject) as folder, _opened(subject, folder, dtype) as runner:
         kinds = [kind for kind in (subject.kind, subject.dtype) if kind in TOLERANCES]
         kind = max(kinds, key=lambda kind: TOLERANCES[kind].mean)
         return _compare(runner, subject.result, reference, exact, kind)
+
+
+@contextmanager
+def _as_it_rounds(subject: Subject) -> Iterator[Path]:
+    """Give the folder of the graphs; of fp16 and bf16, graphs for a CPU that round as these do."""
+    if not subject.half:
+        yield subject.folder
+        return
+    names = [g.name for g in subject.graphs]
+    with exact_twin(subject.folder, names, half=True, rounding=True) as folder:
+        yield folder
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def check_constants(graph: str, model: Any, module: nn.Module, folder: Path) -> 
             continue
         values = numpy_helper.to_array(constant, base_dir=str(folder))
         expected = tensor.detach().cpu().numpy()
-        if expected.dtype == np.float32 and values.dtype == np.float16:
-            expected = expected.astype(np.float16)
+        if expected.dtype == np.float32 and values.dtype.itemsize == 2:  # fp16, bf16
+            expected = expected.astype(values.dtype)
         if expected.size != values.size:
             _raise_size(graph, constant.name, list(expected.shape), list(values.shape))
         if expected.shape != values.shape or expected.dtype != values.dtype:

@@ -10,7 +10,7 @@ H = heads, d = width of a head, S = tokens of the longest prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +66,7 @@ class Exact:
 
 def reference_of(runner: Any, batch: Batch) -> Reference:
     """Run the parent's runner on `batch`; asked before anything prepares its model for an export."""
-    reference = _as_deployed(runner, batch)
+    reference = as_deployed(runner, batch)
     return replace(reference, exact=exact_of(runner.backend.model, reference).logits)
 
 
@@ -85,7 +85,8 @@ def deployed_again(runner: Any, reference: Reference) -> Reference:
     return replace(reference, logits=logits, hidden=hidden)
 
 
-def _as_deployed(runner: Any, batch: Batch) -> Reference:
+def as_deployed(runner: Any, batch: Batch) -> Reference:
+    """Run the parent's runner on `batch`; a model that generates goes greedily for some steps."""
     if is_causal(runner.config):
         return _stepped(runner, batch, batch.input_ids[:, -1], None)
     if not runner.config.get("is_encoder_decoder"):
@@ -205,9 +206,11 @@ def _torch_attention(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = name
 
 
-def round_weights_(model: nn.Module) -> None:
-    """Give the weights of `model` the values that they have in float16, in place."""
+def round_weights_(model: nn.Module, dtype: str = "fp16", kept: Sequence[Tensor] = ()) -> None:
+    """Give the weights of `model` but `kept` the values that they have in fp16 or bf16, in place."""
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    whole = set(map(id, kept))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.copy_(parameter.half().float())
+            if parameter.is_floating_point() and id(parameter) not in whole:
+                parameter.copy_(parameter.to(kind).float())

@@ -6,13 +6,17 @@ Shapes: B = batch, L = tokens of the longest row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smelt.core.data import SIMILARITY, Split, Task, texts_read
 from smelt.runtime.batch import Batch
+from smelt.runtime.causal import is_causal
+from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import encode_texts, pack
+from smelt.runtime.text.limits import length_limit
 from smelt.runtime.text.tokenizer import Encoded
 
 ROWS, LENGTH, STEPS = 8, 48, 8
@@ -22,12 +26,39 @@ _LOOK = 256
 _FEW = 3
 
 
+def rows_for(
+    parent: Any,
+    folder: Path,
+    data: Mapping[str, Split],
+    task: Task,
+    rows: int = ROWS,
+    length: int = LENGTH,
+) -> tuple[Batch, bool]:
+    """Return texts for the model of the runner `parent`, and whether they are real; see `parity_batch`.
+
+    Args:
+        parent: whose config says how inputs look.
+        folder: where its tokenizer lies.
+        data: train, validation, calibration, as far as there are any.
+        task: of the recipe.
+        rows: how many.
+        length: tokens of the longest.
+    """
+    tokenizer = load_tokenizer(folder)
+    limit = length_limit(tokenizer, parent.config)
+    if is_causal(parent.config):
+        return causal_batch(data, tokenizer, parent.config, limit, rows, length)
+    return parity_batch(data, tokenizer, parent.config, limit, task, rows, length)
+
+
 def parity_batch(
     data: Mapping[str, Split],
     tokenizer: Any,
     config: Mapping[str, Any],
     limit: int,
     task: Task = "text-classification",
+    rows: int = ROWS,
+    length: int = LENGTH,
 ) -> tuple[Batch, bool]:
     """Return rows of the data, padded on the right, and whether they are real.
 
@@ -42,14 +73,16 @@ def parity_batch(
         config: the model's, config.json.
         limit: tokens that a row may have.
         task: decides whether the texts of a pair are read together.
+        rows: how many.
+        length: of the longest, at most; beside that of a row for all distances.
     """
     reach = int(config.get("relative_attention_max_distance") or 0)
-    encoded = _encoded(data, tokenizer, min(LENGTH, limit), task)
+    encoded = _encoded(data, tokenizer, min(length, limit), task)
     real = encoded is not None and max(map(len, encoded.ids)) > 1
     if encoded is None or not real:
-        ids = np.linspace(0, int(config["vocab_size"]) - 1, ROWS * 12).astype(np.int64).reshape(ROWS, 12)
+        ids = np.linspace(0, int(config["vocab_size"]) - 1, rows * 12).astype(np.int64).reshape(rows, 12)
         encoded = Encoded(ids[:, : max(2, min(12, limit))].tolist(), None, 0)
-    encoded = _of_different_lengths(_chosen(encoded, _FEW if reach else ROWS))
+    encoded = _of_different_lengths(_chosen(encoded, _FEW if reach and rows == ROWS else rows))
     if reach:
         encoded.ids[-1] = _as_long_as(min(limit, reach + STEPS), encoded.ids)
     pad = tokenizer.pad_token_id
@@ -115,7 +148,12 @@ def _with_types(batch: Batch, config: Mapping[str, Any]) -> Batch:
 
 
 def causal_batch(
-    data: Mapping[str, Split], tokenizer: Any, config: Mapping[str, Any], limit: int
+    data: Mapping[str, Split],
+    tokenizer: Any,
+    config: Mapping[str, Any],
+    limit: int,
+    rows: int = ROWS,
+    length: int = LENGTH,
 ) -> tuple[Batch, bool]:
     """Return prompts of different lengths, padded on the left, and whether they come from the data.
 
@@ -124,15 +162,15 @@ def causal_batch(
     from smelt.runtime.generate.prompts import pack_left, pad_of
     from smelt.runtime.text.windows import joined
 
-    most = max(2, min(LENGTH, limit - STEPS))
+    most = max(2, min(length, limit - STEPS))
     split = _split(data)
     ids: list[int] = []
     if split is not None:
-        text = joined(Split(split.origin, split.examples[: 50 * ROWS], split.windows))
-        ids = tokenizer(text[: 20 * ROWS * most], verbose=False)["input_ids"]
-    real = len(ids) >= 2 * ROWS
+        text = joined(Split(split.origin, split.examples[: 50 * rows], split.windows))
+        ids = tokenizer(text[: 20 * rows * most], verbose=False)["input_ids"]
+    real = len(ids) >= 2 * rows
     if not real:
-        ids = np.linspace(0, int(config["vocab_size"]) - 1, ROWS * most).astype(np.int64).tolist()
-    size = min(most, len(ids) // ROWS)
-    prompts = [ids[row * size : (row + 1) * size][: max(1, size * (row + 1) // ROWS)] for row in range(ROWS)]
+        ids = np.linspace(0, int(config["vocab_size"]) - 1, rows * most).astype(np.int64).tolist()
+    size = min(most, len(ids) // rows)
+    prompts = [ids[at * size : (at + 1) * size][: max(1, size * (at + 1) // rows)] for at in range(rows)]
     return pack_left(prompts, pad_of(tokenizer)), real

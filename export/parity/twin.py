@@ -17,18 +17,24 @@ from typing import Any
 import numpy as np
 
 from smelt.export.graph_files import data_names, read_graph, write_graph
+from smelt.export.precision.narrow import float_values, onnx_type
 from smelt.runtime.schemes.registry import exact_nodes
 from smelt.runtime.text.sentence_files import MODULES
 
+_HALVES = (onnx_type("fp16"), onnx_type("bf16"))
+
 
 @contextmanager
-def exact_twin(folder: Path, names: Iterable[str], half: bool) -> Iterator[Path]:
+def exact_twin(folder: Path, names: Iterable[str], half: bool, rounding: bool = False) -> Iterator[Path]:
     """Give a folder like `folder`, whose graphs `names` compute in float32; it is gone after the block.
 
     Args:
         folder: with graphs, config and whatever else a runner reads.
         names: of the graphs, without `.onnx`.
-        half: whether they are fp16.
+        half: whether they are fp16 or bf16.
+        rounding: with `half`, round what each node gives as the graph itself would: so a CPU shows what
+            overflows. ONNX Runtime has few kernels of these types there; of float16 it leaves out the casts
+            between two nodes, and of bfloat16 it runs nothing.
     """
     with TemporaryDirectory(dir=folder, prefix=".exact-") as made:
         twin = Path(made)
@@ -39,7 +45,7 @@ def exact_twin(folder: Path, names: Iterable[str], half: bool) -> Iterator[Path]
             path = folder / f"{name}.onnx"
             model = read_graph(path, values=half)
             if half:
-                widen_halves(model)
+                widen_halves(model, rounding)
             for data in data_names(model):
                 if not (twin / data).exists():
                     _link(folder / data, twin / data)
@@ -104,29 +110,50 @@ def _past(node: Any) -> Any:
     return helper.make_node("Identity", node.input[:1], node.output, node.name)
 
 
-def widen_halves(model: Any) -> None:
-    """Turn a graph that `to_half` made back to float32, in place; its constants keep their fp16 values."""
+def widen_halves(model: Any, rounding: bool = False) -> None:
+    """Turn a graph that `narrow` made back to float32, in place; its constants keep their values.
+
+    With `rounding`, what nodes gave in half precision is rounded to it and back.
+    """
     from onnx import TensorProto
 
     graph = model.graph
+    before = {kind: float_values(model, kind) for kind in _HALVES} if rounding else {}
     for tensor in graph.initializer:
         _widen(tensor)
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 _widen(attribute.t)
-            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT16:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i in _HALVES:
                 attribute.i = TensorProto.FLOAT
     for value in [*graph.input, *graph.output]:
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
+        if value.type.tensor_type.elem_type in _HALVES:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     del graph.value_info[:]
+    for kind, names in before.items():
+        _round(graph, names, kind)
+
+
+def _round(graph: Any, names: set[str], kind: int) -> None:
+    from onnx import TensorProto, helper
+
+    nodes: list[Any] = []
+    for node in graph.node:
+        nodes.append(node)
+        for place, name in enumerate(node.output):
+            if name in names:
+                node.output[place] = whole = f"{name}.whole"
+                nodes.append(helper.make_node("Cast", [whole], [f"{name}.rounded"], to=kind))
+                nodes.append(helper.make_node("Cast", [f"{name}.rounded"], [name], to=TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _widen(tensor: Any) -> None:
     from onnx import TensorProto, numpy_helper
 
-    if tensor.data_type == TensorProto.FLOAT16:
+    if tensor.data_type in _HALVES:
         values = numpy_helper.to_array(tensor).astype("<f4")
         tensor.ClearField("int32_data")
         tensor.data_type, tensor.raw_data = TensorProto.FLOAT, np.ascontiguousarray(values).tobytes()

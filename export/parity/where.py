@@ -9,36 +9,19 @@ Shapes: B = batch, L = source length or prompt, S = tokens fed at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.graphs.graph import Graph
+from smelt.export.parity.calls import Call, Values, calls
 from smelt.export.parity.compare import TOLERANCES
 from smelt.export.parity.reference import Reference, exact_of
-from smelt.runtime.causal import positions
 from smelt.runtime.layers.quantized import QuantizedLinear
-
-Values = dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a graph: its inputs, and which part [B, S] of a layer's output [B, all] it computes.
-
-    real: bool [B, S], where no padding is.
-    """
-
-    feeds: Values
-    part: slice
-    real: NDArray[np.bool_]
 
 
 def first_difference(folder: Path, graphs: list[Graph], said: str, model: Any, reference: Reference) -> str:
@@ -58,7 +41,8 @@ def first_difference(folder: Path, graphs: list[Graph], said: str, model: Any, r
     places = _places(read_graph(folder / f"{name}.onnx", values=False), graph.module)
     expected = _layer_outputs(model, reference, {id(graph.module.get_submodule(p)): p for p in places})
     try:
-        for call, got in _calls(folder, name, reference, [value for _, value in places.values()]):
+        session = _exposed(folder, name, [value for _, value in places.values()])
+        for call, got in calls(session, folder, name, reference):
             for path, whole in expected.items():
                 node, value = places[path]
                 if value in got and _differs(whole, got[value], call):
@@ -122,7 +106,7 @@ def _layer_outputs(model: Any, reference: Reference, wanted: dict[int, str]) -> 
     return outputs
 
 
-def _differs(whole: NDArray[Any], got: NDArray[Any], call: _Call) -> bool:
+def _differs(whole: Any, got: Any, call: Call) -> bool:
     expected = whole[:, call.part] if whole.ndim == 3 else whole
     if expected.size != got.size:
         return False  # of another part of the computation
@@ -131,51 +115,6 @@ def _differs(whole: NDArray[Any], got: NDArray[Any], call: _Call) -> bool:
     spread = float(np.std(expected, dtype=np.float64)) or 1.0
     largest = TOLERANCES["fp32"].largest or 0.0
     return bool(np.abs(expected - got).max(initial=0.0) > largest * spread)
-
-
-def _calls(
-    folder: Path, name: str, reference: Reference, values: list[str]
-) -> Iterator[tuple[_Call, Values]]:
-    """Run the graph `name` as a runner would, call by call; yield each call with its outputs and `values`."""
-    from smelt.runtime.backends.onnx_session import open_session
-
-    batch = reference.batch
-    real = batch.attention_mask == 1
-    ids = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    if name == "encoder_model" or reference.tokens is None:
-        types = np.zeros_like(batch.input_ids) if batch.token_type_ids is None else batch.token_type_ids
-        call = _Call({**ids, "token_type_ids": types}, slice(None), real)
-        yield call, _run(_exposed(folder, name, values), call.feeds)
-        return
-    session = _exposed(folder, name, values)
-    state = _empty_caches(session, len(real))
-    if name == "model":
-        yield from _causal_calls(session, state, reference)
-        return
-    encoder: Any = open_session(folder / "encoder_model.onnx")
-    state |= _as_past(_run(encoder, ids))
-    for at, tokens in enumerate(reference.tokens):
-        feeds = {"input_ids": tokens[:, None], "encoder_attention_mask": batch.attention_mask, **state}
-        got = _run(session, feeds)
-        yield _Call(feeds, slice(at, at + 1), np.ones((len(real), 1), dtype=bool)), got
-        state |= _as_past(got)
-
-
-def _causal_calls(session: Any, state: Values, reference: Reference) -> Iterator[tuple[_Call, Values]]:
-    assert reference.tokens is not None
-    batch = reference.batch
-    ids = np.concatenate([batch.input_ids, reference.tokens[1:].T], axis=1)
-    mask = np.concatenate([batch.attention_mask, np.ones_like(reference.tokens[1:].T)], axis=1)
-    prompt, total = batch.input_ids.shape[1] - 1, ids.shape[1]
-    stretches = [(0, prompt), *((at, at + 1) for at in range(prompt, total))]
-    for begin, end in stretches:
-        if end > begin:
-            places = positions(mask[:, :end])[:, begin:]
-            feeds = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end], "position_ids": places}
-            feeds |= {"num_logits_to_keep": np.array(0, dtype=np.int64), **state}
-            got = _run(session, feeds)
-            yield _Call(feeds, slice(begin, end), mask[:, begin:end] == 1), got
-            state = _as_past(got)
 
 
 def _exposed(folder: Path, name: str, values: list[str]) -> Any:
@@ -191,21 +130,3 @@ def _exposed(folder: Path, name: str, values: list[str]) -> Any:
     with TemporaryDirectory(dir=folder) as beside:
         write_graph(model, Path(beside, path.name))
         return open_session(Path(beside, path.name))
-
-
-def _run(session: Any, feeds: Values) -> Values:
-    names = [i.name for i in session.get_inputs()]
-    results = session.run(None, {name: np.asarray(feeds[name], order="C") for name in names})
-    return dict(zip([o.name for o in session.get_outputs()], results, strict=True))
-
-
-def _empty_caches(session: Any, rows: int) -> Values:
-    caches = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
-    own = [i for i in caches if ".encoder." not in i.name]
-    return {i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), dtype=np.float32) for i in own}
-
-
-def _as_past(outputs: Values) -> Values:
-    """Return the caches among `outputs` under the names of the next call's inputs."""
-    mark = "present."
-    return {f"past_key_values.{n[len(mark) :]}": v for n, v in outputs.items() if n.startswith(mark)}

@@ -225,7 +225,7 @@ class _Run:
         """Link, score and report a finished artifact."""
         self.place.link(name, artifact)
         untrained = NOT_SCORED if artifact.manifest.facts.get("untrained") else None
-        if reason := untrained or unscored_reason(artifact.format):
+        if reason := untrained or _unscored(artifact):
             self.artifacts[name] = artifact
             self.report.unscored(name, artifact, reason, cached)
             took = "from the store" if cached else duration(seconds)
@@ -253,7 +253,7 @@ class _Run:
         self.kept = self.place.keep(self.plan, self.shop, self.artifacts)
         for step in self.plan.rest:
             if artifact := self.kept.get(step.name):
-                reason = unscored_reason(artifact.format)
+                reason = _unscored(artifact)
                 score = None if reason else self.scorer.kept(artifact, self.data["test"])
                 self.report.earlier(step, artifact, score, reason)
                 self.display.line(f"{step.name}: kept from an earlier run in this folder")
@@ -305,3 +305,8 @@ class _Run:
             if last:
                 raise failure from error
             self.display.line(f"warning: {failure}")
+
+
+def _unscored(artifact: Artifact) -> str | None:
+    facts = artifact.manifest.facts
+    return unscored_reason(artifact.format, facts.get("target"), facts.get("dtype"))

@@ -56,6 +56,7 @@ class Machine:
     cores: int
     gpu: bool
     tensorrt: bool
+    openvino: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,14 @@ class _Step:
 
 
 def look_at_machine() -> Machine:
-    """Look at processor and GPU; imports neither torch nor TensorRT."""
+    """Look at processor, GPU and runtimes; imports neither torch nor TensorRT nor OpenVINO."""
     from importlib.util import find_spec
 
     from smelt.evaluate.environment import physical_cores
     from smelt.look.machine import has_cuda
 
     tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
-    return Machine(physical_cores(), has_cuda(), tensorrt)
+    return Machine(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None)
 
 
 def init_recipe(
@@ -219,11 +220,14 @@ def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, 
     size = f", {seen.parameters / 1e6:,.1f}M parameters in {seen.dtype}" if seen.parameters else ""
     limit = f", texts of at most {seen.limit:,} tokens" if seen.limit else ""
     gpu = "an NVIDIA GPU" if machine.gpu else "no GPU"
-    trt = " and TensorRT" if machine.tensorrt else ""
+    there = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
+    runtimes = "".join(f" and {name}" for name, is_there in there if is_there)
     cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
     yield f"# smelt run {path}"
     yield "#"
-    notes = [f"Made by `smelt init` for {_stem(model)}: {seen.family}{size}{limit}; on {cores}, {gpu}{trt}."]
+    notes = [
+        f"Made by `smelt init` for {_stem(model)}: {seen.family}{size}{limit}; on {cores}, {gpu}{runtimes}."
+    ]
     notes += [f"Note: {note}." for note in (data.notes if data else ())]
     if data is None:
         notes += ["Name your files under data, then:"]
@@ -264,6 +268,8 @@ def _untrained() -> Iterator[_Step]:
 
 def _leaving(machine: Machine) -> Iterator[_Step]:
     yield _Step("onnx", "{target: ort-cpu}", "a branch without quantization, to compare with", "onnx-fp32")
+    if machine.openvino:
+        yield _Step("onnx", "{target: openvino}", "the same in OpenVINO", "openvino", "small", optional=True)
     yield _Step("quantize", f"{{scheme: {DEFAULT}}}", "int8 weights", "int8", "small")
     yield _Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
     if machine.gpu or machine.tensorrt:

@@ -37,8 +37,15 @@ def unavailable_reason(stage: type[Stage[Any]], target: str | None = None) -> st
     return "there is no NVIDIA GPU with a working driver."
 
 
-def unscored_reason(made: Format) -> str | None:
-    """Say why an artifact of the format `made` cannot be run, and so not be scored, on this machine."""
+def unscored_reason(made: Format, target: str | None = None, dtype: str | None = None) -> str | None:
+    """Say why an artifact of the format `made` cannot be run, and so not be scored, on this machine.
+
+    target, dtype: of a graph.
+    """
+    if made == "onnx" and dtype == "bf16" and target == "tensorrt":
+        return "ONNX Runtime runs no bf16 graph of target tensorrt; the engine built from it is scored."
+    if made == "onnx" and dtype == "bf16" and target == "ort-cuda" and cuda_lacks() is not None:
+        return "scoring a bf16 graph needs ONNX Runtime on CUDA, and there is no such GPU here. It is kept."
     if made != "tensorrt" or cuda_lacks() is None:
         return None
     return (

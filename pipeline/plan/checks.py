@@ -18,6 +18,7 @@ from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
+from smelt.runtime.schemes.scheme import TARGETS
 
 _RUNTIMES = {
     "ort-cpu": "ONNX Runtime",
@@ -148,11 +149,16 @@ class Checker:
         for need in ("train", "validation", "calibration"):
             unknown = touches(self.bad, f"data.{need}", "data.split")
             if need in draft.needs and need not in given and not unknown:
-                self.mistakes.add(path, f"{word} needs {need} data; name a file with data: {{{need}: FILE}}.")
+                instead = draft.settings and needs_of(draft.cls, draft.settings, [*given, "calibration"])
+                either = need == "train" and instead and need not in instead  # one of them will do
+                what, name = ("calibration or train", "calibration") if either else (need, need)
+                self.mistakes.add(path, f"{word} needs {what} data; name a file with data: {{{name}: FILE}}.")
         self._check_references(draft)
         self._check_selection(draft)
         draft.unavailable = unavailable_reason(draft.cls, draft.target)
-        draft.unscored = unscored_reason(draft.cls.produces)
+        draft.unscored = unscored_reason(
+            draft.cls.produces, draft.target, getattr(draft.settings, "dtype", None)
+        )
         if draft.parent is None:
             return
         parent = self.drafts.get(draft.parent)
@@ -223,10 +229,11 @@ class Checker:
             runtime = _RUNTIMES.get(target, target)
             codes = _refused(quantized, target)
             if codes:
+                fit = " or ".join(name for name in TARGETS if _refused(quantized, name) is None)
                 self.mistakes.add(
                     (*draft.entry.path, "target"),
-                    f"{runtime} cannot run the {codes} of '{quantized.name}';"
-                    f" give `from: {quantized.parent or ROOT}`.",
+                    f"{runtime} cannot run the {codes} of '{quantized.name}'; give"
+                    f" `from: {quantized.parent or ROOT}`{f', or target: {fit}' if fit else ''}.",
                 )
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):

@@ -60,6 +60,11 @@ class OnnxBackend:
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target)
+        if dtype == "bf16" and self.device == "cpu":
+            raise InputError(
+                f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"
+                " dtype: fp32 for this machine."
+            )
         self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
         self._sessions: dict[str, Any] | None = {}
         self._inputs: dict[str, set[str]] = {}

@@ -13,14 +13,16 @@ from smelt.runtime.backends.device import NO_ORT_CUDA
 MAKE_AGAIN = "Run the onnx stage again to make it anew."
 
 
-def open_session(path: Path, threads: int | None = None, device: str = "cpu") -> Any:
-    """Open the graph `path`.
+def open_session(path: Path, threads: int | None = None, device: str = "cpu", optimized: bool = True) -> Any:
+    """Open the graph `path`; `optimized=False` computes node by node, and folds no constants in memory.
 
     Raises:
         InputError: ONNX Runtime cannot read the file or does not know one of its operators.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
     if lacks_vnni(Path("/proc/cpuinfo")):

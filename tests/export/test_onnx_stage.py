@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from smelt.compress.quantize.coding import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.export.half import to_half
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tune.threads import cores
 from smelt.runtime.backends.open_runner import open_folder
@@ -215,7 +214,8 @@ def test_standard_target_uses_no_vendor_operators_and_half_keeps_parity(marian, 
     for name in ("encoder_model", "decoder_with_past_model"):
         model = onnx.load(tmp_path / "out" / f"{name}.onnx")
         assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
-        assert not [t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+        floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+        assert all(len(t.dims) < 2 for t in floats)  # of norms
     assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     assert 0 < ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
 
@@ -243,21 +243,6 @@ def test_int8_for_a_target_without_ranges_is_refused(quantized, tmp_path):
 def test_half_on_the_cpu_is_refused_when_the_recipe_is_read():
     with pytest.raises(ValidationError, match="fp16 is for GPUs"):
         OnnxSettings(dtype="fp16")
-
-
-def test_constants_outside_half_are_refused():
-    from onnx import helper, numpy_helper
-
-    weight = numpy_helper.from_array(np.array([1.0, 1e6], np.float32), "w")
-    value = helper.make_tensor_value_info
-    node = helper.make_node("Add", ["x", "w"], ["logits"])
-    graph = helper.make_graph(
-        [node], "g", [value("x", 1, [2])], [value("logits", 1, [2])], [weight]
-    )  # fmt: skip
-    from smelt.core.errors import RunError
-
-    with pytest.raises(RunError, match=r"'w' holds 1e\+06, which float16 cannot"):
-        to_half(helper.make_model(graph), "encoder_model")
 
 
 def test_parity_without_data_warns(bert, tmp_path):

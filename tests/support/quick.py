@@ -29,6 +29,7 @@ ROOMS: dict[str, str] = {
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",
     "export/parity": "test_compare test_rows",
+    "export/precision": "test_narrow",
     "export/tensorrt": "test_preflight test_messages test_causal_profile",
     "export/tokenizer": "test_tokenizer_export",
     "export/tune": "test_threads::test_the_fewest_threads_that_are_as_fast_as_any_are_taken",

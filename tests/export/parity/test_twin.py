@@ -6,9 +6,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export import graph_files
-from smelt.export.half import to_half
 from smelt.export.parity import twin
 from smelt.export.parity.twin import dequantize, exact_twin, widen_halves
+from smelt.export.precision.narrow import narrow
 from smelt.runtime.backends.open_runner import open_folder
 
 NUMBERS = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def test_halves_become_float_again_with_the_values_that_half_has():
         [numpy_helper.from_array(weight, "w")],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    to_half(model, "model")
+    narrow(model, "model")
     assert model.graph.initializer[0].data_type == TensorProto.FLOAT16
     widen_halves(model)
     assert {t.data_type for t in model.graph.initializer} == {TensorProto.FLOAT}

@@ -6,6 +6,7 @@ Export and profiles as in a recipe; the engines are built on the rig (see proces
 from pathlib import Path
 from typing import Any
 
+import exports
 import matrix
 import onnx
 import pytest
@@ -38,3 +39,13 @@ def weights(path: Path) -> int:
     initializers: Any = onnx.load(path).graph.initializer
     kinds = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
     return sum(len(t.raw_data) for t in initializers if t.data_type in kinds)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("bert", "bf16"), ("llama", "fp16")])
+def test_engines_are_built_of_graphs_in_which_norms_stay_float32(family: str, dtype: str) -> None:
+    tensorrt_rig.require()
+    graphs = tensorrt_graphs.planned(family, exports.exported(family, "fp32", "tensorrt", dtype).folder)
+    for answer in tensorrt_rig.build_all(graphs):
+        assert answer["types"]["FLOAT"] > 0
+        assert answer["types"]["BF16" if dtype == "bf16" else "HALF"] > answer["types"]["FLOAT"]
+        assert answer["warnings"] == []  # of norms in fp16 it warns

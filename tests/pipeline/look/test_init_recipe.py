@@ -1,5 +1,6 @@
 """`smelt init`: a recipe that plans, for every family and task, and says what was seen."""
 
+import importlib.util
 import json
 
 import for_init
@@ -36,6 +37,11 @@ def _data(folder, task):
     return folder
 
 
+def stages(plan):
+    """Return the stages of a plan but the step that is there only where OpenVINO is."""
+    return [step.stage for step in plan.steps if step.name != "openvino"]
+
+
 @pytest.mark.parametrize(("family", "task"), for_init.CASES)
 def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
     data = _data(tmp_path / "rows", task)
@@ -46,7 +52,7 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.splits()) == {"train", "validation", "test"}
-    assert [step.stage for step in plan.steps] == ["prune", "distill", "onnx", "quantize", "onnx"]
+    assert stages(plan) == ["prune", "distill", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"
     assert all(text.startswith("test has 8 rows") or " test rows " in text for text in plan.warnings)
 
@@ -65,7 +71,7 @@ def test_without_training_rows_nothing_is_trained(tmp_path, models, family, task
     file = _data(tmp_path / "rows", task) / "my-test.jsonl"
     _, path = init_recipe(str(models[family]), [file], str(tmp_path / "r.yaml"))
     assert path is not None
-    assert [step.stage for step in load_plan(path).steps] == ["factorize", "onnx", "quantize", "onnx"]
+    assert stages(load_plan(path)) == ["factorize", "onnx", "quantize", "onnx"]
 
 
 def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):
@@ -76,6 +82,21 @@ def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):
     assert [s.stage for s in steps][-2:] == ["onnx", "tensorrt"]
     assert steps[-1].optional
     assert "4 cores, an NVIDIA GPU and TensorRT" in " ".join(path.read_text().replace("\n# ", " ").split())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_openvino_stands_beside_onnx_runtime_where_it_is_installed(tmp_path, models, there):
+    data = look_at_data([_data(tmp_path / "rows", "translation")], "translation")
+    path = tmp_path / "r.yaml"
+    found = Machine(2, False, False, openvino=there)
+    path.write_text(recipe_text("m", look(str(models["marian"])), data, found, tmp_path, path))
+    steps = {step.name: step for step in load_plan(path).steps}
+    assert ("openvino" in steps) == there
+    assert ("no GPU and OpenVINO" in " ".join(path.read_text().replace("\n# ", " ").split())) == there
+    if there:
+        assert steps["openvino"].optional
+        assert steps["openvino"].parent == steps["onnx-fp32"].parent == "small"
+        assert steps["int8"].parent == "small"
 
 
 def test_a_bare_encoder_is_tuned_first_and_taught_by_that(tmp_path):
@@ -107,6 +128,7 @@ def test_machine_is_looked_at_without_torch(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     assert look_at_machine().gpu
     assert look_at_machine().cores >= 1
+    assert look_at_machine().openvino == (importlib.util.find_spec("openvino") is not None)
 
 
 def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
@@ -133,3 +155,11 @@ def test_unknown_family_is_said_without_proposing_another_one(tmp_path, models, 
     assert f"model_type '{kind}' is no family of models that this version knows. It knows" in said
     assert "for text-classification bert, distilbert, roberta, mpnet, modernbert" in said
     assert "Did you mean" not in said
+
+
+def test_a_bf16_graph_for_a_gpu_is_made_and_not_scored_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    assert "needs ONNX Runtime on CUDA" in machine.unscored_reason("onnx", "ort-cuda", "bf16")
+    assert "the engine built from it is scored" in machine.unscored_reason("onnx", "tensorrt", "bf16")
+    assert machine.unscored_reason("onnx", "tensorrt", "fp16") is None
+    assert machine.unscored_reason("onnx", "openvino", "bf16") is None

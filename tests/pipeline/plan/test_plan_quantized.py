@@ -39,12 +39,17 @@ def advice(made: Plan) -> list[str]:
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
             "4: stages[1].onnx.target: TensorRT cannot run the int4 codes (MatMulNBits) of 'quantize';"
-            " give `from: model`.",
+            " give `from: model`, or target: ort-cpu.",
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
             "4: stages[2].onnx.target: ONNX Runtime on CUDA cannot run the binary codes (MatMulNBits) of"
-            " 'quantize'; give `from: model`.",
+            " 'quantize'; give `from: model`, or target: ort-cpu.",
+        ),
+        (
+            "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
+            "ONNX Runtime on CUDA cannot run the static int8 of 'quantize'; give `from: model`, or target:"
+            " ort-cpu or tensorrt or openvino.",
         ),
         (
             "[quantize: {}, share: {}]",
@@ -83,3 +88,13 @@ def test_binary_weights_that_nothing_trains_give_a_warning(folder):
         "line 4: onnx: the binary weights of 'quantize' were not trained and say little;"
         " put a distill after 'quantize', which trains through the codes.",
     ]
+
+
+def test_a_step_that_takes_calibration_rows_asks_for_them(folder):
+    path = folder / "untrained.yaml"
+    path.write_text(
+        "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
+        "stages: [quantize: {scheme: int8-static}]\n"
+    )
+    with pytest.raises(InputError, match=r"needs calibration or train data; .* data: \{calibration: FILE\}"):
+        load_plan(path)

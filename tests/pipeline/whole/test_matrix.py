@@ -102,9 +102,14 @@ FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet"
 LISTED = {"shortlist", "chain-listed"}
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
 CELLS = sorted(POSSIBLE) if matrix.whole() else sorted(FAST)
+# what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
+STAGES_OPENVINO = ["prune", "int8-static"]
+FAST_OPENVINO = {("marian", "int8-static"), ("qwen2", "prune"), ("bert-embedder", "int8-static")}
+WHOLE_OPENVINO = sorted((m, s) for m in MODELS for s in STAGES_OPENVINO)
+CELLS_OPENVINO = WHOLE_OPENVINO if matrix.whole() else sorted(FAST_OPENVINO)
 
 
-def _recipe(folder, kind, task, stages):
+def _recipe(folder, kind, task, stages, target="ort-cpu"):
     layers = "decoder_layers" if task in ("translation", "summarization") else "layers"
     name = "data.txt" if task == "language-modeling" else "data.jsonl"
     DATA[task](folder / name)
@@ -114,7 +119,7 @@ def _recipe(folder, kind, task, stages):
     if FAMILIES[kind].languages == "codes":
         data |= LANGUAGES[kind]
     lines = [line.replace("STUDENT", f"{{{layers}: 1}}") for line in stages]
-    lines.append("onnx: {target: ort-cpu}")
+    lines.append(f"onnx: {{target: {target}}}")
     (folder / "recipe.yaml").write_text(
         f"model: model\ntask: {task}\ndata: {json.dumps(data)}\nthreads: 1\n"
         f"score: {{latency: false, generation: {{max_new_tokens: 6}}}}\n"
@@ -125,15 +130,25 @@ def _recipe(folder, kind, task, stages):
 
 @pytest.mark.parametrize(("family", "stage"), CELLS)
 def test_a_family_goes_through_a_stage_and_its_graph_agrees(family, stage, tmp_path):
+    _check(family, stage, "ort-cpu", tmp_path)
+
+
+@pytest.mark.parametrize(("family", "stage"), CELLS_OPENVINO)
+def test_a_family_goes_through_a_stage_and_openvino_runs_its_graph(family, stage, tmp_path):
+    pytest.importorskip("openvino")
+    _check(family, stage, "openvino", tmp_path)
+
+
+def _check(family, stage, target, tmp_path):
     task, make = MODELS[family]
     make(tmp_path / "model")
-    result = smelt.run(
-        _recipe(tmp_path, FAMILY.get(family, family), task, STAGES[stage]), out=tmp_path / "run"
-    )
+    recipe = _recipe(tmp_path, FAMILY.get(family, family), task, STAGES[stage], target)
+    result = smelt.run(recipe, out=tmp_path / "run")
     steps = result.report["steps"]
     assert [s["status"] for s in steps] == ["done"] * len(steps), [s["error"] for s in steps]
     assert result.exit_code == 0
     assert all(s["quality"] for s in steps)
+    assert steps[-1]["target"] == target
     parity = steps[-1]["facts"]["parity"]
     assert set(parity) == set(steps[-1]["facts"]["graphs"])
     if task == "language-modeling":

@@ -69,6 +69,8 @@ def exported(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp
     def make(folder: Path) -> None:
         traced.append(export(folder, family, scheme, target, dtype))
         (folder / "facts.json").write_text(json.dumps(traced[0].facts))
+        kept = {name: sorted(modules) for name, modules in traced[0].subject.float32.items()}
+        (folder / "float32.json").write_text(json.dumps(kept))
 
     folder = made_once(f"graphs-{family}-{scheme}-{target}-{dtype}", make)
     return traced[0] if traced else reopened(folder, family, target, dtype)
@@ -106,10 +108,11 @@ def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
     from smelt.export import onnx_stage
     from smelt.export.graphs.of_model import _prepare
     from smelt.export.parity import check
+    from smelt.export.precision import choose
 
     facts = json.loads((folder / "facts.json").read_text())
 
-    def take(graph: Any, settings: Any, tokens: Any, ctx: Context) -> Any:
+    def take(graph: Any, settings: Any, tokens: Any, ctx: Context, *more: Any) -> Any:
         _prepare(graph)
         shutil.copyfile(folder / "onnx" / f"{graph.name}.onnx", ctx.out / f"{graph.name}.onnx")
         return facts["graphs"][graph.name]
@@ -117,6 +120,8 @@ def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
     settings = onnx_stage.OnnxSettings(target=target, dtype=dtype, loop=False)
     with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_stage, "_write", take)
+        kept = json.loads((folder / "float32.json").read_text())
+        patch.setattr(choose, "narrow_graphs", lambda *_: kept)
         patch.setattr(check, "check_graphs", lambda *_: facts["parity"])
         found = captured(parent_in(folder), settings, context(Path(out) / "onnx", FAMILIES[family][1]))
     subject = replace(found[0], folder=folder / "onnx")

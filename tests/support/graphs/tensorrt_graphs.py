@@ -24,12 +24,12 @@ def copy(family: str, out: Path, half: bool = False) -> Path:
     """Copy the graphs and all else to the new folder `out`; with `half` in fp16, as `dtype: fp16` does."""
     import onnx
 
-    from smelt.export.half import to_half
+    from smelt.export.precision.narrow import narrow
 
     shutil.copytree(exported(family), out)
     for path in sorted(out.glob("*.onnx")) if half else ():
         model = onnx.load(path)
-        to_half(model, path.stem)
+        narrow(model, path.stem)
         onnx.save(model, path)
     return out
 

@@ -1,0 +1,128 @@
+"""Models whose FFN overflows in float16 leave as graphs that agree with float32, and say what they kept."""
+
+import exports
+import numpy as np
+import onnx
+import pytest
+import tiny
+import torch
+
+from smelt.core.errors import ParityError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.precision import blocks, choose
+from smelt.export.precision.blocks import Wide
+from smelt.export.tensorrt.preflight import preflight
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+# the product that is made too large, its graph, and the factor: its weights are still below 65,504
+PLANTED = {
+    "t5": ("encoder.block.1.layer.1.DenseReluDense.wo", "encoder_model", 2e4),
+    "marian": ("model.decoder.layers.1.fc2", "decoder_with_past_model", 2e4),
+    "bert": ("bert.encoder.layer.1.output.dense", "model", 6e4),
+    "llama": ("model.layers.1.mlp.down_proj", "model", 2e4),
+}
+
+
+def plant(family, folder):
+    """Return a model of the family, one of whose products gives what float16 cannot hold; its task."""
+    make, task = exports.FAMILIES[family]
+    source = make(folder / "model")
+    exports.give_biases(source)
+    model, edits = load_model(source)
+    with torch.no_grad():
+        product, _, factor = PLANTED[family]
+        model.get_submodule(product).weight.mul_(factor)
+    (folder / "planted").mkdir()
+    save_model(model, edits, folder / "planted", source)
+    return folder / "planted", task
+
+
+def export(family, folder, **settings):
+    source, task = plant(family, folder)
+    ctx = exports.context(folder / "onnx", task)
+    Onnx()(tiny.artifact(source, task), OnnxSettings(loop=False, **settings), ctx)
+    return ctx
+
+
+@pytest.mark.parametrize("family", PLANTED)
+def test_blocks_that_overflow_stay_float32_and_are_named(family, tmp_path):
+    ctx = export(family, tmp_path, target="tensorrt", dtype="fp16")
+    block, graph, _ = PLANTED[family]
+    found = ctx.facts["float32"][graph]["blocks"]
+    name = next(n for n in found if block.endswith(n) or n.endswith(block))
+    assert found[name] > blocks.SAFE
+    (warning,) = [w for w in ctx.warnings if w.startswith("fp16: ")]
+    assert f"{name} (" in warning
+    assert "float16 (at most 65,504)" in warning
+    assert all(one["mean"] < 0.01 for one in ctx.facts["parity"].values())
+    for path in ctx.out.glob("*.onnx"):
+        model = onnx.load(path)
+        assert preflight(model, path) == []
+        kinds = {t.data_type for t in model.graph.initializer if len(t.dims) == 2}
+        assert onnx.TensorProto.FLOAT16 in kinds  # what does not overflow became half
+        assert (onnx.TensorProto.FLOAT in kinds) >= (path.stem == graph)
+
+
+@pytest.mark.parametrize("family", PLANTED)
+def test_without_that_they_are_infinite_and_refused(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "SAFE", float("inf"))
+    monkeypatch.setattr(blocks, "LARGEST", float("inf"))
+    with pytest.raises(ParityError, match="not finite"):
+        export(family, tmp_path, target="ort-cuda", dtype="fp16")
+
+
+@pytest.mark.parametrize(("family", "target"), [("t5", "tensorrt"), ("llama", "ort-cuda")])
+def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path):
+    ctx = export(family, tmp_path, target=target, dtype="bf16")
+    assert all(one["blocks"] == {} and one["norms"] > 4 for one in ctx.facts["float32"].values())
+    assert [w for w in ctx.warnings if "float32" in w] == []
+    assert all(one["mean"] < 0.1 for one in ctx.facts["parity"].values())
+    for path in ctx.out.glob("*.onnx"):
+        model = onnx.load(path)
+        assert preflight(model, path) == []
+        inside = onnx.shape_inference.infer_shapes(model).graph.value_info
+        types = {value.name: value.type.tensor_type.elem_type for value in inside}
+        means = [node.output[0] for node in model.graph.node if node.op_type == "ReduceMean"]
+        assert {types[name] for name in means} == {onnx.TensorProto.FLOAT}
+        caches = {
+            i.type.tensor_type.elem_type for i in model.graph.input if i.name.startswith("past_key_values")
+        }
+        assert caches <= {onnx.TensorProto.BFLOAT16 if target == "tensorrt" else onnx.TensorProto.FLOAT}
+
+
+def test_without_data_the_ranges_are_of_made_up_ids_and_a_warning_says_so(tmp_path):
+    source, task = plant("bert", tmp_path)
+    ctx = exports.harness.context(tmp_path / "onnx", task, {})
+    Onnx()(tiny.artifact(source, task), OnnxSettings(target="tensorrt", dtype="fp16"), ctx)
+    assert ctx.facts["float32"]["model"]["blocks"]
+    assert any("was looked at on made-up token ids" in warning for warning in ctx.warnings)
+
+
+def test_the_warning_names_the_largest_first_and_counts_the_rest():
+    assert choose.warning_of({"model": Wide(norms={"norm"})}) is None
+    one = choose.warning_of({"model": Wide(blocks={"a": 40000.4})})
+    assert one.startswith("fp16: 1 block stays float32")
+    assert one.endswith("(above 32,752): a (40,000)")
+    many = Wide(blocks={f"b{i}": 1e5 + i for i in range(7)})
+    words = choose.warning_of({"encoder_model": many, "decoder": Wide(blocks={"b0": 2e5})})
+    assert words.endswith("b0 (200,000), b6 (100,006), b5 (100,005), b4 (100,004), b3 (100,003) and 2 more")
+
+
+def test_caches_that_overflow_stay_float32_in_both_graphs(tmp_path):
+    """Values of a translator's cross-attention, which one graph gives and the other one reads."""
+    make, task = exports.FAMILIES["marian"]
+    source = make(tmp_path / "model")
+    model, edits = load_model(source)
+    with torch.no_grad():
+        model.model.decoder.layers[0].encoder_attn.v_proj.weight.mul_(1e6)
+    (tmp_path / "planted").mkdir()
+    save_model(model, edits, tmp_path / "planted", source)
+    ctx = exports.context(tmp_path / "onnx", task)
+    Onnx()(tiny.artifact(tmp_path / "planted", task), OnnxSettings(target="ort-cuda", dtype="fp16"), ctx)
+    encoder, decoder = (
+        onnx.load(ctx.out / f"{name}.onnx").graph for name in ("encoder_model", "decoder_with_past_model")
+    )
+    ends = {value.name: value.type.tensor_type.elem_type for value in (*encoder.output, *decoder.input)}
+    wide = {name for name, kind in ends.items() if kind == onnx.TensorProto.FLOAT}
+    assert wide == {"present.0.encoder.value", "past_key_values.0.encoder.value"}
+    assert np.isfinite(ctx.facts["parity"]["decoder_with_past_model"]["largest"])

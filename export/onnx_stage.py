@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -20,7 +19,7 @@ from smelt.export.tune.settings import Tune
 
 if TYPE_CHECKING:
     from smelt.export.graphs.graph import Graph
-    from smelt.export.parity.check import Subject
+    from smelt.export.parity.reference import Reference
     from smelt.runtime.batch import Batch, Tokens
     from smelt.runtime.schemes.scheme import Scheme
 
@@ -108,59 +107,69 @@ class Onnx:
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
-        from smelt.export.graphs.causal_attention import unfused
-        from smelt.export.graphs.of_model import graphs_of
-        from smelt.export.parity.check import Subject, check_graphs
-        from smelt.export.parity.reference import reference_of
-        from smelt.export.precision.choose import narrow_graphs, rows_looked_at
-        from smelt.export.tune.in_stage import choose_operators, write_threads
+        from smelt.export.tokenizer.in_stage import add_tokenizer
         from smelt.runtime.backends.open_runner import open_runner
-        from smelt.runtime.causal import is_causal
         from smelt.runtime.models.checkpoint import copy_tokenizer
-        from smelt.runtime.text.sentence_files import MODULES
 
         _require_runtime(settings, ctx)
-        with open_runner(src, ctx.threads, "cpu") as opened:
-            parent: Any = opened
-            model = parent.backend.model
-            parent.shortlist = None  # the graphs of a step give all logits
-            kind = _kind(model, settings)
-            ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
-            reference = reference_of(parent, _batch(parent, src.path, ctx))
-            tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
-            filed = _in_file(settings)
-            looked_at = rows_looked_at(parent, src.path, ctx) if filed == "fp16" else []
-            graphs = graphs_of(model)
-            if settings.tune:
-                count = settings.threads if isinstance(settings.threads, int) else 1
-                reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, ctx)
-            if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
-                ctx.warnings.append(told)
-            _require_memory(model, settings)
-            facts: dict[str, Any] = {}
-            homes: dict[str, dict[str, str]] = {}
-            for at, graph in enumerate(graphs):
-                ctx.progress(at, len(graphs) + 1, graph.name)
-                facts[graph.name] = _write(graph, settings, tokens, ctx, homes)
-            kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
-            for name, told in facts.items():
-                facts[name] = {**_checked(ctx.out / f"{name}.onnx"), **told}
-            ctx.progress(len(graphs), len(graphs) + 1, "parity")
-            for name in ("config.json", "generation_config.json", MODULES):
-                if (src.path / name).is_file():
-                    shutil.copyfile(src.path / name, ctx.out / name)
-            subject = Subject(
-                ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, kept
-            )
-            ctx.facts["parity"] = check_graphs(subject, reference)
-            if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
-                _write_loops(ctx, subject, reference.batch, src.path)
-            if settings.threads is not None:
-                size = settings.tuned_for
-                write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
+        with open_runner(src, ctx.threads, "cpu") as parent:
+            _export(parent, src.path, settings, ctx)
         copy_tokenizer(src.path, ctx.out)
-        _export_tokenizer(src.path, ctx)
-        ctx.facts["graphs"] = facts
+        add_tokenizer(src.path, ctx)
+
+
+def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> None:
+    """Write and compare the graphs of `parent`, the runner of the model in the folder `source`."""
+    from smelt.export.graphs.causal_attention import unfused
+    from smelt.export.graphs.of_model import graphs_of
+    from smelt.export.loop.in_stage import add_loops
+    from smelt.export.parity.check import Subject, check_graphs
+    from smelt.export.parity.reference import reference_of
+    from smelt.export.precision.choose import narrow_graphs, rows_looked_at
+    from smelt.export.tune.in_stage import choose_operators, write_threads
+    from smelt.runtime.causal import is_causal
+    from smelt.runtime.text.sentence_files import MODULES
+
+    model = parent.backend.model
+    parent.shortlist = None  # the graphs of a step give all logits
+    kind, filed = _kind(model, settings), _in_file(settings)
+    ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
+    reference = reference_of(parent, _batch(parent, source, ctx))
+    looked_at = rows_looked_at(parent, source, ctx) if filed == "fp16" else []
+    graphs = graphs_of(model)
+    if settings.tune:
+        count = settings.threads if isinstance(settings.threads, int) else 1
+        reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, ctx)
+    if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
+        ctx.warnings.append(told)
+    _require_memory(model, settings)
+    facts, homes = _write_all(graphs, settings, reference, ctx)
+    kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
+    ctx.facts["graphs"] = {n: {**_checked(ctx.out / f"{n}.onnx"), **told} for n, told in facts.items()}
+    ctx.progress(len(graphs), len(graphs) + 1, "parity")
+    for name in ("config.json", "generation_config.json", MODULES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, ctx.out / name)
+    subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, kept)
+    ctx.facts["parity"] = check_graphs(subject, reference)
+    if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
+        add_loops(ctx, subject, reference.batch, source)
+    if settings.threads is not None:
+        size = settings.tuned_for
+        write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
+
+
+def _write_all(
+    graphs: list[Graph], settings: OnnxSettings, reference: Reference, ctx: Context
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
+    """Write all graphs; return by graph what the report tells of it, and of which modules its nodes are."""
+    tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
+    facts: dict[str, dict[str, Any]] = {}
+    homes: dict[str, dict[str, str]] = {}
+    for at, graph in enumerate(graphs):
+        ctx.progress(at, len(graphs) + 1, graph.name)
+        facts[graph.name] = _write(graph, settings, tokens, ctx, homes)
+    return facts, homes
 
 
 def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
@@ -179,41 +188,6 @@ def _require_runtime(settings: OnnxSettings, ctx: Context) -> None:
             "this processor has no bf16, as OpenVINO says, so it chooses another precision here: parity,"
             " scores and times of this artifact say nothing of a processor that has it"
         )
-
-
-def _export_tokenizer(folder: Path, ctx: Context) -> None:
-    """Make the texts of the exported model readable without transformers, where that is exact."""
-    from smelt.export.tokenizer.tokenizer_export import export_tokenizer
-    from smelt.runtime.models.checkpoint import load_tokenizer
-
-    found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
-    ctx.facts["tokenizer"] = found.reader
-    if found.reason:
-        ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")
-
-
-def _write_loops(ctx: Context, subject: Subject, batch: Batch, source: Path) -> None:
-    """Write the graphs of whole generations; all graphs then share their weights. Compare them in float32.
-
-    A shortlist in the folder `source` goes into them.
-    """
-    from smelt.export.loop.write import check_loops, run_loops, write_loops
-    from smelt.export.parity.twin import exact_twin
-    from smelt.runtime.backends.open_runner import open_folder
-    from smelt.runtime.generate.shortlist import FILE as SHORTLIST
-
-    names = [graph.name for graph in subject.graphs]
-    folders = [ctx.out]
-    with ExitStack() as stack:
-        if subject.kind != "fp32":
-            folders.insert(0, stack.enter_context(exact_twin(ctx.out, names, half=False)))
-        for folder in folders:
-            if (source / SHORTLIST).is_file():
-                shutil.copyfile(source / SHORTLIST, folder / SHORTLIST)
-            write_loops(folder, names)
-            with open_folder(folder, "onnx", subject.target, ctx.threads) as runner:
-                ask = check_loops if folder is folders[0] else run_loops
-                ask(runner, batch)
 
 
 def _require_memory(model: Any, settings: OnnxSettings) -> None:

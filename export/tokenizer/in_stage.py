@@ -1,0 +1,17 @@
+"""The tokenizer of an exported model, as the onnx stage writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smelt.core.stage import Context
+from smelt.export.tokenizer.tokenizer_export import export_tokenizer
+from smelt.runtime.models.checkpoint import load_tokenizer
+
+
+def add_tokenizer(folder: Path, ctx: Context) -> None:
+    """Make the texts of the exported model readable without transformers, where that is exact."""
+    found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
+    ctx.facts["tokenizer"] = found.reader
+    if found.reason:
+        ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")

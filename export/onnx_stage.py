@@ -33,8 +33,8 @@ class OnnxSettings(Settings):
     result only where it computes the same. opset: of the standard operators. threads: how many the artifact
     takes where its user does not say; `tune` measures 1 to all cores that this process may use. tune: choose
     by measuring, on this machine, as which operator a quantized product leaves where its scheme leaves a
-    choice; for calls of one text, or of `tune: {batch_size: 8}`. loop: also write the whole generation as one
-    graph, which is what smelt then runs; on ort-cpu, for models that generate.
+    choice; for greedy calls of one text, or `tune: {batch_size: 8, beams: 4}`. loop: also write the whole
+    generation as one graph, which is what smelt then runs; on ort-cpu, for models that generate.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"] = "ort-cpu"
@@ -51,9 +51,9 @@ class OnnxSettings(Settings):
         return bool(self.tune) or self.threads == "tune"
 
     @property
-    def tuned_for(self) -> int:
-        """Texts per call of what is measured."""
-        return self.tune.batch_size if isinstance(self.tune, Tune) else 1
+    def tuned_for(self) -> Tune:
+        """For which use what is measured is chosen."""
+        return self.tune if isinstance(self.tune, Tune) else Tune()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -131,6 +131,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.runtime.text.sentence_files import MODULES
 
     model = parent.backend.model
+    listed = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step give all logits
     kind, filed = _kind(model, settings), _in_file(settings)
     ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
@@ -139,7 +140,8 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     graphs = graphs_of(model)
     if settings.tune:
         count = settings.threads if isinstance(settings.threads, int) else 1
-        reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, ctx)
+        stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
+        reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, stay, ctx)
     if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
         ctx.warnings.append(told)
     _require_memory(model, settings)
@@ -155,7 +157,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
         add_loops(ctx, subject, reference.batch, source)
     if settings.threads is not None:
-        size = settings.tuned_for
+        size = settings.tuned_for.batch_size
         write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
 
 

@@ -12,7 +12,7 @@ from smelt.compress.shortlist.word_table import Ints, Pair, best, learn, pair_co
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, Need, Settings
+from smelt.core.stage import Context, Need, Progress, Settings, silent
 
 if TYPE_CHECKING:
     from smelt.runtime.generate.shortlist import Shortlist
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MOST_PAIRS = 50_000_000  # of words; 8 bytes each
 _SEEN = 2000  # validation rows
 _FEW = 0.95  # of a reference's words; below it quality is likely to fall
+_MEAGRE = 1000  # training rows
 
 
 class ShortlistSettings(Settings):
@@ -78,9 +79,19 @@ class ShortlistStage:
             )
         tokenizer = load_tokenizer(src.path)
         rows = _pairs(model.config, tokenizer, ctx, "train", settings.rows)
-        shortlist = learned(rows, model.config.to_dict(), _always(src, tokenizer), settings)
+        shortlist = learned(rows, model.config.to_dict(), _always(src, tokenizer), settings, ctx.progress)
         ctx.facts.update(rows=len(rows), **_sizes(shortlist, model.config.to_dict()))
-        if "validation" in ctx.data:
+        if len(rows) < _MEAGRE:
+            ctx.warnings.append(
+                f"the shortlist was learned from {len(rows)} rows, and lacks what they lack: its score says"
+                " little. A run with --limit learns from those rows alone"
+            )
+        if "validation" not in ctx.data:
+            ctx.warnings.append(
+                "there are no validation rows, so what the shortlist lacks is not known; name some with data:"
+                " {validation: FILE}"
+            )
+        else:
             seen = _pairs(model.config, tokenizer, ctx, "validation", _SEEN)
             ctx.facts["validation"] = found = coverage(shortlist, seen, model.config.to_dict())
             if found["covered"] < _FEW:
@@ -93,7 +104,11 @@ class ShortlistStage:
 
 
 def learned(
-    rows: Sequence[Pair], config: dict[str, Any], always: Sequence[int] | Ints, settings: ShortlistSettings
+    rows: Sequence[Pair],
+    config: dict[str, Any],
+    always: Sequence[int] | Ints,
+    settings: ShortlistSettings,
+    tell: Progress = silent,
 ) -> Shortlist:
     """Return the shortlist that `rows` of token ids (source, target) speak for.
 
@@ -102,6 +117,7 @@ def learned(
         config: the model's, config.json.
         always: words that generation itself may need, besides the frequent ones.
         settings: the stage's.
+        tell: is told how far the learning is.
     """
     from smelt.runtime.generate.shortlist import make_shortlist, vocabularies
 
@@ -109,7 +125,7 @@ def learned(
     counts = np.bincount(np.concatenate([target for _, target in rows]), minlength=targets)
     often = np.argsort(-counts, kind="stable")[: settings.frequent]
     everywhere = np.unique([*always, *often])
-    likely = learn(rows, sources, targets, settings.iterations)
+    likely = learn(rows, sources, targets, settings.iterations, tell)
     lists = best(likely, sources, settings.per_token, everywhere)
     if config.get("share_encoder_decoder_embeddings", True) and sources == targets:
         # names and numbers are copied; the word itself need not be among what was seen

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.core.stage import Progress, silent
+
 Ints = NDArray[np.int64]
 Pair = tuple[Sequence[int], Sequence[int]]
 _AT_ONCE = 4_000_000  # pairs; what is computed of them at a time takes 32 bytes each
@@ -42,7 +44,13 @@ def pair_count(row: Pair) -> int:
     return (len(row[0]) + 1) * len(row[1])
 
 
-def learn(rows: Sequence[Pair], sources: int, targets: int, iterations: int) -> Likely:
+def learn(
+    rows: Sequence[Pair],
+    sources: int,
+    targets: int,
+    iterations: int,
+    tell: Progress = silent,
+) -> Likely:
     """Return what Model 1 finds in `rows` (source ids, target ids); no row without target words counts.
 
     Args:
@@ -50,11 +58,13 @@ def learn(rows: Sequence[Pair], sources: int, targets: int, iterations: int) -> 
         sources: S, the number of source words.
         targets: V, the number of target words.
         iterations: of expectation maximization; the first begins with all pairs equally likely.
+        tell: is told how many of them are done.
     """
     chunks, keys = _pairs(rows, sources, targets)
     source, target = keys // targets, keys % targets
     chance = np.ones(len(keys))
-    for _ in range(iterations):
+    for done in range(iterations):
+        tell(done, iterations, "learning which words go together")
         counts = np.zeros(len(keys))
         for pair, place in chunks:
             found = chance[pair]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from smelt.core.stage import Context
 from smelt.export.graphs.graph import Graph
 from smelt.export.parity.reference import Reference, deployed_again
 from smelt.export.tune.products import choose_forms
-from smelt.export.tune.threads import measure_threads
+from smelt.export.tune.settings import Tune
+from smelt.export.tune.threads import cores, measure_threads
 
 
 def choose_operators(
-    parent: Any, graphs: list[Graph], reference: Reference, size: int, threads: int, ctx: Context
+    parent: Any,
+    graphs: list[Graph],
+    reference: Reference,
+    use: Tune,
+    threads: int,
+    stay: Sequence[Any],
+    ctx: Context,
 ) -> Reference:
     """Choose operators by measuring; return what the parent computes with them, for the parity check.
 
@@ -20,17 +28,22 @@ def choose_operators(
         parent: the runner of the model that is exported.
         graphs: of it, before they are traced.
         reference: on real rows; their mean length is that of an encoder's texts.
-        size: texts per call.
+        use: texts per call, and beams.
         threads: for ONNX Runtime.
+        stay: layers that keep their first operator, whatever is faster for a whole product: the loop takes
+            only some rows of a head with a shortlist, which MatMulNBits does not.
         ctx: of the stage; facts and warnings are added.
     """
+    size = use.batch_size
     length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
     steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text
-    rows = {graph.name: size if graph.name == steps else size * length for graph in graphs}
-    found = choose_forms(graphs, rows, threads)
+    each = size * use.beams
+    rows = {graph.name: each if graph.name == steps else size * length for graph in graphs}
+    found = choose_forms(graphs, rows, threads, [m.matrix for m in stay if hasattr(m, "matrix")])
     if not found["layers"]:
         ctx.warnings.append("tune: no layer of this model can leave as more than one operator")
-    ctx.facts["tune"] = {"batch_size": size, "input_tokens": length, "threads": threads} | found
+    told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
+    ctx.facts["tune"] = told | found
     return deployed_again(parent, reference)
 
 
@@ -48,8 +61,16 @@ def write_threads(
         ctx: of the stage, whose folder holds the finished graphs.
     """
     if isinstance(threads, int):
+        if threads > cores():
+            ctx.warnings.append(f"threads: {threads}, and this process may use {cores()} cores")
         ctx.facts["threads"] = threads
         return
     generates = reference.tokens is not None
     count, times = measure_threads(ctx.out, target, dtype, reference.batch, size, generates)
     ctx.facts.update(threads=count, threads_ms=times)
+    chosen_for = ctx.facts.get("tune", {}).get("threads", count)
+    if chosen_for != count:
+        ctx.warnings.append(
+            f"operators were chosen for {chosen_for} thread, and the artifact takes {count}; for operators"
+            f" chosen for that give threads: {count} beside tune"
+        )

@@ -54,20 +54,24 @@ class Product:
         return f"{self.matrix.width} x {len(self.matrix.codes)}, {rows}"
 
 
-def choose_forms(graphs: Iterable[Graph], rows: Mapping[str, int], threads: int) -> dict[str, Any]:
+def choose_forms(
+    graphs: Iterable[Graph], rows: Mapping[str, int], threads: int, stay: Iterable[Matrix] = ()
+) -> dict[str, Any]:
     """Choose a form for each quantized product of `graphs`; return what the report tells of it.
 
     Args:
         graphs: before they are traced.
         rows: of activations that a product of each graph gets, by the graph's name.
         threads: for ONNX Runtime.
+        stay: matrices that keep their first form.
     """
     graphs = list(graphs)
     products: dict[int, Product] = {}
+    settled = {id(matrix) for matrix in stay}
     for graph in graphs:
         pack_projections(graph.module.attentions)
         for name, linear in multiplied(graph.module):
-            if len(linear.matrix.scheme.forms) > 1:
+            if len(linear.matrix.scheme.forms) > 1 and id(linear.matrix) not in settled:
                 product = products.setdefault(id(linear.matrix), Product(linear.matrix))
                 product.names.append(f"{graph.name}: {name}")
                 product.rows.append(rows[graph.name])

@@ -11,3 +11,4 @@ class Tune(Settings):
     """For which use the choices are made."""
 
     batch_size: int = Field(default=1, ge=1, le=4096, description="texts per call")
+    beams: int = Field(default=1, ge=1, le=64, description="of the search: rows of a step for each text")

@@ -37,7 +37,7 @@ def cores() -> int:
 def measure_threads(
     folder: Path, target: str, dtype: str, batch: Batch, size: int, generates: bool
 ) -> tuple[int, dict[str, float]]:
-    """Time calls of `size` texts with 1 to N threads, in turns; return the choice and ms by number.
+    """Time calls of `size` texts with 1, 2, 4 ... N threads, in turns; return the choice and ms by number.
 
     Args:
         folder: of the finished graphs, with the model's config files.
@@ -54,10 +54,15 @@ def measure_threads(
     used = Batch(batch.input_ids[rows], batch.attention_mask[rows], types)
     with ExitStack() as stack:
         calls = {}
-        for count in range(1, cores() + 1):
+        for count in numbers(cores()):
             runner = stack.enter_context(open_folder(folder, "onnx", target, count, dtype=dtype))
             calls[count] = partial(_call, runner, used, generates)
         return choose(_timed(calls))
+
+
+def numbers(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on, and `most`: each of them is a runner with weights and threads of its own."""
+    return [n for n in (2**at for at in range(most.bit_length())) if n < most] + [most]
 
 
 def _call(runner: Any, batch: Batch, generates: bool) -> None:

@@ -190,7 +190,10 @@ class Workshop:
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = multiplies_bf16()
         if getattr(step.settings, "measures", False):
+            from smelt.export.tune.threads import cores
+
             found["machine"] = machine_id()
+            found["cores"] = cores()  # a process may be allowed fewer than there are
         return found
 
     def _judge(self, step: Step) -> dict[str, Any]:

@@ -296,7 +296,7 @@ def _score(seen: ModelLook) -> Iterator[str]:
         yield f"  quality: {_QUALITY[seen.task]}"
     if seen.task in TEXT_TO_TEXT:
         yield "  generation: {max_new_tokens: 128}"
-    yield "  latency: {batch_sizes: [1, 8], threads: 1}"
+    yield "  latency: {batch_sizes: [1, 8]}"
 
 
 def _stem(model: str) -> str:

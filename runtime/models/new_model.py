@@ -13,6 +13,7 @@ from smelt.core.data import TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
 from smelt.families.registry import FAMILIES, family_of
+from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.models.checkpoint import load_tokenizer, save_model
 from smelt.runtime.models.import_model import make_embedder
 from smelt.runtime.models.sentence_model import sentence_class
@@ -80,6 +81,7 @@ def make_model(
         model.generation_config.bad_words_ids = [[config.pad_token_id]]  # as its checkpoints do
     model.eval()
     save_model(model, [], out, tokenizer_folder, "fp32")
+    (out / SHORTLIST).unlink(missing_ok=True)  # was learned for the model that the tokenizer came with
     if sentences is not None:
         make_embedder(out, sentences)
     return [

@@ -107,9 +107,14 @@ def test_what_is_missing_is_said(made, tmp_path):
     ctx = harness.run(ShortlistStage(), settings, made.out.parent / "model", tmp_path, data=data)
     covered = ctx.facts["validation"]["covered"]
     assert covered < 0.9
-    assert (
-        f"the shortlist lacks {1 - covered:.1%} of the words of the validation references" in ctx.warnings[0]
+    few, lacks = ctx.warnings
+    assert "was learned from 2 rows" in few
+    assert "--limit" in few
+    assert f"the shortlist lacks {1 - covered:.1%} of the words of the validation references" in lacks
+    blind = harness.run(
+        ShortlistStage(), settings, made.out.parent / "model", tmp_path / "b", data={"train": train}
     )
+    assert "there are no validation rows, so what the shortlist lacks is not known" in blind.warnings[1]
 
 
 def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
@@ -121,6 +126,18 @@ def test_rows_are_drawn_over_the_file(made, tmp_path, monkeypatch):
     few = harness.run(ShortlistStage(), ShortlistSettings(), source, tmp_path / "few", data=data)
     assert 0 < few.facts["rows"] < 20
     assert "rows are looked at: their texts are long" in few.warnings[0]
+
+
+def test_learning_says_how_far_it_is():
+    told = []
+    learned(
+        ROWS,
+        CONFIG,
+        [0, 1],
+        ShortlistSettings(iterations=3),
+        lambda done, total, what: told.append((done, total)),
+    )
+    assert told == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_it_needs_training_rows_and_texts_that_become_texts(tmp_path):

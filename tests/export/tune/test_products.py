@@ -1,5 +1,6 @@
 """Which operator a product leaves as. The times are made up, but for one test that takes real ones."""
 
+import every_family
 import exports
 import harness
 import onnx
@@ -77,6 +78,35 @@ def test_each_product_leaves_as_what_is_fastest_for_its_rows_and_the_facts_say_s
     eight = export(coded, tmp_path / "eight", tune={"batch_size": 8}, threads=2).facts["tune"]
     assert set(eight["layers"]) == {DYNAMIC}
     assert (eight["batch_size"], eight["threads"]) == (8, 2)
+
+
+def test_beams_are_rows_of_a_step(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "measure", few_rows_are_for_blocks)
+    facts = export(coded, tmp_path / "out", tune={"beams": 4}).facts
+    assert facts["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC]
+    assert BLOCKS not in facts["graphs"]["decoder_with_past_model"]["operators"]
+    assert "32 x 64, 4 rows" in facts["tune"]["microseconds"]
+
+
+def test_a_head_with_a_shortlist_stays_what_its_rows_can_be_gathered_from(coded, tmp_path, monkeypatch):
+    from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+
+    monkeypatch.setattr(products, "measure", lambda *_: {DYNAMIC: 2.0, BLOCKS: 1.0})
+    settings = ShortlistSettings(frequent=4)
+    listed = every_family.run(ShortlistStage(), settings, coded, "marian", tmp_path / "listed").out
+    facts = export(listed, tmp_path / "out", tune=True).facts
+    assert facts["graphs"]["decoder_with_past_model"]["operators"][DYNAMIC] == 1  # the head
+    assert not any("head" in name for names in facts["tune"]["layers"].values() for name in names)
+
+
+def test_operators_chosen_for_another_number_of_threads_are_told_of(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "measure", few_rows_are_for_blocks)
+    monkeypatch.setattr("smelt.export.tune.in_stage.measure_threads", lambda *_: (2, {}))
+    warnings = export(coded, tmp_path / "out", tune=True, threads="tune").warnings
+    assert any("operators were chosen for 1 thread, and the artifact takes 2" in w for w in warnings)
+    monkeypatch.setattr("smelt.export.tune.in_stage.cores", lambda: 2)
+    warnings = export(coded, tmp_path / "more", threads=3, loop=False).warnings
+    assert any("threads: 3, and this process may use 2 cores" in w for w in warnings)
 
 
 def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, tmp_path, monkeypatch):

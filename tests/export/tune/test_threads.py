@@ -2,7 +2,7 @@ import exports
 import pytest
 
 from smelt.export.tune import threads
-from smelt.export.tune.threads import choose, measure_threads
+from smelt.export.tune.threads import choose, measure_threads, numbers
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,16 @@ def test_the_fewest_threads_that_are_as_fast_as_any_are_taken(times, count):
     assert found == count
     assert told["1 thread"] == times[1]
     assert list(told)[1:] == [f"{n} threads" for n in times if n > 1]
+
+
+def test_numbers_double_so_that_few_runners_are_open_at_once():
+    assert [numbers(n) for n in (1, 2, 3, 6, 64)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8, 16, 32, 64],
+    ]
 
 
 @pytest.mark.parametrize(("family", "size"), [("marian", 3), ("bert", 1)])

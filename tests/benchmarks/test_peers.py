@@ -90,7 +90,7 @@ def test_all_rows_of_a_case_are_fed_once(work: str) -> None:
         fed = batches(case, texts)
         assert {len(batch) for batch in fed} == {case.batch}
         assert sum(len(batch) for batch in fed) == case.rows
-        if work != "marian":
+        if work not in ("marian", "sst2"):  # which are fed texts, and their tokens
             assert {len(row) for batch in fed for row in batch} == {case.length}
     assert token_rows(2, 3, 2000) == token_rows(2, 3, 2000)
 

@@ -205,7 +205,8 @@ def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
     recipe.write_text(text.replace("HOW", "magnitude"))
     assert "reads" not in describe_plan(load_plan(recipe))
     recipe.write_text(text.replace("HOW", "taylor"))
-    with pytest.raises(InputError, match=r"prune needs train data; name a file with data: \{train: FILE\}"):
+    wanted = r"prune needs calibration or train data; name a file with data: \{calibration: FILE\}"
+    with pytest.raises(InputError, match=wanted):
         load_plan(recipe)
     recipe.write_text(text.replace("HOW", "taylor").replace("test:", "calibration: rows.jsonl, test:"))
     assert "reads calibration" in describe_plan(load_plan(recipe))

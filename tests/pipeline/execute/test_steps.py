@@ -13,6 +13,7 @@ from smelt.execute import steps
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.tune.threads import cores
 from smelt.look import machine
 from smelt.look.machine import multiplies_bf16, trains_on
 from smelt.plan.plan import Step
@@ -129,4 +130,4 @@ def test_training_goes_where_it_was_asked_for_and_can(wanted, lacks, place, monk
 def test_what_was_measured_on_a_machine_is_made_anew_on_another(settings, measures):
     step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))
     found = Workshop._machine(SimpleNamespace(device="cpu"), step)
-    assert found == ({"machine": machine_id()} if measures else {})
+    assert found == ({"machine": machine_id(), "cores": cores()} if measures else {})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.predict import generate_texts
 
+Runners = dict[tuple[str, int], Any]
+"""By the artifact's name, and threads."""
+
 
 def main() -> None:
     """Print a table in Markdown."""
@@ -30,44 +34,50 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("artifacts", type=Path, nargs="+")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--beams", type=int, default=1)
+    parser.add_argument("--beams", type=int, nargs="+", default=[1])
+    parser.add_argument("--max-new-tokens", type=int, default=None)
     parser.add_argument("--limit", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     chosen = parser.parse_args()
-    print("| artifact | threads | batch | ms | ratio | texts that differ |")
-    print("|:--|--:|--:|--:|--:|--:|")
+    clock = time.process_time if chosen.threads == [1] else time.perf_counter
+    split = read_split(str(chosen.data), "translation", Columns(), Path.cwd())
+    texts = sorted((e.text for e in split.examples[: chosen.limit]), key=len)
+    print("| artifact | threads | search | batch | ms | ratio | texts that differ |")
+    print("|:--|--:|:--|--:|--:|--:|--:|")
     with ExitStack() as stack:
-        runners: dict[tuple[str, int], Any] = {}
+        runners: Runners = {}
         for path in chosen.artifacts:
             for threads in chosen.threads:
-                artifact = read_artifact(path)
-                opened = open_runner(artifact, threads=threads or None)
+                opened = open_runner(read_artifact(path), threads=threads or None)
                 runners[(path.name, threads)] = stack.enter_context(opened)
-        split = read_split(str(chosen.data), "translation", Columns(), Path.cwd())
-        texts = sorted((e.text for e in split.examples[: chosen.limit]), key=len)
-        clock = time.process_time if chosen.threads == [1] else time.perf_counter
-        for size in chosen.batch_size:
-            times: dict[Any, list[float]] = {name: [] for name in runners}
-            said: dict[Any, list[str]] = {}
-            for _ in range(chosen.rounds + 1):  # the first one warms up
-                for name, runner in runners.items():
-                    groups = [texts[at : at + size] for at in range(0, len(texts), size)]
-                    search = Generation(beams=chosen.beams)
-                    began = clock()
-                    said[name] = [t for group in groups for t in generate_texts(runner, group, search, size)]
-                    times[name].append(1000 * (clock() - began) / len(texts))
-            first = next(iter(runners))
-            for name in runners:
-                pairs = zip(times[name][1:], times[first][1:], strict=True)
-                ratios = [own / other for own, other in pairs]
-                spread = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
-                differ = sum(a != b for a, b in zip(said[name], said[first], strict=True))
-                ms = statistics.median(times[name][1:])
-                print(
-                    f"| {name[0]} | {name[1] or 'own'} | {size} | {ms:.2f} | {spread} | {differ} |",
-                    flush=True,
-                )
+        for beams in chosen.beams:
+            search = Generation(beams=beams, max_new_tokens=chosen.max_new_tokens)
+            for size in chosen.batch_size:
+                for line in compare(runners, texts, search, size, chosen.rounds, clock):
+                    print(line, flush=True)
+
+
+def compare(
+    runners: Runners, texts: list[str], search: Generation, size: int, rounds: int, clock: Callable[[], float]
+) -> Iterator[str]:
+    """Yield a line of the table for each runner."""
+    times: dict[Any, list[float]] = {name: [] for name in runners}
+    said: dict[Any, list[str]] = {}
+    groups = [texts[at : at + size] for at in range(0, len(texts), size)]
+    for _ in range(rounds + 1):  # the first one warms up
+        for name, runner in runners.items():
+            began = clock()
+            said[name] = [t for group in groups for t in generate_texts(runner, group, search, size)]
+            times[name].append(1000 * (clock() - began) / len(texts))
+    first = next(iter(runners))
+    for name in runners:
+        ratios = [own / other for own, other in zip(times[name][1:], times[first][1:], strict=True)]
+        spread = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+        differ = sum(a != b for a, b in zip(said[name], said[first], strict=True))
+        ms = statistics.median(times[name][1:])
+        cells = [name[0], name[1] or "own", search.summary(), size, f"{ms:.2f}", spread, differ]
+        yield "| " + " | ".join(map(str, cells)) + " |"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Models with random weights: the class's own, and a config that agrees with the tokenizer."""
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -7,6 +8,8 @@ import transformers
 from untrained import CONFIGS, ENCODER, made
 
 from smelt.core.errors import InputError
+from smelt.runtime.generate.shortlist import FILE as SHORTLIST
+from smelt.runtime.generate.shortlist import make_shortlist, write_shortlist
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 from smelt.runtime.models.new_model import agreement, make_model
 
@@ -50,6 +53,16 @@ def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
         assert torch.equal(ours, theirs), name
     other, _ = made(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
     assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
+
+
+def test_a_list_of_words_that_lies_beside_the_tokenizer_stays_behind(tmp_path):
+    folder = tiny.marian(tmp_path / "m")
+    values = transformers.MarianConfig.from_pretrained(folder).to_dict()
+    words = values["vocab_size"]
+    write_shortlist(make_shortlist(np.zeros((words, 2)), np.array([0, 1]), words), folder)
+    (tmp_path / "new").mkdir()
+    make_model(values, folder, tmp_path / "new", task="translation", seed=3)
+    assert not (tmp_path / "new" / SHORTLIST).exists()
 
 
 def test_what_the_config_said_otherwise_is_told(tmp_path):

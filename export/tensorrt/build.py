@@ -48,12 +48,9 @@ def build_engine(
         RunError: no builder can be made (no GPU), the parser refuses the file, or the build fails.
     """
     logger = make_logger(trt)
-    try:
-        builder = trt.Builder(logger)
-    except Exception as error:  # pybind turns a null builder into different kinds of errors
-        raise RunError(explain_log([*logger.errors, str(error)], path.name)) from error
+    builder = make_builder(trt, logger, path.name)
     network = builder.create_network(0)
-    _parse(trt, network, logger, path)
+    parse(trt, network, logger, path)
     config = _configure(trt, builder, options, progress, path.name)
     if shapes:
         profile = builder.create_optimization_profile()
@@ -71,7 +68,24 @@ def build_engine(
     return bytes(plan), [explain_warning(line) for line in told]
 
 
-def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
+def make_builder(trt: Any, logger: Any, graph: str) -> Any:
+    """Return a builder.
+
+    Raises:
+        RunError: none can be made: there is no GPU, or its driver is too old.
+    """
+    try:
+        return trt.Builder(logger)
+    except Exception as error:  # pybind turns a null builder into different kinds of errors
+        raise RunError(explain_log([*logger.errors, str(error)], graph)) from error
+
+
+def parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
+    """Read the ONNX file `path` into `network`.
+
+    Raises:
+        RunError: TensorRT's parser refuses it; all that it said, a line an error.
+    """
     parser = trt.OnnxParser(network, logger)
     # parse_from_file, so that external weights are found beside the file
     if parser.parse_from_file(str(path)):

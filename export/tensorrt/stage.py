@@ -224,7 +224,7 @@ def plan_graphs(
         problems += preflight(model, path)
         graphs[path] = shapes_of(model, ranges, path.name)
         found = check_profile(model, graphs[path], limit)
-        problems += [Problem(p.severity, f"{path.name}: {p.text}") for p in found]
+        problems += [problem._replace(graph=path.name) for problem in found]
     if not graphs:
         raise RunError(f"{folder}: no .onnx file in this folder.")
     warnings.extend(p.text for p in problems if p.severity == "warning")

@@ -154,7 +154,7 @@ CASES = {
         shapes={"ids": ((1, 1), (1, 8), (2, 64))}, inputs=[ids()], positions=16,
     ),
     "an infinite constant": Case(
-        [MATMUL], {"w": overflowed()}, "the constant 'w' (float16) holds 1 infinite", (),
+        [MATMUL], {"w": overflowed()}, "the constant 'w' (float16): it holds 1 infinite", (),
         inputs=[value("x", HALF, ["batch", 4])],
     ),
 }  # fmt: skip

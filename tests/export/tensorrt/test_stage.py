@@ -146,7 +146,7 @@ def test_preflight_errors_stop_the_stage_before_the_builder(
 ) -> None:
     classifier(source, weight=np.inf)
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
-    with pytest.raises(RunError, match=r"model\.onnx: the constant 'table' \(float\) holds 12 infinite"):
+    with pytest.raises(RunError, match=r"model\.onnx: the constant 'table' \(float\): it holds 12 infinite"):
         TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
     assert list(out.iterdir()) == []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOMS: dict[str, str] = {
-    "benchmarks": "test_peers",
+    "benchmarks": "test_peers test_gpu",
     "compress": "test_float_model",
     "compress/distill": "test_fit",
     "compress/factorize": "test_svd",

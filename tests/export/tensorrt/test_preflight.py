@@ -189,6 +189,13 @@ def test_shapes_follow_the_names_of_dimensions() -> None:
     assert check_profile(decoder(), shapes, 128) == []
 
 
+def test_dynamic_size_has_an_entry_also_where_it_is_one_size_only() -> None:
+    one = {"batch": Range(1, 1, 1), "input": Range(1, 1, 1), "past": Range(0, 7, 127)}
+    shapes = shapes_of(decoder(), one, "decoder")
+    assert shapes["encoder_attention_mask"] == ((1, 1), (1, 1), (1, 1))
+    assert check_profile(decoder(), shapes, 128) == []
+
+
 def test_a_dimension_without_a_known_name_is_refused() -> None:
     model = decoder()
     model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "encoder_lenght"

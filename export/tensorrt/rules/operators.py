@@ -6,6 +6,7 @@ Tried with the parser of TensorRT for RTX 1.7 through the bindings of 11.4 (test
 from __future__ import annotations
 
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from smelt.export.tensorrt.rules.graph import STANDARD, Found, Graph, at, attribute, given
@@ -40,6 +41,24 @@ def opset(graph: Graph) -> Iterator[Found]:
                 f"TensorRT 11 takes {OPSETS[0]} to {OPSETS[-1]}, and lets others pass without a word.",
                 f"Export again with onnx: {{target: tensorrt, opset: {OPSETS[-1] - 4}}}.",
             )
+
+
+def circles(graph: Graph) -> Iterator[Found]:
+    """Nodes that wait for each other, so that no order of the graph computes them."""
+    nodes = list(graph.model.graph.node)
+    makers = {name: at for at, node in enumerate(nodes) for name in node.output if name}
+    waits = {at: {makers[name] for name in node.input if name in makers} for at, node in enumerate(nodes)}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        first = nodes[error.args[1][0]]
+        yield Found(at(first), "it waits for a node that waits for it.", "Export the model again.")
+
+
+def nothing_to_give(graph: Graph) -> Iterator[Found]:
+    """A graph without outputs; the parser takes an empty file without a word."""
+    if not graph.model.graph.output:
+        yield Found("the graph", "it has no outputs.", "Copy the file again, or export the model again.")
 
 
 def foreign_operators(graph: Graph) -> Iterator[Found]:

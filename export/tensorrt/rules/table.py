@@ -26,6 +26,8 @@ class Rule(NamedTuple):
 
 RULES: tuple[Rule, ...] = (
     Rule("opset", "built wrong", operators.opset),
+    Rule("circle", "rejected", operators.circles),
+    Rule("no-output", "built wrong", operators.nothing_to_give),
     Rule("foreign-operator", "rejected", operators.foreign_operators),
     Rule("foreign-namesake", "built wrong", operators.foreign_namesakes),
     Rule("integer-operator", "rejected", operators.integer_operators),

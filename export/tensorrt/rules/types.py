@@ -30,7 +30,7 @@ _CAST = "TensorRT's networks are strongly typed: put a Cast there, or export aga
 def missing_types(graph: Graph) -> Iterator[Found]:
     """Element types that TensorRT does not have, in inputs, constants, casts and codes."""
     for place, kind in _declared(graph):
-        if kind and word(kind) in _MISSING:
+        if kind and (word(kind) in _MISSING or word(kind).startswith("type ")):
             yield Found(place, f"the type {word(kind)}, which TensorRT does not have.",
                         "Cast to float, int32 or int64 before the graph, or in the model.")  # fmt: skip
 

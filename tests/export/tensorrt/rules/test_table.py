@@ -87,6 +87,10 @@ TRAINED = {name: np.ones(4, np.float32) for name in "abmv"}
 CASES: dict[str, tuple[str, str, Any, Any]] = {
     "a newer opset": ("opset", "opset 26: TensorRT 11 takes 9 to 25",
                       graph(node("Abs", "x"), opset=26), ROWS),
+    "nodes that wait for each other": (
+        "circle", "it waits for a node that waits for it",
+        graph([node("Add", "x b", "a"), node("Mul", "a x", "b"), node("Abs", "b")]), ROWS,
+    ),
     "an operator of ONNX Runtime": (
         "foreign-operator", "com.microsoft::QuickGelu is an operator of another runtime",
         graph(node("QuickGelu", "x", domain="com.microsoft"), domain="com.microsoft"), ROWS,
@@ -194,7 +198,8 @@ CASES: dict[str, tuple[str, str, Any, Any]] = {
 }  # fmt: skip
 # NonZero is a plugin of the full TensorRT, which the rig has not: only the rule is asked.
 SILENT = {"a size from the data": ("size-from-data", "the size of its output depends on the data",
-                                   graph(node("NonZero", "x"), out=INT64))}  # fmt: skip
+                                   graph(node("NonZero", "x"), out=INT64)),
+          "an empty file": ("no-output", "it has no outputs", onnx.ModelProto(), {})}  # fmt: skip
 FINE = {
     "floats": graph(node("MatMul", "x w"), {"w": W}),
     "float16": graph(node("MatMul", "x w"), {"w": W.astype(np.float16)}, HALF),

@@ -199,6 +199,13 @@ def test_profiles_are_those_of_the_recipe_and_inherit_what_they_do_not_say(
     assert [profile["input_ids"][2] for profile in said.profiles] == [[1, 8], [4, 16], [4, 4]]
 
 
+def test_percentile_of_a_profile_counts_more_than_lengths_of_the_step() -> None:
+    given = {"lengths": {"opt": 3, "max": 4}, "profiles": [{"length_percentile": 60}, {}]}
+    first, second = TensorrtSettings.model_validate(given).each_profile()
+    assert (first.lengths, first.length_percentile) == (None, 60)
+    assert second.lengths is not None
+
+
 def test_profiles_of_which_none_takes_all_are_refused(source: Path, out: Path) -> None:
     profiles = [
         {"max_batch_size": 1, "lengths": {"opt": 4, "max": 16}},

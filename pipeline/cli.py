@@ -13,6 +13,7 @@ from smelt.commands.init import init
 from smelt.commands.options import FOLDER, device, search, show
 from smelt.commands.predict import predict
 from smelt.commands.store import store
+from smelt.commands.tensorrt_check import tensorrt_check
 
 
 class _Commands(click.Group):
@@ -200,3 +201,4 @@ main.add_command(bench)
 main.add_command(init)
 main.add_command(predict)
 main.add_command(store)
+main.add_command(tensorrt_check)

@@ -7,6 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from smelt.core.errors import MissingDependencyError
 
+INSTALL = "pip install --no-deps -r requirements.txt"
+TRIM = (
+    "cd \"$(python -c 'import site; print(site.getsitepackages()[0])')\""
+    " && rm -rf numpy/tests numpy/*/tests onnxruntime/quantization onnxruntime/tools onnxruntime/transformers"
+)
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # of one version they compute the same on a CPU
 
 
@@ -32,15 +37,23 @@ def _version(package: str) -> str | None:
         return None
 
 
+def requirements_file(reader: str) -> str:
+    """Return requirements.txt; what the packages would bring along, infer.py does not import."""
+    return "\n".join([f"# {INSTALL}", *requirements(reader)]) + "\n"
+
+
 def dockerfile() -> str:
-    """Return a Dockerfile: the slim image of this Python, the requirements, a user without rights."""
+    """Return a Dockerfile: the slim image of this Python, the requirements, a user without rights.
+
+    What is removed of the packages is their tests, and what makes models instead of running them.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
     return f"""\
 FROM python:{python}-slim
 RUN useradd --create-home --uid 1000 model
 WORKDIR /model
 COPY requirements.txt .
-RUN pip install --no-cache-dir -r requirements.txt
+RUN {INSTALL} --no-cache-dir --no-compile && {TRIM}
 COPY . .
 USER model
 ENTRYPOINT ["python", "infer.py"]

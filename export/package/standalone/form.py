@@ -62,7 +62,12 @@ class Standalone:
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
         """Write the artifact, infer.py with its settings, requirements.txt and a Dockerfile."""
         from smelt.export.package.standalone.assemble import assemble
-        from smelt.export.package.standalone.beside import dockerfile, requirements
+        from smelt.export.package.standalone.beside import (
+            INSTALL,
+            dockerfile,
+            requirements,
+            requirements_file,
+        )
         from smelt.export.package.standalone.settings import settings_of
 
         task = artifact.manifest.task
@@ -73,16 +78,15 @@ class Standalone:
         instead = {"tokenizers_reader": "sentencepiece_reader"} if reader == "sentencepiece" else {}
         (folder / INFER).write_text(assemble(part, instead), encoding="utf-8")
         write_json(folder / SETTINGS, settings)
-        needed = requirements(reader)
-        (folder / "requirements.txt").write_text("\n".join(needed) + "\n", encoding="utf-8")
+        (folder / "requirements.txt").write_text(requirements_file(reader), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         return HowTo(
             run=f'python {INFER} "TEXT"',
             load=(
-                ("bash", f"pip install -r requirements.txt\npython {INFER} < lines.txt"),
+                ("bash", f"{INSTALL}\npython {INFER} < lines.txt"),
                 ("python", f"from infer import {kind}\n\n{use}"),
                 ("bash", "docker build -t NAME . && docker run --rm -i NAME < lines.txt"),
             ),
-            requirements=tuple(needed),
+            requirements=tuple(requirements(reader)),
             notes=tuple(notes),
         )

@@ -13,7 +13,7 @@ import harness
 import numpy as np
 import pytest
 import tiny
-from once import made_once
+from packaged import GENERATIONS, TEXTS, written
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -23,7 +23,6 @@ from smelt.export.package.standalone.form import Standalone
 from smelt.export.package.write import write_package
 
 FORBIDDEN = ("torch", "transformers", "smelt", "onnx", "safetensors", "huggingface_hub", "pydantic")
-TEXTS = [*tiny.SENTENCES, "", "a  man?! \u00e4\u4f60 <s> </s>", " ".join(tiny.SENTENCES * 3), "dogs", "dogs"]
 CLASSES = {
     "translation": "Translator",
     "summarization": "Translator",
@@ -31,24 +30,7 @@ CLASSES = {
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
 }
-GENERATIONS = {
-    "greedy": {"max_new_tokens": 9},
-    "rules": {"max_new_tokens": 9, "min_new_tokens": 3, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-    "beams": {"beams": 3, "max_new_tokens": 7, "length_penalty": 0.6},
-    "the model's own": {},
-}
 GENERATING = ("translator", "t5", "bart", "writer", "gpt2")
-
-
-def written(kind, generation=None):
-    """Return a standalone package of a tiny model; read only."""
-    wishes = {"max_new_tokens": 4} if generation is None else generation
-
-    def make(folder):
-        artifact = read_artifact(exported.artifact(kind))
-        write_package(Standalone(), artifact, Origin(generation=wishes), folder)
-
-    return made_once(f"package-{kind}-{json.dumps(wishes)}", make)
 
 
 @pytest.fixture
@@ -187,10 +169,11 @@ def test_who_edits_infer_py_breaks_nothing(tmp_path):
 
 def test_what_is_beside_infer_py():
     folder = written("translator")
-    lines = (folder / "requirements.txt").read_text().splitlines()
+    first, *lines = (folder / "requirements.txt").read_text().splitlines()
+    assert first == "# pip install --no-deps -r requirements.txt"
     assert [line.split("==")[0] for line in lines] == ["numpy", "onnxruntime", "sentencepiece"]
     assert all(re.fullmatch(r"[a-z]+==[\d.]+", line) for line in lines)
-    assert (written("t5") / "requirements.txt").read_text().splitlines()[2].startswith("tokenizers==")
+    assert (written("t5") / "requirements.txt").read_text().splitlines()[3].startswith("tokenizers==")
 
 
 DOCKER = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT"}

@@ -10,7 +10,7 @@ from typing import Any
 
 def answer_all(answer: Callable[[list[str]], list[str]], counter: Any) -> None:
     """Print an answer to each word of the command line, or else to each line of standard input."""
-    stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig")
+    stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig") if sys.stdin else []
     for found in answer(sys.argv[1:] or [line.removesuffix("\n") for line in stream]):
         sys.stdout.buffer.write(f"{found}\n".encode())
     if counter.cut:

@@ -8,7 +8,8 @@ from typing import Any
 from smelt.export.tensorrt.rules.graph import Found, Graph, at, attribute, given, word
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")
-_FITS = frozenset({"int8", "uint8", "int4", "float8e4m3fn", "float4e2m1"})
+# names in onnx.TensorProto
+_FITS = ("INT8", "UINT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1")
 
 
 def codes(graph: Graph) -> Iterator[Found]:
@@ -16,13 +17,16 @@ def codes(graph: Graph) -> Iterator[Found]:
 
     Of uint8 see `unsigned_codes`.
     """
+    from onnx import TensorProto
+
+    fits = [TensorProto.DataType.Value(name) for name in _FITS]
     for node in graph.of(*_PAIRS):
         kind = _type_of_codes(node, graph)
         if kind and word(kind) == "int32":
             yield Found(
                 at(node), "a quantized bias (int32); TensorRT quantizes weights and activations only."
             )
-        elif kind and word(kind) not in _FITS:
+        elif kind and kind not in fits:
             yield Found(at(node), f"{word(kind)} codes; TensorRT wants int8.")
 
 

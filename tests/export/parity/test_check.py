@@ -10,6 +10,7 @@ from pathlib import Path
 
 import exports
 import harness
+import matrix
 import mutations
 import onnx
 import pytest
@@ -49,7 +50,11 @@ GRAPHS: dict[tuple[str, str], list[str]] = {
         "forget_positions", "other_gelu",
     ],
 }  # fmt: skip
-CASES = [(f, s, "fp32", g, m) for (f, g), names in GRAPHS.items() for s in SCHEMES for m in names]
+# every mistake without codes, and in at least one scheme; in all of them with SMELT_MATRIX=all
+CASES = [(f, "fp32", "fp32", g, m) for (f, g), names in GRAPHS.items() for m in names]
+CASES += [
+    (f, s, "fp32", g, m) for (f, g), names in GRAPHS.items() for m, s in matrix.cells(names, SCHEMES[1:])
+]
 # what only some schemes have
 CASES += [(f, s, "fp32", g, m) for f, g in GRAPHS for s in CODES for m in QUANTIZED]
 CASES += [(f, s, "fp32", g, "other_zero_point") for f, g in GRAPHS for s in ("int8", "int4")]

@@ -24,7 +24,7 @@ READERS = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return causal.model(tmp_path_factory.mktemp("llama") / "model", "llama")
+    return causal.model(tmp_path_factory.mktemp("llama") / "model", "llama", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_outliers_cost_clearly_less_and_without_them_it_stays(llama, planted, da
 
 def test_the_report_says_what_was_smoothed_and_by_how_much(planted, data, tmp_path):
     ctx = run(planted, tmp_path / "out", data, smooth=0.5)
-    norms = [f"model.layers.{number}.{name}" for number in (0, 1) for name in READERS]
+    norms = [f"model.layers.0.{name}" for name in READERS]
     assert list(ctx.facts["smoothed"]) == [*norms, "model.norm"]
     for name in norms:
         told = ctx.facts["smoothed"][name]

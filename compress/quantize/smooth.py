@@ -150,7 +150,7 @@ def _move(model: Any, group: Group, weight: Tensor) -> Tensor:
     """
     norm, one = model.get_submodule(group.norm), _one(model)
     exact = (norm.weight + one) / (weight + one)
-    moved = exact.isfinite() & (exact > 0)
+    moved = exact.isfinite()
     done: Tensor = exact.where(moved, torch.ones(()))
     norm.weight.copy_(weight.where(moved, norm.weight))
     if getattr(norm, "bias", None) is not None:

@@ -15,6 +15,7 @@ from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES
 
 STATIC = {"scheme": "int8-static", "smooth": 0.5}
+READS = ("q_proj", "k_proj", "v_proj")
 FORMULA = {"llama": 0.5, "gpt2": 0.8, "gemma": 0.5, "phi3": 0.3}
 
 
@@ -123,17 +124,31 @@ def test_channels_without_activations_or_weights_are_left_alone():
     assert s.tolist() == [2, 1, 1]
 
 
-def test_a_norm_whose_weight_would_be_zero_is_left_alone(tmp_path):
-    model = family_models.load("llama")
-    norm = model.model.layers[0].input_layernorm
+def test_channels_whose_weight_is_zero_or_would_be_are_left_alone(tmp_path):
+    model = family_models.load("gpt2")
+    norm, reader = model.transformer.h[0].ln_1, model.transformer.h[0].attn.c_attn
     with torch.no_grad():
-        norm.weight[3] = 0.0
-    before = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
-    smoothed(model, tmp_path)
-    assert norm.weight[3] == 0
-    after = model.model.layers[0].self_attn.q_proj.weight
-    assert after[:, 3].equal(before[:, 3])
-    assert not after[:, 4].equal(before[:, 4])
+        norm.weight.copy_(norm.weight.half())
+        norm.weight[3], norm.weight[4] = 0.0, 6e-8  # the least number of float16
+        norm.bias[3:5] = 100.0
+    before, columns = norm.weight.detach().clone(), reader.weight.detach().clone()
+    smoothed(model, tmp_path, kind=torch.float16)
+    assert norm.weight[3:5].equal(before[3:5])
+    assert norm.bias[3:5].tolist() == [100, 100]
+    assert reader.weight[:, 3:5].equal(columns[:, 3:5])
+    assert not reader.weight[:, 5].equal(columns[:, 5])
+
+
+def test_products_that_stay_float_follow_and_do_not_count(tmp_path):
+    model = family_models.load("llama")
+    layer = model.model.layers[0]
+    x = given(model, "model.layers.0.input_layernorm").abs().amax(0)
+    before = {name: layer.self_attn.get_submodule(name).weight.detach().clone() for name in READS}
+    smoothed(model, tmp_path, skip=["*.q_proj"])
+    w = torch.cat([before["k_proj"], before["v_proj"]]).abs().amax(0)
+    s = (x / w) ** 0.5
+    for name in READS:
+        torch.testing.assert_close(layer.self_attn.get_submodule(name).weight, before[name] * s)
 
 
 def test_the_first_half_of_a_factorized_reader_is_what_reads(tmp_path):

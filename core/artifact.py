@@ -21,9 +21,11 @@ _REBUILD = "Run the recipe again with --fresh to build it anew."
 # A manifest lists a few dozen files and what a stage found out; more is not one of ours.
 _MAX_MANIFEST_BYTES = 64_000_000
 # What a manifest need not list: nothing reads it as part of a model. Besides these: hidden names, which
-# systems and tools leave behind (.DS_Store, ._model.onnx, .nfs0001, .git, .cache), and *.md.
+# systems and tools leave behind (.DS_Store, ._model.onnx, .nfs0001, .git, .cache), *.md, and what a package
+# (export/package) has for its user, who may change it.
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"})
 _NOTES = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.*\.md", re.IGNORECASE)
+_OF_PACKAGES = frozenset({"infer.py", "infer.json", "requirements.txt", "Dockerfile", "SHA256SUMS"})
 
 
 class FileRecord(BaseModel):
@@ -181,7 +183,7 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
                     path,
                     f"a link to {target}, which leads out of the artifact. Copy the file there instead.",
                 )
-            elif name in files and inside.as_posix() not in listed and not _is_harmless(inside):
+            elif name in files and inside.as_posix() not in listed and not is_harmless(inside):
                 yield (
                     path,
                     f"this file is not of the artifact: {MANIFEST} does not list it, and it could be read as"
@@ -189,8 +191,8 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
                 )
 
 
-def _is_harmless(inside: Path) -> bool:
-    """Say whether nothing reads the file as part of a model."""
-    if any(part.startswith(".") for part in inside.parts):
+def is_harmless(inside: Path) -> bool:
+    """Say whether nothing reads the file, by its name relative to the folder, as part of a model."""
+    if inside.as_posix() in _OF_PACKAGES or any(part.startswith(".") for part in inside.parts):
         return True
     return inside.name.lower() in _OF_SYSTEMS or _NOTES.fullmatch(inside.name) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -101,7 +102,7 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -147,6 +148,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     _require_memory(model, settings)
     facts, homes = _write_all(graphs, settings, reference, ctx)
     kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
+    _tell_of_tensorrt(settings.target, facts, ctx)
     ctx.facts["graphs"] = {n: {**_checked(ctx.out / f"{n}.onnx"), **told} for n, told in facts.items()}
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
     for name in ("config.json", "generation_config.json", MODULES):
@@ -277,6 +279,7 @@ def _write(
         homes: gets by graph the modules that its nodes are of.
     """
     from smelt.export.graph_files import give_defaults, write_graph
+    from smelt.export.graphs.gemm import join_biases_file
     from smelt.export.graphs.of_model import export_graph
     from smelt.export.load_time import spell_out_file
     from smelt.export.precision.blocks import homes_of
@@ -292,9 +295,21 @@ def _write(
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
         ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
     spell_out_file(path)
+    if settings.target == "ort-cpu":
+        join_biases_file(path)
     if graph.optional and settings.target not in ("tensorrt", "openvino"):  # to which a default is a constant
         give_defaults(path, graph.optional)
     return {"export_seconds": round(exported - began, 3), "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _tell_of_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> None:
+    """Warn of what TensorRT would reject: the engine may be built elsewhere, long after this step."""
+    if target != "tensorrt":
+        return
+    from smelt.export.tensorrt.preflight import load_graph, preflight
+
+    paths = [ctx.out / f"{name}.onnx" for name in graphs]
+    ctx.warnings.extend(problem.text for path in paths for problem in preflight(load_graph(path), path))
 
 
 def _checked(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """smelt makes trained transformers small and fast, one measured stage at a time.
 
-In Python: `smelt.run("recipe.yaml")` carries a recipe out, `smelt.load(folder)` opens an artifact. Both
-import what they need when they are called; importing smelt costs nothing.
+In Python: `smelt.run("recipe.yaml")` carries a recipe out, `smelt.load(folder)` opens an artifact,
+`smelt.package(folder)` writes it as a folder to ship. They import what they need when they are called;
+importing smelt costs nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from smelt.core.errors import InputError, MissingDependencyError, RunError, Smel
 
 if TYPE_CHECKING:
     from smelt.execute.run_result import Result
+    from smelt.export.package.write import Package
     from smelt.use.loaded import Model
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "SmeltError",
     "TruncationWarning",
     "load",
+    "package",
     "run",
 ]
 
@@ -98,6 +101,26 @@ def load(artifact: str | Path, *, threads: int | None = None, device: str = "aut
     from smelt.use.loaded import Model
 
     return Model(artifact, threads, device)
+
+
+def package(artifact: str | Path, form: str = "standalone", out: str | Path | None = None) -> Package:
+    """Write an artifact as a folder of real files that others can open, as `smelt package` does.
+
+    Args:
+        artifact: the folder of an artifact.
+        form: what for; `smelt package --help` lists the forms.
+        out: the folder to write (default: NAME-FORM in the current folder).
+
+    Returns:
+        The package: its `folder`, `how` it is used, `size_bytes`.
+
+    Raises:
+        InputError: no such artifact or form, the form does not take it, or `out` cannot be written.
+        RunError: the disk is full, or what was made is not right; nothing is left behind.
+    """
+    from smelt.use.package import package_artifact
+
+    return package_artifact(artifact, form, out)
 
 
 def _list(value: str | Sequence[str]) -> list[str]:

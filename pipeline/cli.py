@@ -11,8 +11,10 @@ import click
 from smelt.commands.bench import bench
 from smelt.commands.init import init
 from smelt.commands.options import FOLDER, device, search, show
+from smelt.commands.package import package
 from smelt.commands.predict import predict
 from smelt.commands.store import store
+from smelt.commands.tensorrt_check import tensorrt_check
 
 
 class _Commands(click.Group):
@@ -198,5 +200,7 @@ def doctor() -> None:
 
 main.add_command(bench)
 main.add_command(init)
+main.add_command(package)
 main.add_command(predict)
 main.add_command(store)
+main.add_command(tensorrt_check)

@@ -30,6 +30,7 @@ from smelt.export.graphs.decoder_only import causal_graph
 from smelt.export.graphs.graph import Graph
 from smelt.export.graphs.one_trace import one_trace
 from smelt.export.graphs.operator_table import table_read_once
+from smelt.export.graphs.promotion import known_types
 from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
@@ -127,6 +128,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
             uncollected(),
             table_read_once(),
             one_trace(),
+            known_types(),
             emit.exporting_to(target),
             torch.no_grad(),
             _silence(),

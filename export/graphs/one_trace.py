@@ -24,12 +24,13 @@ _ATEN = torch.ops.aten
 _NAMES = """
     _assert_scalar.default _assert_tensor_metadata.default abs.default add.Tensor amax.default
     arange.default arange.start cat.default clamp.default cos.default cumsum.default detach.default
-    div.Tensor embedding.default eq.Scalar expand.default ge.Scalar gelu.default gt.Scalar gt.Tensor
-    index.Tensor index_select.default layer_norm.default linear.default matmul.default maximum.default
-    mean.dim mul.Tensor ne.Scalar neg.default new_full.default new_zeros.default ones_like.default
-    pow.Tensor_Scalar reciprocal.default relu.default select.int silu.default sin.default slice.Tensor
-    softmax.int split_with_sizes.default sqrt.default sub.Tensor sum.dim_IntList sym_size.int tanh.default
-    transpose.int type_as.default unsqueeze.default view.default where.ScalarSelf where.self
+    div.Tensor embedding.default eq.Scalar expand.default floor.default full.default ge.Scalar gelu.default
+    gt.Scalar gt.Tensor index.Tensor index_select.default layer_norm.default linalg_vector_norm.default
+    linear.default lt.Scalar matmul.default maximum.default mean.dim mul.Tensor ne.Scalar neg.default
+    new_full.default new_zeros.default ones_like.default pow.Tensor_Scalar reciprocal.default relu.default
+    select.int silu.default sin.default slice.Tensor softmax.int split_with_sizes.default sqrt.default
+    stack.default sub.Tensor sum.dim_IntList sym_size.int tanh.default transpose.int type_as.default
+    unsqueeze.default view.default where.ScalarSelf where.self
 """
 _KEPT = {f"aten.{name}" for name in _NAMES.split()} | {
     "onnx_symbolic._symbolic.default",
@@ -40,8 +41,8 @@ _OF_SIZES = frozenset(
     vars(operator)[name] for name in ("add", "and_", "eq", "ge", "getitem", "le", "mul", "or_", "sub")
 ) | {torch.sym_not, torch.sym_min}
 
-Sizes = dict[Any, Node]
-"""The node that gives a size, by the size's expression."""
+Sizes = dict[Any, "Node | _New"]
+"""The node that gives a size, by the size's expression: those before the place that is looked at."""
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """An operator and what it is called with."""
 
@@ -85,29 +86,31 @@ def replaced(program: Any) -> bool:
         Whether all is replaced; if not, the program is as it was.
     """
     graph = program.graph_module.graph
-    sizes = _sizes(graph)
+    sizes: Sizes = {}
+    plan: list[tuple[Node, Call]] = []
     try:
-        plan = [(node, call) for node in graph.nodes if (call := _instead(node, sizes))]
+        for node in graph.nodes:
+            if call := _instead(node, sizes):
+                plan.append((node, call))
+            _note(node, sizes)
     except _UnknownError:
         return False
+    made: dict[int, Node] = {}
     for node, (target, args, kwargs) in plan:
         with graph.inserting_before(node):
-            node.args = _added(args, graph, node)
+            node.args = _added(args, graph, node, made)
         node.target, node.kwargs = target, kwargs
     program.graph_module.recompile()
     return True
 
 
-def _sizes(graph: Graph) -> Sizes:
-    """Return the nodes of sizes. Of inputs with one size it is the one that gave all of them its name."""
-    found: Sizes = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt):
-            size = value.node.expr
-            if value.node._expr == size or not size.is_Symbol:
-                found.setdefault(size, node)
-    return found
+def _note(node: Node, sizes: Sizes) -> None:
+    """Keep a node that is a size. Of inputs with one size it is the one that gave all of them its name."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        size = value.node.expr
+        if value.node._expr == size or not size.is_Symbol:
+            sizes.setdefault(size, node)
 
 
 def _instead(node: Node, sizes: Sizes) -> Call | None:
@@ -168,8 +171,13 @@ def _flatten(node: Node, sizes: Sizes) -> Call:
     shape = tensor.meta["val"].shape  # type: ignore[union-attr]
     given: Any = (*places, *(0, -1)[len(places) :])
     first, last = (int(place) % len(shape) for place in given)
+    if first == last:
+        return _same(node, sizes)
     known = [_size(size, sizes) for size in shape]
-    return _viewed(node, [*known[:first], _product(known[first : last + 1]), *known[last + 1 :]])
+    joined = _product(known[first : last + 1])
+    if isinstance(joined, _New):
+        sizes.setdefault(_expression(node.meta["val"].shape[first]), joined)
+    return _viewed(node, [*known[:first], joined, *known[last + 1 :]])
 
 
 def _reshape(node: Node, sizes: Sizes) -> Call:
@@ -198,17 +206,18 @@ def _product(factors: list[Any]) -> Any:
 
 def _size(size: Any, sizes: Sizes, given: Any = -1) -> Any:
     """Return a size as an argument: a number, its node, or what is given where no node is known."""
-    expression = size.node.expr if isinstance(size, torch.SymInt) else size
+    expression = _expression(size)
     if isinstance(expression, int) or expression.is_Integer:
         return int(expression)
     found = sizes.get(expression, given)
-    if not isinstance(found, Node):
+    if not isinstance(found, Node | _New):
         raise _UnknownError
     return found
 
 
 def _expression(size: Any) -> Any:
-    return size.meta["val"].node.expr if isinstance(size, Node) else size
+    value = size.meta["val"] if isinstance(size, Node) else size
+    return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
 class _New(NamedTuple):
@@ -218,9 +227,9 @@ class _New(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def add(self, graph: Graph, source: Node) -> Node:
+    def add(self, graph: Graph, source: Node, made: dict[int, Node]) -> Node:
         """Put it into the graph, and before it what it takes; it belongs to the module of `source`."""
-        node = graph.call_function(self.target, _added(self.args, graph, source), self.kwargs)
+        node = graph.call_function(self.target, _added(self.args, graph, source, made), self.kwargs)
         # torch.onnx.export warns of each node that does not say it
         node.meta["nn_module_stack"] = source.meta.get("nn_module_stack", {})
         values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
@@ -228,12 +237,14 @@ class _New(NamedTuple):
         return node
 
 
-def _added(argument: Any, graph: Graph, source: Node) -> Any:
-    """Return an argument with each new node in it put into the graph."""
+def _added(argument: Any, graph: Graph, source: Node, made: dict[int, Node]) -> Any:
+    """Return an argument with each new node in it put into the graph, once."""
     if isinstance(argument, _New):
-        return argument.add(graph, source)
+        if id(argument) not in made:
+            made[id(argument)] = argument.add(graph, source, made)
+        return made[id(argument)]
     if type(argument) in (list, tuple):
-        return type(argument)(_added(a, graph, source) for a in argument)
+        return type(argument)(_added(a, graph, source, made) for a in argument)
     return argument
 
 

@@ -7,6 +7,7 @@ strongly typed, so nothing here sets a precision: it lives in the ONNX file.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,17 @@ from smelt.runtime.backends.tensorrt_module import make_logger
 
 # Said of every model, of a timing cache that only costs time, or followed by a line that says more.
 _NOISE = ("has Int64 binding", "timing cache", "Detected layernorm nodes in FP16.")
+Weights = Literal["inside", "refittable", "outside"]
 Compatibility = Literal["none", "ampere+", "same-cc"]
 _LEVELS: dict[Compatibility, str] = {
     "none": "NONE",
     "ampere+": "AMPERE_PLUS",
     "same-cc": "SAME_COMPUTE_CAPABILITY",
+}
+_WEIGHTS: dict[Weights, tuple[str, ...]] = {
+    "inside": (),
+    "refittable": ("REFIT",),
+    "outside": ("STRIP_PLAN", "REFIT_IDENTICAL"),  # they come back unchanged, from the same graph
 }
 
 
@@ -37,25 +44,25 @@ class BuildOptions:
     hardware_compatibility: Compatibility
     version_compatible: bool
     timing_cache: Path | None
+    weights: Weights = "inside"
 
 
 def build_engine(
-    trt: Any, path: Path, shapes: Shapes, options: BuildOptions, progress: Progress
+    trt: Any, path: Path, profiles: Sequence[Shapes], options: BuildOptions, progress: Progress
 ) -> tuple[bytes, list[str]]:
     """Return the serialized engine for the ONNX file `path`, and TensorRT's warnings.
+
+    profiles: the shapes of each optimization profile; an empty one is none, of a graph without dynamic sizes.
 
     Raises:
         RunError: no builder can be made (no GPU), the parser refuses the file, or the build fails.
     """
     logger = make_logger(trt)
-    try:
-        builder = trt.Builder(logger)
-    except Exception as error:  # pybind turns a null builder into different kinds of errors
-        raise RunError(explain_log([*logger.errors, str(error)], path.name)) from error
+    builder = make_builder(trt, logger, path.name)
     network = builder.create_network(0)
-    _parse(trt, network, logger, path)
+    parse(trt, network, logger, path)
     config = _configure(trt, builder, options, progress, path.name)
-    if shapes:
+    for shapes in (shapes for shapes in profiles if shapes):
         profile = builder.create_optimization_profile()
         for name, (least, usual, most) in shapes.items():
             set_range = profile.set_shape_input if name in VALUES else profile.set_shape
@@ -71,7 +78,24 @@ def build_engine(
     return bytes(plan), [explain_warning(line) for line in told]
 
 
-def _parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
+def make_builder(trt: Any, logger: Any, graph: str) -> Any:
+    """Return a builder.
+
+    Raises:
+        RunError: none can be made: there is no GPU, or its driver is too old.
+    """
+    try:
+        return trt.Builder(logger)
+    except Exception as error:  # pybind turns a null builder into different kinds of errors
+        raise RunError(explain_log([*logger.errors, str(error)], graph)) from error
+
+
+def parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
+    """Read the ONNX file `path` into `network`.
+
+    Raises:
+        RunError: TensorRT's parser refuses it; all that it said, a line an error.
+    """
     parser = trt.OnnxParser(network, logger)
     # parse_from_file, so that external weights are found beside the file
     if parser.parse_from_file(str(path)):
@@ -103,6 +127,8 @@ def _configure(trt: Any, builder: Any, options: BuildOptions, progress: Progress
     if options.hardware_compatibility != "none":
         level = _LEVELS[options.hardware_compatibility]
         config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, level)
+    for name in _WEIGHTS[options.weights]:
+        config.set_flag(getattr(trt.BuilderFlag, name))
     config.progress_monitor = _monitor(trt, progress, note)
     return config
 

@@ -63,23 +63,29 @@ def past_range(output_lengths: Sequence[int], max_new_tokens: int, limit: int) -
     return Range(0, min(longest, max(1, int(np.percentile(output_lengths, 50)) // 2)), longest)
 
 
-def causal_ranges(prompt: int, max_new_tokens: int, limit: int) -> dict[str, Range]:
+def causal_ranges(
+    prompt: int, max_new_tokens: int, limit: int, longest_prompt: int | None = None, usual_prompt: int = 1
+) -> dict[str, Range]:
     """Return the ranges of a decoder-only graph: tokens fed (`input`), tokens before (`past`), their sum.
 
     One profile serves prompts and single tokens. It is fastest at one token on top of half of the longest
     text, because almost all calls are of that kind. TensorRT wants opts and maxima to add up, so the mask
-    may be longer than any text is: what is fed has a cache of at most `past` before it.
+    may be longer than any text is: what is fed has a cache of at most `past` before it. A profile that is
+    fastest at prompts (`usual_prompt` above 1) is so where nothing stands before them.
 
     Args:
         prompt: the most tokens that are fed at once.
         max_new_tokens: the most tokens that a prompt is continued by.
         limit: positions that the model has.
+        longest_prompt: that of any profile, where there are several; each has the cache of the longest text.
+        usual_prompt: how many tokens it is fastest at.
     """
-    fed = max(1, min(prompt, limit))
-    before = max(1, min(limit, fed + max_new_tokens) - 1)
-    usual = max(1, before // 2)
-    total = Range(1, usual + 1, fed + before)
-    return {"input": Range(1, 1, fed), "past": Range(0, usual, before), "total": total}
+    fed, longest = max(1, min(prompt, limit)), max(1, min(longest_prompt or prompt, limit))
+    before = max(1, min(limit, longest + max_new_tokens) - 1)
+    opt = min(usual_prompt, fed)
+    usual = max(1, before // 2) if opt == 1 else 0
+    total = Range(1, usual + opt, fed + before)
+    return {"input": Range(1, opt, fed), "past": Range(0, usual, before), "total": total}
 
 
 def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:
@@ -99,8 +105,10 @@ def shapes_of(model: Any, ranges: Mapping[str, Range], graph: str) -> Shapes:
         if (longest := ranges.get(VALUES.get(value.name, ""))) is not None:
             shapes[value.name] = (0,), (1,), (longest.max,)
             continue
-        dimensions = [_size(d, value.name, known, graph) for d in value.type.tensor_type.shape.dim]
-        if any(size.min != size.max for size in dimensions):
+        said = value.type.tensor_type.shape.dim
+        dimensions = [_size(d, value.name, known, graph) for d in said]
+        # also where a profile leaves it one size only: to the graph it is dynamic all the same
+        if any(not d.HasField("dim_value") for d in said):
             shapes[value.name] = (
                 tuple(d.min for d in dimensions),
                 tuple(d.opt for d in dimensions),

@@ -75,6 +75,7 @@ class Workshop:
         """Bring the untouched model into the store; return it and whether it was there already."""
         from smelt.runtime.models.checkpoint import count_parameters
         from smelt.runtime.models.import_model import import_model, source_files
+        from smelt.runtime.models.licence import licence_of
         from smelt.runtime.text.write_rules import write_text_rules
 
         labels, rules = head.labels, head.rules
@@ -103,6 +104,8 @@ class Workshop:
                 **rules.model_dump(exclude_defaults=True),
                 **self.remembered,
             }
+            if (licence := licence_of(source)) is not None:
+                facts["licence"] = licence  # what `smelt package` tells of it
             if labels and not has_classifier(read_config(source)[0]):
                 facts["new_head"] = True  # random, so nothing can learn from it
             manifest = Manifest(

@@ -21,7 +21,7 @@ from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, has_
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What is fetched from the hub: no pickles, no weights of other frameworks, no code.
-_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt", "README.md", "LICENSE*"]
 _CONVERT = (
     "Convert them in a place that you trust: "
     "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True), with the Auto class"

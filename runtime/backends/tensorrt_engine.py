@@ -1,12 +1,15 @@
 """One TensorRT engine and the calls that run it; buffers are torch tensors.
 
 API: TensorRT 11 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api), signatures
-compared with the bindings of 11.4. The order of the calls is the API's own: the profile once; then for
-each run the inputs' shapes and addresses, `infer_shapes`, the outputs' addresses, `execute_async_v3`.
+compared with the bindings of 11.4. The order of the calls is the API's own: the profile, once or whenever
+another one fits better; then for each run the inputs' shapes and addresses, `infer_shapes`, the outputs'
+addresses, `execute_async_v3`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,9 @@ from torch import Tensor
 
 from smelt.core.errors import RunError
 from smelt.runtime.backends.tensorrt_module import make_logger
+from smelt.runtime.backends.tensorrt_sidecar import check_sidecar, gpu_here, read_sidecar
 
 DEVICE = "cuda"
-_PROFILE = 0  # smelt builds one
 _TYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
@@ -30,13 +33,39 @@ _TYPES = {
 }
 
 
+@dataclass(frozen=True)
+class _Profile:
+    """What one optimization profile takes: for each dynamic input its smallest and largest shape."""
+
+    index: int
+    limits: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    @property
+    def size(self) -> int:
+        """How much it takes at most: elements of all inputs."""
+        return sum(prod(most) for _, most in self.limits.values())
+
+    def takes(self, feeds: dict[str, Tensor]) -> bool:
+        """Say whether all inputs are inside."""
+        for name, (least, most) in self.limits.items():
+            shape = tuple(feeds[name].shape)
+            if len(shape) != len(least) or not all(
+                low <= n <= high for low, n, high in zip(least, shape, most, strict=True)
+            ):
+                return False
+        return True
+
+
 class Engine:
     """One deserialized engine and its execution context, on one CUDA stream.
 
     stream: a `torch.cuda.Stream`; it must be torch's current stream during every call, so that torch
         reuses no memory that the engine still reads.
 
+    What stands beside the plan (`tensorrt_sidecar`) is compared with what is here before it is loaded.
+
     Raises:
+        InputError: it was built by another version or for another GPU, or its copy is not whole.
         RunError: TensorRT cannot read the plan (built by another version, or for another GPU), or a tensor
             of it has a type that torch has not.
     """
@@ -45,12 +74,19 @@ class Engine:
         self._path, self._stream = path, stream
         self._logger = make_logger(trt)
         self._runtime = trt.Runtime(self._logger)
+        said = read_sidecar(path)  # without one TensorRT itself judges
+        if said is not None:
+            check_sidecar(path, said, trt.__name__, trt.__version__, gpu_here())
+        if said is not None and said.version_compatible:
+            self._runtime.engine_host_code_allowed = True  # such a plan brings its own runtime along
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self.engine is None:
             raise RunError(
                 f"{path}: TensorRT {trt.__version__} cannot read this engine; it was built by another version"
                 f" or for another GPU. Build it here with --fresh. TensorRT said: {self._said()}"
             )
+        if said is not None and said.weights == "outside":
+            self._take_weights(trt, path.with_name(said.graph))
         self._context = self.engine.create_execution_context()
         if self._context is None:
             raise RunError(f"{path}: no execution context; the GPU's memory may be full. {self._said()}")
@@ -62,9 +98,35 @@ class Engine:
         # what decides shapes is read by TensorRT on the host
         host = trt.TensorLocation.HOST
         self._on_host = {n for n in names if self.engine.get_tensor_location(n) == host}
-        if not self._context.set_optimization_profile_async(_PROFILE, stream.cuda_stream):
-            raise RunError(f"{path}: the engine's profile cannot be chosen. {self._said()}")
+        # the smallest first: of those that fit a call it is the fastest
+        self._profiles = sorted(self._read_profiles(), key=lambda profile: profile.size)
+        self._chosen = -1
+        self._choose(self._profiles[-1])
         stream.synchronize()
+
+    def _take_weights(self, trt: Any, graph: Path) -> None:
+        """Give the engine the weights of its graph, without which it was built."""
+        refitter = trt.Refitter(self.engine, self._logger)
+        parser = trt.OnnxParserRefitter(refitter, self._logger)
+        if not parser.refit_from_file(str(graph)) or not refitter.refit_cuda_engine():
+            raise RunError(f"{self._path}: its weights cannot be taken from {graph.name}. {self._said()}")
+
+    def _read_profiles(self) -> list[_Profile]:
+        """Return what each profile of the engine takes."""
+        dynamic = [n for n in self.inputs if -1 in tuple(self.engine.get_tensor_shape(n))]
+        found = []
+        for at in range(max(1, self.engine.num_optimization_profiles)):
+            shapes = {n: self.engine.get_tensor_profile_shape(n, at) for n in dynamic}
+            limits = {n: (tuple(least), tuple(most)) for n, (least, _, most) in shapes.items()}
+            found.append(_Profile(at, limits))
+        return found
+
+    def _choose(self, profile: _Profile) -> None:
+        if profile.index == self._chosen:
+            return
+        if not self._context.set_optimization_profile_async(profile.index, self._stream.cuda_stream):
+            raise RunError(f"{self._path}: the engine's profile cannot be chosen. {self._said()}")
+        self._chosen = profile.index
 
     def _type(self, name: str) -> torch.dtype:
         word = self.engine.get_tensor_dtype(name).name
@@ -80,7 +142,7 @@ class Engine:
         shape = tuple(self.engine.get_tensor_shape(name))
         if shape[place] != -1:
             return int(shape[place])
-        return int(self.engine.get_tensor_profile_shape(name, _PROFILE)[2][place])
+        return self._profiles[-1].limits[name][1][place]
 
     def __call__(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run once on the engine's stream; takes and gives CUDA tensors. The outputs are new tensors.
@@ -89,10 +151,14 @@ class Engine:
             RunError: an input is missing, a shape is outside of the profile, or the GPU failed.
         """
         held: list[Tensor] = []  # memory of the stream, reused only by work that comes later on it
+        if lacking := [name for name in self.inputs if name not in feeds]:
+            known = ", ".join(feeds)
+            raise RunError(
+                f"{self._path.name}: the engine wants the input '{lacking[0]}'; there are {known}."
+            )
+        fitting = [profile for profile in self._profiles if profile.takes(feeds)]
+        self._choose((fitting or self._profiles[-1:])[0])
         for name in self.inputs:
-            if name not in feeds:
-                known = ", ".join(feeds)
-                raise RunError(f"{self._path.name}: the engine wants the input '{name}'; there are {known}.")
             tensor = feeds[name].to(self._place(name), self.types[name]).contiguous()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise RunError(self._outside(name, tensor))
@@ -143,7 +209,7 @@ class Engine:
         shape = tuple(self.engine.get_tensor_shape(name))
         built = f"{shape} only"
         if -1 in shape:
-            least, _, most = (tuple(s) for s in self.engine.get_tensor_profile_shape(name, _PROFILE))
+            least, most = self._profiles[-1].limits[name]
             built = f"{least} to {most}"
         return (
             f"{self._path.name}: input '{name}' has the shape {tuple(tensor.shape)}; the engine was built for"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import fake_workers
+import forked_workers
 import harness
 import pytest
 import tiny
@@ -33,6 +34,7 @@ def classifier(tmp_path_factory):
     (home / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         fake_workers.calm(patch)
+        forked_workers.install(patch)
         result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 0, result.output
     return home

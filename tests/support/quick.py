@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOMS: dict[str, str] = {
-    "benchmarks": "test_peers",
+    "benchmarks": "test_peers test_gpu",
     "compress": "test_float_model",
     "compress/distill": "test_fit",
     "compress/factorize": "test_svd",
@@ -28,9 +28,13 @@ ROOMS: dict[str, str] = {
     "export": "test_stored_once test_load_time",
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",
+    "export/package": "test_fit test_new_folder test_registry",
+    "export/package/standalone": "test_assemble",
+    "export/package/standalone/parts": "test_search",
     "export/parity": "test_compare test_rows",
     "export/precision": "test_narrow",
     "export/tensorrt": "test_preflight test_messages test_causal_profile",
+    "export/tensorrt/rules": "test_table::test_rule_names_the_place_the_reason_and_what_to_do",
     "export/tokenizer": "test_tokenizer_export",
     "export/tune": "test_threads::test_the_fewest_threads_that_are_as_fast_as_any_are_taken",
     "families": "test_registry",

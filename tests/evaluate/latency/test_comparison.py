@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import fake_workers
+import forked_workers
 import pytest
 import tiny
 import torch
@@ -225,7 +226,10 @@ PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") el
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_no_speed_is_claimed_between_an_artifact_and_itself_when_others_work(classifier, threads):
+def test_no_speed_is_claimed_between_an_artifact_and_itself_when_others_work(
+    classifier, threads, monkeypatch
+):
+    forked_workers.install(monkeypatch)
     settings = LatencySettings(batch_sizes=(1,), threads=threads, rounds=3, texts=2, min_round_ms=50)
     loops = []
 

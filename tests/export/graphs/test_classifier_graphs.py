@@ -12,7 +12,9 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
-from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
+from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.predict import class_logits
 
@@ -63,7 +65,7 @@ def test_the_profile_of_an_engine_ends_where_the_position_table_ends(small):
     folder, thin = small
     text = " ".join(tiny.SENTENCES * 3)
     ctx = harness.context(folder, TASK, data={"train": Split("x", (Example(text, label=0),))})
-    ranges, limit = dimension_ranges(thin.path, TensorrtSettings(), ctx)
+    [ranges], limit = profile_ranges(thin.path, TensorrtSettings(), ctx)
     assert limit == ranges["input"].max == (64 if folder.name.startswith("roberta") else 32)
 
 
@@ -75,6 +77,6 @@ def test_the_graph_of_roberta_for_tensorrt_passes_the_preflight(tmp_path):
     out, ctx = step(tmp_path, "out", Onnx, OnnxSettings(target="tensorrt", dtype="fp16"), source)
     path = out.path / "model.onnx"
     assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
-    ranges, limit = dimension_ranges(out.path, TensorrtSettings(), ctx)
-    [shapes] = plan_graphs(out.path, ranges, limit, []).values()
+    [ranges], limit = profile_ranges(out.path, TensorrtSettings(), ctx)
+    [[shapes]] = plan_graphs(out.path, [ranges], limit, []).values()
     assert set(shapes) == {"input_ids", "attention_mask"}

@@ -13,7 +13,9 @@ from smelt.core.data import Columns, read_split
 from smelt.core.errors import ParityError
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
-from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
+from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.predict import sentence_vectors
@@ -91,9 +93,9 @@ def test_the_half_precision_graph_for_tensorrt_passes_the_preflight(tmp_path):
     ctx = export(tmp_path, folder, target="tensorrt", dtype="fp16")
     path = ctx.out / "model.onnx"
     assert [p.text for p in preflight(load_graph(path), path) if p.severity == "error"] == []
-    ranges, limit = dimension_ranges(ctx.out, TensorrtSettings(), ctx)
+    [ranges], limit = profile_ranges(ctx.out, TensorrtSettings(), ctx)
     assert ranges["input"].max <= 16  # the length of a text, not of a pair
-    [shapes] = plan_graphs(ctx.out, ranges, limit, []).values()
+    [[shapes]] = plan_graphs(ctx.out, [ranges], limit, []).values()
     assert set(shapes) == {"input_ids", "attention_mask"}
     with open_folder(ctx.out, "onnx", "tensorrt", 1) as runner:
         found = sentence_vectors(runner, TEXTS[:3])

@@ -19,7 +19,9 @@ from smelt.core.data import Example, Split
 from smelt.export.graphs.attention_modules import _bias, attention_modules, pack_projections
 from smelt.export.graphs.seq2seq import Encoder
 from smelt.export.onnx_stage import Onnx, OnnxSettings
-from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, plan_graphs
+from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.generate.loop import generate
 from smelt.runtime.generate.settings import Generation
@@ -132,11 +134,11 @@ def test_standard_operators_in_half_keep_parity(name, tmp_path):
         floats = [t for t in model.graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
         assert all(len(t.dims) < 2 for t in floats)  # of norms
     assert 0 < ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.01
-    ranges, limit = dimension_ranges(ctx.out, TensorrtSettings(max_new_tokens=30), ctx)
+    [ranges], limit = profile_ranges(ctx.out, TensorrtSettings(max_new_tokens=30), ctx)
     assert limit == (48 if name == "bart" else None)  # T5 has no table of positions that could end
-    shapes = plan_graphs(ctx.out, ranges, limit, ctx.warnings)
+    shapes = plan_graphs(ctx.out, [ranges], limit, ctx.warnings)
     assert ctx.warnings == []
-    past = shapes[ctx.out / "decoder_with_past_model.onnx"]["past_key_values.0.decoder.key"]
+    past = shapes[ctx.out / "decoder_with_past_model.onnx"][0]["past_key_values.0.decoder.key"]
     assert [shape[2] for shape in past] == [0, ranges["past"].opt, 29]
 
 

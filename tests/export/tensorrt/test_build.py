@@ -154,7 +154,7 @@ CASES = {
         shapes={"ids": ((1, 1), (1, 8), (2, 64))}, inputs=[ids()], positions=16,
     ),
     "an infinite constant": Case(
-        [MATMUL], {"w": overflowed()}, "the constant 'w' (float16) holds 1 infinite", (),
+        [MATMUL], {"w": overflowed()}, "the constant 'w' (float16): it holds 1 infinite", (),
         inputs=[value("x", HALF, ["batch", 4])],
     ),
 }  # fmt: skip
@@ -213,6 +213,16 @@ def test_engine_is_built_with_progress_and_a_timing_cache(tmp_path: Path) -> Non
     assert list(cache.parent.iterdir()) == [cache]
     cache.write_bytes(b"damaged")
     assert build(path, SHAPES, timing_cache=cache)["bytes"] > W.nbytes
+
+
+def test_every_profile_reaches_the_builder(tmp_path: Path) -> None:
+    inputs = CASES["another input's profile"]
+    path = inputs.save(tmp_path / "m.onnx")
+    good = {"ids": ((1, 1), (1, 4), (2, 8)), "mask": ((1, 1), (1, 4), (2, 8))}
+    wrong = good | {"mask": ((1, 1), (1, 5), (2, 8))}
+    assert build(path, [good, good])["bytes"] > 0
+    for profiles in ([wrong, good], [good, wrong]):
+        assert "inputs that share a dimension got different sizes" in build(path, profiles)["error"]
 
 
 def test_weights_take_four_two_and_one_byte_in_the_engine(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from smelt.core.data import Columns, read_split
 from smelt.export.tensorrt.preflight import check_profile
-from smelt.export.tensorrt.profile import causal_ranges, shapes_of
-from smelt.export.tensorrt.stage import TensorrtSettings, dimension_ranges, longest_output
+from smelt.export.tensorrt.profile import Range, causal_ranges, shapes_of
+from smelt.export.tensorrt.ranges import longest_output, profile_ranges
+from smelt.export.tensorrt.settings import TensorrtSettings
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,17 @@ def test_ranges_agree_with_each_other_and_with_the_positions(prompt, new, limit)
     assert (fed.min, past.min, total.min) == (1, 0, 1)
     assert total.max == fed.max + past.max  # TensorRT warns where the maxima do not add up
     assert past.max + 1 == max(2, min(limit, fed.max + new))
+
+
+def test_several_profiles_share_the_cache_of_the_longest_text():
+    single = causal_ranges(1, 16, 64, longest_prompt=32)
+    whole = causal_ranges(32, 16, 64, longest_prompt=32, usual_prompt=16)
+    assert single["input"] == Range(1, 1, 1)
+    assert single["past"].max == whole["past"].max == 47
+    for found in (single, whole):
+        assert found["input"].opt + found["past"].opt == found["total"].opt
+        assert found["input"].max + found["past"].max == found["total"].max
+    assert (whole["input"].opt, whole["past"].opt) == (16, 0)
 
 
 def _graph(places):
@@ -41,7 +53,7 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
     causal.lines(folder / "t.txt", 1)
     data = {"train": read_split("t.txt", "language-modeling", Columns(), folder)}
     ctx = harness.context(tmp_path, "language-modeling", data=data)
-    ranges, limit = dimension_ranges(folder, TensorrtSettings(max_batch_size=4), ctx)
+    [ranges], limit = profile_ranges(folder, TensorrtSettings(max_batch_size=4), ctx)
     assert limit == json.loads((folder / "config.json").read_text())["n_positions"] == 64
     model = _graph(limit)
     shapes = shapes_of(model, ranges, "model.onnx")
@@ -50,7 +62,7 @@ def test_profile_passes_the_preflight_when_it_comes_from_the_windows(tmp_path):
     assert shapes["past_key_values.0.key"] == ((1, 2, 0, 16), (1, 2, 31, 16), (4, 2, 63, 16))
     assert check_profile(model, shapes, limit) == []
     given = TensorrtSettings(lengths={"opt": 8, "max": 16}, max_new_tokens=8)
-    assert dimension_ranges(folder, given, ctx)[0]["past"].max == 23
+    assert profile_ranges(folder, given, ctx)[0][0]["past"].max == 23
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ def both(family: str) -> bool:
     return family in ("marian", "llama")
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), matrix.cells(list(tensorrt_graphs.GRAPHS), ["fp32", "fp16"], full=both)
-)
+FAMILIES = list(tensorrt_graphs.GRAPHS) if matrix.whole() else list(tensorrt_graphs.EVERYDAY)
+
+
+@pytest.mark.parametrize(("family", "dtype"), matrix.cells(FAMILIES, ["fp32", "fp16"], full=both))
 def test_engines_of_the_family_are_built_in_each_precision(family: str, dtype: str, tmp_path: Path) -> None:
     tensorrt_rig.require()
     whole = tensorrt_graphs.exported(family)
@@ -49,3 +50,17 @@ def test_engines_are_built_of_graphs_in_which_norms_stay_float32(family: str, dt
         assert answer["types"]["FLOAT"] > 0
         assert answer["types"]["BF16" if dtype == "bf16" else "HALF"] > answer["types"]["FLOAT"]
         assert answer["warnings"] == []  # of norms in fp16 it warns
+
+
+TWO = [{"max_batch_size": 1, "lengths": {"opt": 1, "max": 1}}, {"length_percentile": 100}]
+
+
+@pytest.mark.parametrize("family", ["marian", "llama"])
+def test_engines_are_built_with_several_profiles(family: str) -> None:
+    """Single tokens or texts of one row, and all else: what the sums and shared sizes of each must fit."""
+    tensorrt_rig.require()
+    graphs = tensorrt_graphs.planned(family, tensorrt_graphs.exported(family), profiles=TWO)
+    assert all(len(profiles) == 2 for profiles in graphs.values())
+    for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
+        assert answer.get("bytes", 0) > weights(path), (path.name, answer)
+        assert not [line for line in answer["warnings"] if "profile" in line]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import exports
+import matrix
 import onnx
 import pytest
 import schemes
@@ -19,7 +20,11 @@ from smelt.export.load_time import spell_out
 WIDE = 1024
 
 
-@pytest.mark.parametrize("family", ["bert", "marian", "llama"])
+# an encoder that classifies, an encoder with a decoder and its cache, a decoder alone; else all
+FAMILIES = list(tensorrt_graphs.GRAPHS) if matrix.whole() else ["bert", "marian", "llama"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_engines_of_a_family_are_built_with_int8_products(family: str) -> None:
     tensorrt_rig.require()
     folder = exports.exported(family, "static", "tensorrt").folder

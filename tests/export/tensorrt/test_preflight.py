@@ -51,7 +51,7 @@ def test_opset_outside_of_9_to_25_is_refused(tmp_path: Path, opset: int, passes:
     errors, _ = check(graph([matmul()], {"w": W}, opset), tmp_path)
     assert (errors == []) is passes
     if not passes:
-        assert f"opset {opset}; TensorRT 11 takes 9 to 25" in errors[0]
+        assert f"opset {opset}: TensorRT 11 takes 9 to 25" in errors[0]
 
 
 def test_operators_of_other_runtimes_are_refused_by_name(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_overflowed_constant_is_refused(tmp_path: Path, value: float) -> None:
     weight = W.astype(np.float16)
     weight[1, 2] = value
     (error,) = check(graph([matmul()], {"w": weight}, kind=HALF), tmp_path)[0]
-    assert "the constant 'w' (float16) holds 1 infinite or undefined numbers" in error
+    assert "the constant 'w' (float16): it holds 1 infinite or undefined numbers" in error
 
 
 def test_mask_with_minus_infinity_is_only_a_warning(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_missing_external_weights_and_damaged_files_are_named(tmp_path: Path) ->
     assert preflight(load_graph(path), path) == []
     (tmp_path / "model.onnx.data").unlink()
     (problem,) = preflight(load_graph(path), path)
-    assert "the weights of 'w' should lie in" in problem.text
+    assert "the weights of 'w': they should lie in" in problem.text
     path.write_bytes(b"\xff\xff\xff")
     with pytest.raises(RunError, match="not an ONNX file"):
         load_graph(path)
@@ -186,6 +186,13 @@ def test_shapes_follow_the_names_of_dimensions() -> None:
     assert shapes["input_ids"] == ((1, 1), (1, 1), (8, 1))
     assert shapes["encoder_attention_mask"] == ((1, 1), (1, 14), (8, 32))
     assert shapes["past_key_values.0.decoder.key"] == ((1, 2, 0, 16), (1, 2, 7, 16), (8, 2, 127, 16))
+    assert check_profile(decoder(), shapes, 128) == []
+
+
+def test_dynamic_size_has_an_entry_also_where_it_is_one_size_only() -> None:
+    one = {"batch": Range(1, 1, 1), "input": Range(1, 1, 1), "past": Range(0, 7, 127)}
+    shapes = shapes_of(decoder(), one, "decoder")
+    assert shapes["encoder_attention_mask"] == ((1, 1), (1, 1), (1, 1))
     assert check_profile(decoder(), shapes, 128) == []
 
 

@@ -12,12 +12,16 @@ from pydantic import ValidationError
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError, MissingDependencyError, RunError
+from smelt.core.files import sha256_of
 from smelt.core.stage import Context
 from smelt.export.tensorrt import stage as module
 from smelt.export.tensorrt.build import BuildOptions
 from smelt.export.tensorrt.profile import Range, Shapes
-from smelt.export.tensorrt.stage import TensorrtSettings, TensorrtStage, dimension_ranges
+from smelt.export.tensorrt.ranges import profile_ranges
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.runtime.backends import tensorrt_module
+from smelt.runtime.backends.tensorrt_sidecar import Sidecar, hash_of_graph, read_sidecar
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] word"
 
@@ -114,8 +118,9 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     built: dict[str, tuple[Shapes, BuildOptions]] = {}
 
     def build(
-        trt: Any, path: Path, shapes: Shapes, options: BuildOptions, progress: Any
+        trt: Any, path: Path, profiles: list[Shapes], options: BuildOptions, progress: Any
     ) -> tuple[bytes, list[str]]:
+        [shapes] = profiles
         built[path.name] = shapes, options
         return b"plan", ["something to know"]
 
@@ -126,6 +131,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     assert (out / "model.plan").read_bytes() == b"plan"
     assert {p.name for p in out.iterdir()} == {
         "model.plan",
+        "model.plan.json",
         "config.json",
         "vocab.txt",
         "tokenizer_config.json",
@@ -139,6 +145,89 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     assert ctx.facts["parameters"] == 12
     assert ctx.facts["tensorrt"] == "tensorrt 11.4.0"
     assert ctx.warnings == ["model.onnx: TensorRT: something to know"]
+    said = read_sidecar(out / "model.plan")
+    assert said == Sidecar(
+        package="tensorrt",
+        version="11.4.0",
+        gpu=None,
+        graph="model.onnx",
+        graph_sha256=sha256_of(source / "model.onnx"),
+        size_bytes=4,
+        weights="inside",
+        version_compatible=False,
+        hardware_compatibility="none",
+        flags={"tf32": True, "optimization_level": 3},
+        profiles=[{name: [[1, 1], [1, 5], [4, 8]] for name in shapes}],
+    )
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """TensorRT replaced: what is asked of the builder, by graph."""
+    asked: dict[str, Any] = {}
+
+    def build(trt: Any, path: Path, profiles: Any, options: Any, progress: Any) -> tuple[bytes, list[str]]:
+        asked[path.name] = profiles, options
+        return b"plan", []
+
+    monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
+    monkeypatch.setattr(module, "build_engine", build)
+    return asked
+
+
+def test_profiles_are_those_of_the_recipe_and_inherit_what_they_do_not_say(
+    source: Path, out: Path, built: dict[str, Any]
+) -> None:
+    settings = TensorrtSettings.model_validate(
+        {
+            "timing_cache": False, "max_batch_size": 4, "opt_batch_size": 2,
+            "profiles": [
+                {"max_batch_size": 1, "length_percentile": 10}, {},
+                {"opt_batch_size": 4, "lengths": {"opt": 3, "max": 4}},
+            ],
+        }
+    )  # fmt: skip
+    ctx = context(out, [1] * 8 + [10] * 8 + [13] * 4)
+    TensorrtStage()(artifact(source), settings, ctx)
+    profiles, _ = built["model.onnx"]
+    expected = [((1, 1), (1, 8), (1, 8)), ((1, 1), (2, 12), (4, 16)), ((1, 1), (4, 3), (4, 4))]
+    assert [shapes["input_ids"] for shapes in profiles] == expected
+    assert ctx.facts["profile"] == {"batch": [1, 2, 4], "input": [1, 12, 16]}
+    assert [profile["input"][2] for profile in ctx.facts["profiles"]] == [8, 16, 4]
+    said = read_sidecar(out / "model.plan")
+    assert said is not None
+    assert [profile["input_ids"][2] for profile in said.profiles] == [[1, 8], [4, 16], [4, 4]]
+
+
+def test_percentile_of_a_profile_counts_more_than_lengths_of_the_step() -> None:
+    given = {"lengths": {"opt": 3, "max": 4}, "profiles": [{"length_percentile": 60}, {}]}
+    first, second = TensorrtSettings.model_validate(given).each_profile()
+    assert (first.lengths, first.length_percentile) == (None, 60)
+    assert second.lengths is not None
+
+
+def test_profiles_of_which_none_takes_all_are_refused(source: Path, out: Path) -> None:
+    profiles = [
+        {"max_batch_size": 1, "lengths": {"opt": 4, "max": 16}},
+        {"max_batch_size": 8, "lengths": {"opt": 4, "max": 8}},
+    ]
+    settings = TensorrtSettings.model_validate({"profiles": profiles})
+    with pytest.raises(InputError, match=r"no profile takes what all others take.*largest max_batch_size"):
+        profile_ranges(source, settings, context(out, [3]))
+
+
+def test_weights_outside_bring_the_graph_along(source: Path, out: Path, built: dict[str, Any]) -> None:
+    model = onnx.load(source / "model.onnx")
+    onnx.save(model, source / "model.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
+    settings = TensorrtSettings(timing_cache=False, weights="outside")
+    TensorrtStage()(artifact(source), settings, context(out, [3]))
+    assert built["model.onnx"][1].weights == "outside"
+    assert {p.name for p in out.glob("*")} >= {"model.plan", "model.plan.json", "model.onnx", "w.data"}
+    said = read_sidecar(out / "model.plan")
+    assert said is not None
+    assert said.graph_sha256 == hash_of_graph(out / "model.onnx")
+    (out / "w.data").write_bytes(b"x" + (out / "w.data").read_bytes()[1:])
+    assert said.graph_sha256 != hash_of_graph(out / "model.onnx")  # the weights count, not the graph alone
 
 
 def test_preflight_errors_stop_the_stage_before_the_builder(
@@ -146,7 +235,7 @@ def test_preflight_errors_stop_the_stage_before_the_builder(
 ) -> None:
     classifier(source, weight=np.inf)
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
-    with pytest.raises(RunError, match=r"model\.onnx: the constant 'table' \(float\) holds 12 infinite"):
+    with pytest.raises(RunError, match=r"model\.onnx: the constant 'table' \(float\): it holds 12 infinite"):
         TensorrtStage()(artifact(source), TensorrtSettings(timing_cache=False), context(out, [3]))
     assert list(out.iterdir()) == []
 
@@ -162,7 +251,7 @@ def test_lengths_beyond_the_position_table_are_refused(
 
 def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Path, out: Path) -> None:
     ctx = context(out, [2] * 60 + [40])
-    ranges, limit = dimension_ranges(source, TensorrtSettings(length_percentile=100), ctx)
+    [ranges], limit = profile_ranges(source, TensorrtSettings(length_percentile=100), ctx)
     assert limit == 16
     assert ranges["input"] == Range(1, 4, 16)
     assert ctx.warnings[0].startswith("1 of 61 texts looked at are longer than the 16 tokens")
@@ -170,9 +259,9 @@ def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Pat
 
 def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Path, out: Path) -> None:
     with pytest.raises(InputError, match=r"give tensorrt: \{lengths"):
-        dimension_ranges(source, TensorrtSettings(), context(out, []))
+        profile_ranges(source, TensorrtSettings(), context(out, []))
     settings = TensorrtSettings(lengths={"opt": 4, "max": 12})
-    assert dimension_ranges(source, settings, context(out, []))[0]["input"] == Range(1, 4, 12)
+    assert profile_ranges(source, settings, context(out, []))[0][0]["input"] == Range(1, 4, 12)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +271,9 @@ def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Pat
         {"fp16": True},
         {"hardware_compatibility": "turing"},
         {"lengths": {"opt": 9, "max": 8}},
+        {"opt_batch_size": 9},
+        {"max_batch_size": 16, "profiles": [{"max_batch_size": 2, "opt_batch_size": 4}]},
+        {"profiles": [{"lengths": {"opt": 2, "max": 3}, "length_percentile": 60}]},
     ],
 )
 def test_settings_refuse_what_tensorrt_11_does_not_have(wrong: dict[str, Any]) -> None:

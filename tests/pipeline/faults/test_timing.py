@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import fake_workers
+import forked_workers
 import harness
 import tiny
 
@@ -50,6 +51,7 @@ def test_a_worker_that_dies_and_one_that_hangs_are_errors_of_their_steps(tmp_pat
 
     monkeypatch.setattr(WorkerProcess, "ask", sabotaged)
     fake_workers.calm(monkeypatch)
+    forked_workers.install(monkeypatch)
     command = ["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "r")]
     result = harness.smelt(*command)
     assert result.exit_code == 1

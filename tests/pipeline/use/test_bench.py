@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 
+import forked_workers
 import harness
 import pytest
 import tiny
@@ -21,6 +22,13 @@ stages:
 score: {latency: false}
 """
 QUICK = ("--threads", 1, "--rounds", 3, "--texts", 2, "--batch-size", 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    with pytest.MonkeyPatch.context() as patch:
+        forked_workers.install(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

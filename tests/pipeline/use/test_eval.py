@@ -2,6 +2,7 @@
 
 import json
 
+import forked_workers
 import harness
 import pytest
 import tiny
@@ -19,6 +20,13 @@ score:
   latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, threads: 1}
 """
 SIGNATURE = "|gen:beam 3|length_penalty:0.5|early_stopping:false|max_new_tokens:6|bad_words:1|forced_eos:[0]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    with pytest.MonkeyPatch.context() as patch:
+        forked_workers.install(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

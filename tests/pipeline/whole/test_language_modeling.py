@@ -4,6 +4,7 @@ import json
 
 import causal
 import fake_workers
+import forked_workers
 import harness
 import pytest
 
@@ -37,6 +38,7 @@ def home(tmp_path_factory):
 def report(home):
     with pytest.MonkeyPatch.context() as patch:
         fake_workers.calm(patch)
+        forked_workers.install(patch)
         result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 3, result.output  # the gate of 1.5 cannot hold
     return json.loads((home / "run" / "report.json").read_text())

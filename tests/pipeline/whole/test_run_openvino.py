@@ -2,6 +2,7 @@
 
 import json
 
+import forked_workers
 import harness
 import pytest
 import tiny
@@ -25,6 +26,13 @@ stages:
     name: ov-bf16
 score: {quality: [accuracy], latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1}}
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    with pytest.MonkeyPatch.context() as patch:
+        forked_workers.install(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

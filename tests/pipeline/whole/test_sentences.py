@@ -3,6 +3,7 @@
 import json
 import math
 
+import forked_workers
 import harness
 import numpy as np
 import pytest
@@ -119,7 +120,8 @@ def test_predict_prints_the_vector_of_a_text_and_the_cosine_of_a_pair(chain):
     assert all(-1 <= float(row) <= 1 for row in rows)
 
 
-def test_times_are_taken_from_text_to_vector(chain):
+def test_times_are_taken_from_text_to_vector(chain, monkeypatch):
+    forked_workers.install(monkeypatch)
     artifacts = chain / "run" / "artifacts"
     found = harness.smelt(
         "bench", artifacts / "model", artifacts / "onnx", "--json", "--batch-size", "2", "--texts", "4",

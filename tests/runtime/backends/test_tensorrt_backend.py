@@ -16,7 +16,8 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, RunError
 from smelt.export.tensorrt.preflight import load_graph
 from smelt.export.tensorrt.profile import Range, causal_ranges, shapes_of
-from smelt.export.tensorrt.stage import TensorrtSettings, TensorrtStage
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.runtime.backends import tensorrt_backend, tensorrt_engine
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.backends.tensorrt_module import find_tensorrt

@@ -18,9 +18,10 @@ import tensorrt_rig
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.core.errors import RunError
+from smelt.core.errors import InputError, RunError
 from smelt.runtime.backends import tensorrt_engine
 from smelt.runtime.backends.tensorrt_engine import Engine
+from smelt.runtime.backends.tensorrt_sidecar import Sidecar, hash_of_graph, write_sidecar
 
 SHAPES = {"x": [[1, 4], [2, 4], [8, 4]]}
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -163,13 +164,17 @@ SURFACE = """
 import json, tensorrt
 names = {
     "ICudaEngine": fake["Engine"], "IExecutionContext": fake["Context"],
-    "Runtime": {"deserialize_cuda_engine": 1},
+    "Runtime": {"deserialize_cuda_engine": 1}, "Refitter": fake["Refitter"],
+    "OnnxParserRefitter": fake["OnnxParserRefitter"],
 }
 print(json.dumps({
     f"{kind}.{name}": getattr(getattr(tensorrt, kind), name).__doc__
     for kind, methods in names.items() for name in methods
 } | {"places": [tensorrt.TensorLocation.HOST.name, tensorrt.TensorIOMode.INPUT.name],
-     "types": list(tensorrt.DataType.__members__)}))
+     "types": list(tensorrt.DataType.__members__),
+     "attributes": [hasattr(tensorrt.Runtime, "engine_host_code_allowed"),
+                    hasattr(tensorrt.ICudaEngine, "num_optimization_profiles")],
+     "flags": list(tensorrt.BuilderFlag.__members__)}))
 """
 
 
@@ -181,7 +186,7 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
             for name, method in vars(cls).items()
             if not name.startswith("_")
         }
-        for cls in (fake_tensorrt.Engine, fake_tensorrt.Context)
+        for cls in fake_tensorrt.SURFACE
     }
     done = subprocess.run(
         [sys.executable, "-c", f"fake = {methods!r}{SURFACE}"],
@@ -193,10 +198,70 @@ def test_stand_in_has_the_names_and_arguments_of_the_real_bindings():
     )
     assert done.returncode == 0, done.stderr
     real = json.loads(done.stdout)
-    for kind, fake in (("ICudaEngine", "Engine"), ("IExecutionContext", "Context")):
+    for kind, fake in (
+        ("ICudaEngine", "Engine"), ("IExecutionContext", "Context"),
+        ("Refitter", "Refitter"), ("OnnxParserRefitter", "OnnxParserRefitter"),
+    ):  # fmt: skip
         for name, arguments in methods[fake].items():
             for argument in arguments:
                 assert f"{argument}: " in real[f"{kind}.{name}"], (kind, name, argument)
     assert "Buffer" in real["Runtime.deserialize_cuda_engine"]
     assert real["places"] == ["HOST", "INPUT"]
     assert set(tensorrt_engine._TYPES) <= set(real["types"])
+    assert real["attributes"] == [True, True]
+    assert {"REFIT", "STRIP_PLAN", "REFIT_IDENTICAL", "VERSION_COMPATIBLE", "TF32"} <= set(real["flags"])
+
+
+def beside(plan, **other):
+    """Write a sidecar beside `plan`, as the stage does, with `other` fields."""
+    said = {
+        "package": "tensorrt", "version": "11.4.0", "gpu": None, "graph": "model.onnx",
+        "graph_sha256": hash_of_graph(plan.with_suffix(".onnx")), "size_bytes": plan.stat().st_size,
+        "weights": "inside", "version_compatible": False, "hardware_compatibility": "none", "flags": {},
+        "profiles": [],
+    }  # fmt: skip
+    write_sidecar(plan, Sidecar(**(said | other)))
+    return plan
+
+
+def test_each_call_takes_the_smallest_profile_that_fits(trt, tmp_path):
+    plan = graph(tmp_path)
+    shapes = [
+        {"x": [[1, 4], [4, 4], [8, 4]]},
+        {"x": [[1, 4], [1, 4], [1, 4]]},
+        {"x": [[2, 4], [2, 4], [4, 4]]},
+    ]
+    fake_tensorrt.write_plan(tmp_path / "model.onnx", shapes, plan)
+    engine = Engine(trt, plan, stream())
+    assert engine.longest("x", 0) == 8
+    trt.calls.clear()
+    for rows in (1, 1, 3, 5, 3, 8):
+        assert engine({"x": torch.ones(rows, 4)})["y"].shape == (rows, 3)
+    chosen = [call[1] for call in trt.calls if call[0] == "set_optimization_profile_async"]
+    assert chosen == [1, 2, 0, 2, 0]  # only where it changes
+    with pytest.raises(RunError, match=r"\(9, 4\); the engine was built for \(1, 4\) to \(8, 4\)"):
+        engine({"x": torch.ones(9, 4)})
+
+
+def test_engine_without_weights_takes_them_from_the_graph_beside_it(trt, tmp_path):
+    plan = beside(graph(tmp_path), weights="outside")
+    Engine(trt, plan, stream())
+    names = [call[0] for call in trt.calls]
+    assert names[:3] == ["deserialize_cuda_engine", "refit_from_file", "refit_cuda_engine"]
+    assert ("refit_from_file", "model.onnx") in trt.calls
+    trt.answers["refit_from_file"] = False
+    with pytest.raises(RunError, match=r"model\.plan: its weights cannot be taken from model\.onnx"):
+        Engine(trt, plan, stream())
+
+
+@pytest.mark.parametrize("compatible", [True, False])
+def test_runtime_that_a_plan_brings_along_is_allowed_for_such_plans_only(trt, tmp_path, compatible):
+    Engine(trt, beside(graph(tmp_path), version_compatible=compatible), stream())
+    assert trt.runtime.engine_host_code_allowed is compatible
+
+
+def test_engine_of_another_version_is_refused_before_it_is_read(trt, tmp_path):
+    plan = beside(graph(tmp_path), version="11.3.0")
+    with pytest.raises(InputError, match=r"built by tensorrt 11\.3\.0; here is tensorrt 11\.4\.0"):
+        Engine(trt, plan, stream())
+    assert trt.calls == []

@@ -97,7 +97,7 @@ def residuals(model: Any) -> Iterator[Any]:
     for node in model.graph.node:
         if node.op_type == "Add" and not constants & set(node.input):
             made = [makers[n] for n in node.input if n in makers]
-            biased = [n for m in made if m.op_type == "Add" for n in m.input]
+            biased = [n for m in made if m.op_type in ("Add", "Reshape") for n in m.input]
             if products & {*node.input, *biased}:
                 yield node
 
@@ -105,7 +105,7 @@ def residuals(model: Any) -> Iterator[Any]:
 def head_width(model: Any, node: Any, heads: int) -> int:
     """Return d, from the product that follows the attention."""
     reader = next(n for n in model.graph.node if node.output[0] in n.input)
-    if reader.op_type == "QuantizeLinear":
+    if reader.op_type in ("QuantizeLinear", "Reshape"):
         reader = next(n for n in model.graph.node if reader.output[0] in n.input)
     sizes = {t.name: list(t.dims) for t in model.graph.initializer}
     if reader.op_type == "MatMulNBits":

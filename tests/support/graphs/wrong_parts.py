@@ -43,7 +43,7 @@ def drop_bias(model: Any) -> None:
     """A product is no longer followed by its bias."""
     constants = {t.name for t in model.graph.initializer}
     for node in model.graph.node:
-        places = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6, "MatMulNBits": 5}
+        places = {"DynamicQuantizeMatMul": 4, "MatMulIntegerToFloat": 6, "MatMulNBits": 5, "Gemm": 2}
         if (place := places.get(node.op_type)) is not None and len(node.input) > place:
             del node.input[place]
             return

@@ -144,12 +144,12 @@ def assemble(folder: Path, compiler: str) -> None:
     (folder / "python" / "tensorrt_bindings").symlink_to(Path("..") / "site" / "tensorrt_bindings")
 
 
-def build(path: Path, shapes: dict[str, Any], **more: Any) -> dict[str, Any]:
+def build(path: Path, shapes: Any, **more: Any) -> dict[str, Any]:
     """Build one engine with smelt's own code, in a process of its own; skip the test where there is no rig.
 
     Args:
         path: the ONNX file.
-        shapes: min, opt and max shape by input name.
+        shapes: min, opt and max shape by input name; a list of them for several profiles.
         more: timing_cache (path); plan (a path to write the engine to).
 
     Returns:
@@ -185,14 +185,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     cache = Path(request["timing_cache"]) if "timing_cache" in request else None
     options = BuildOptions(256, 1, True, "none", False, cache)
     steps: list[str] = []
+    profiles = request["shapes"] if isinstance(request["shapes"], list) else [request["shapes"]]
 
     def progress(done: int, total: int, note: str = "") -> None:
         steps.append(note)
 
     try:
-        plan, warnings = build_engine(
-            import_tensorrt(), Path(request["onnx"]), request["shapes"], options, progress
-        )
+        plan, warnings = build_engine(import_tensorrt(), Path(request["onnx"]), profiles, options, progress)
     except RunError as error:
         return {"error": str(error)}
     if "plan" in request:

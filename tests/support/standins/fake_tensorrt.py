@@ -27,8 +27,8 @@ _TYPES = {
 STREAM = 4711
 
 
-def write_plan(onnx: Path, shapes: dict[str, Any], plan: Path) -> None:
-    """Write the "engine" of an ONNX file."""
+def write_plan(onnx: Path, shapes: Any, plan: Path) -> None:
+    """Write the "engine" of an ONNX file; shapes: those of its profile, or a list of several."""
     plan.write_text(json.dumps({"onnx": str(onnx.resolve()), "shapes": shapes}))
 
 
@@ -52,7 +52,17 @@ class Module:
         self.answers: dict[str, Any] = {}
 
     def Runtime(self, logger: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(deserialize_cuda_engine=lambda plan: self._deserialize(plan, logger))
+        self.runtime = SimpleNamespace(
+            deserialize_cuda_engine=lambda plan: self._deserialize(plan, logger),
+            engine_host_code_allowed=False,
+        )
+        return self.runtime
+
+    def Refitter(self, engine: Any, logger: Any) -> Any:  # noqa: N802
+        return Refitter(self)
+
+    def OnnxParserRefitter(self, refitter: Any, logger: Any) -> Any:  # noqa: N802
+        return OnnxParserRefitter(self)
 
     def _deserialize(self, plan: bytes, logger: Any) -> Any:
         self.calls.append(("deserialize_cuda_engine",))
@@ -64,16 +74,40 @@ class Module:
         return Engine(self, said["onnx"], said["shapes"], logger)
 
 
+class Refitter:
+    """`Refitter`: what gives an engine its weights."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def refit_cuda_engine(self) -> bool:
+        self.module.calls.append(("refit_cuda_engine",))
+        return bool(self.module.answers.get("refit_cuda_engine", True))
+
+
+class OnnxParserRefitter:
+    """`OnnxParserRefitter`: what reads them from a graph."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def refit_from_file(self, model: str) -> bool:
+        self.module.calls.append(("refit_from_file", Path(model).name))
+        return bool(self.module.answers.get("refit_from_file", True))
+
+
 class Engine:
     """`ICudaEngine` over an ONNX Runtime session."""
 
-    def __init__(self, module: Module, onnx: str, shapes: dict[str, Any], logger: Any) -> None:
+    def __init__(self, module: Module, onnx: str, shapes: Any, logger: Any) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(onnx, options, providers=["CPUExecutionProvider"])
-        self.module, self.shapes, self.logger = module, shapes, logger
+        self.module, self.logger = module, logger
+        self.profiles = shapes if isinstance(shapes, list) else [shapes]
+        self.num_optimization_profiles = len(self.profiles)
         self.tensors = {t.name: t for t in (*self.session.get_inputs(), *self.session.get_outputs())}
         self.num_io_tensors = len(self.tensors)
 
@@ -94,8 +128,7 @@ class Engine:
         return tuple(n if isinstance(n, int) else -1 for n in self.tensors[name].shape)
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
-        assert profile_index == 0
-        return [tuple(shape) for shape in self.shapes[name]]
+        return [tuple(shape) for shape in self.profiles[profile_index][name]]
 
     def create_execution_context(self) -> Any:
         answer = self.module.answers.get("create_execution_context", ...)
@@ -108,6 +141,7 @@ class Context:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.module = engine, engine.module
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.profile = 0
         self.addresses: dict[str, int] = {}
         self.outputs: dict[str, Any] = {}
 
@@ -119,11 +153,12 @@ class Context:
         return answer
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self.profile = profile_index
         return bool(self._answer("set_optimization_profile_async", profile_index, stream_handle))
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         allowed = self._answer("set_input_shape", name, shape)
-        limits = self.engine.shapes.get(name)
+        limits = self.engine.profiles[self.profile].get(name)
         if limits is not None and shape:  # of a scalar they are of its value
             least, _, most = limits
             inside = [low <= n <= high for low, n, high in zip(least, shape, most, strict=True)]
@@ -138,8 +173,9 @@ class Context:
 
     def infer_shapes(self) -> list[str]:
         answer = self._answer("infer_shapes")
-        for name in (n for n, shape in self.shapes.items() if not shape and n in self.engine.shapes):
-            (least,), _, (most,) = self.engine.shapes[name]
+        profile = self.engine.profiles[self.profile]
+        for name in (n for n, shape in self.shapes.items() if not shape and n in profile):
+            (least,), _, (most,) = profile[name]
             assert least <= self._read(name) <= most, f"{name} is outside of its profile"
         self._compute()  # ONNX Runtime tells shapes only by computing
         return [] if answer is True else list(answer)
@@ -167,3 +203,7 @@ class Context:
         count = int(np.prod(self.shapes[name]))
         raw = ctypes.string_at(self.addresses[name], count * kind.itemsize)
         return np.frombuffer(raw, kind).reshape(self.shapes[name])
+
+
+SURFACE = (Engine, Context, Refitter, OnnxParserRefitter)
+"""What is compared with the real bindings."""

@@ -1,0 +1,62 @@
+"""Whether a form takes an artifact; if not, what of the run it does take, and which form does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
+from smelt.export.package.form import Form
+
+
+def refusal(form: Form, artifact: Artifact) -> str | None:
+    """Say why `form` does not take `artifact`; None where it does."""
+    takes, manifest = form.takes, artifact.manifest
+    made, target = artifact.format, manifest.facts.get("target")
+    if made not in takes.formats:
+        return f"it is a {made} artifact; this form takes {_listed(takes.formats)}. {takes.mend}"
+    if takes.targets is not None and target not in takes.targets:
+        return f"it was exported for {target}; this form takes {_listed(takes.targets)}. {takes.mend}"
+    if takes.tasks is not None and manifest.task not in takes.tasks:
+        return f"it is for {manifest.task}; this form takes {_listed(takes.tasks)}."
+    family = read_json(artifact.path / "config.json").get("model_type")
+    if takes.families is not None and family not in takes.families:
+        return f"it is a model of the family {family}; this form takes {_listed(takes.families)}."
+    try:
+        form.check(artifact)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def require_fit(
+    form: Form, artifact: Artifact, name: str, forms: Iterable[Form], run: Mapping[str, Artifact]
+) -> None:
+    """Require that `form` takes `artifact`, which the user knows as `name`.
+
+    Args:
+        form: the one that is asked for.
+        artifact: what is to be packaged.
+        name: the path that the user gave.
+        forms: all that there are.
+        run: the other artifacts of the same run, by their steps.
+
+    Raises:
+        InputError: it does not; names what it takes of this run, and the forms that take the artifact.
+    """
+    why = refusal(form, artifact)
+    if why is None:
+        return
+    said = [f"{name} cannot be packaged as '{form.name}': {why.strip()}"]
+    if others := [step for step, other in run.items() if refusal(form, other) is None]:
+        said.append(f"Of the same run it takes {_listed(others)}.")
+    if fitting := [other.name for other in forms if refusal(other, artifact) is None]:
+        said.append(f"Forms that take this artifact: {', '.join(fitting)} (--for).")
+    raise InputError(" ".join(said))
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Return "a", "a and b", "a, b and c"; a set in the order of its letters."""
+    found = sorted(words) if isinstance(words, frozenset) else list(words)
+    return " and ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else "".join(found)

@@ -1,0 +1,24 @@
+"""The forms of package. A new one is its file and a line here."""
+
+from __future__ import annotations
+
+from smelt.core.errors import InputError, nearest
+from smelt.export.package.form import Form
+from smelt.export.package.standalone.form import Standalone
+
+FORMS: dict[str, Form] = {
+    form.name: form
+    for form in (Standalone(),)
+}  # fmt: skip
+DEFAULT = "standalone"
+
+
+def find_form(name: str) -> Form:
+    """Return the form `name`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in FORMS:
+        raise InputError(f"no form '{name}' of packages; there are {', '.join(FORMS)}.{nearest(name, FORMS)}")
+    return FORMS[name]

@@ -1,0 +1,152 @@
+"""What a package tells of its artifact beyond the artifact's own folder: read from the run that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.artifact import Artifact, read_manifest
+from smelt.core.errors import InputError
+
+if TYPE_CHECKING:
+    from smelt.evaluate.report.schema import Quality, Report
+    from smelt.export.package.form import Origin, Score, Step
+
+_REPORT = "report.json"
+_ROOT = "model"
+_OF_STEPS = ("name", "from", "optional")  # keys of a recipe's step beside its stage
+
+
+def run_of(given: Path, artifact: Artifact) -> tuple[Path, str] | None:
+    """Return the folder of the run that made `artifact`, and its step there; None where it is not known.
+
+    Args:
+        given: as the user named the artifact: a link in a run's `artifacts`, a folder of the store, or one
+            that was copied away.
+        artifact: what is there.
+    """
+    from smelt.execute.store_runs import runs_of
+
+    place = given.absolute()
+    if _steps_in(place.parent.parent).get(place.name) == artifact.key:
+        return place.parent.parent, place.name
+    store = artifact.path.parent.parent
+    if not (store / "artifacts").is_dir() or artifact.path.name != artifact.key:
+        return None
+    for run in runs_of(store):
+        for step, key in _steps_in(run.folder).items():
+            if key == artifact.key:
+                return run.folder, step
+    return None
+
+
+def artifacts_of(run: Path) -> dict[str, Artifact]:
+    """Return the artifacts of a run by their steps; what is gone or damaged is left out."""
+    found = {}
+    for place in sorted((run / "artifacts").glob("*")):
+        try:
+            found[place.name] = Artifact(place.resolve(), read_manifest(place.resolve()))
+        except InputError:
+            continue
+    return found
+
+
+def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
+    """Return what the run in the folder `run` holds of `artifact`, which is its `step`."""
+    from smelt.evaluate.report.schema import validate_report
+    from smelt.evaluate.report.view import model_name
+    from smelt.export.package.form import Origin
+
+    if run is None:
+        return Origin(licence=_licence(artifact.manifest.facts))
+    try:
+        report = validate_report(json.loads((run / _REPORT).read_text(encoding="utf-8")))
+    except (InputError, OSError, ValueError, RecursionError):
+        return Origin(licence=_licence(artifact.manifest.facts))
+    root = artifacts_of(run).get(_ROOT)
+    return Origin(
+        run=str(report.recipe.get("name") or run.name),
+        model=model_name(report),
+        licence=None if root is None else _licence(root.manifest.facts),
+        steps=tuple(_steps(report, step)),
+        scores=tuple(_scores(report, step)),
+        times=tuple(_times(report, step)),
+        generation=dict((report.recipe.get("score") or {}).get("generation") or {}),
+    )
+
+
+def _steps_in(run: Path) -> dict[str, str]:
+    """Return the keys of a run's steps, as its report has them."""
+    try:
+        report = json.loads((run / _REPORT).read_text(encoding="utf-8"))
+        return {str(step["name"]): str(step["key"]) for step in report["steps"] if step["artifact"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _licence(facts: Mapping[str, Any]) -> str | None:
+    said = facts.get("licence")
+    return said if isinstance(said, str) else None
+
+
+def _steps(report: Report, step: str) -> list[Step]:
+    """Return the way from the model to `step`, with the settings that the recipe names."""
+    from smelt.export.package.form import Step
+
+    named = {found.name: found for found in report.steps}
+    way: list[Step] = []
+    at: str | None = step
+    while at is not None:
+        found = named[at]
+        way.append(Step(found.name, found.stage, _said(report, found.name)))
+        at = found.parent
+    return way[::-1]
+
+
+def _said(report: Report, step: str) -> Mapping[str, Any]:
+    """Return the settings of a step that the recipe names."""
+    for said in report.recipe.get("stages") or ():
+        entry = {said: {}} if isinstance(said, str) else said
+        word = next((key for key in entry if key not in _OF_STEPS), "")
+        if entry.get("name", word) == step:
+            return dict(entry[word] or {})
+    return {}
+
+
+def _scores(report: Report, step: str) -> list[Score]:
+    from smelt.evaluate.report.view import digits, label
+    from smelt.export.package.form import Score
+
+    own = next(found for found in report.steps if found.name == step).quality
+    base = report.base.quality if report.base is not None and report.baseline != step else {}
+
+    def text(metric: str, found: Quality) -> str:
+        n = digits(metric)
+        return f"{found.value:.{n}f} [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]"
+
+    return [
+        Score(
+            label(metric),
+            text(metric, found),
+            text(metric, base[metric]) if metric in base else None,
+            found.n,
+            found.signature,
+        )
+        for metric, found in own.items()
+    ]
+
+
+def _times(report: Report, step: str) -> list[str]:
+    """Return a line for each batch size that was timed."""
+    from smelt.evaluate.report.view import hardware
+
+    lines = []
+    for row in next(found for found in report.steps if found.name == step).latency:
+        said = f"{row.p50_ms:.3g} ms (median) at batch {row.batch_size}, threads: {row.threads or 'all'}"
+        if row.stable and row.speedup and row.speedup_ci95 and step != report.baseline:
+            low, high = row.speedup_ci95
+            said += f": {row.speedup:.2f} times as fast as {report.baseline} [{low:.2f}, {high:.2f}]"
+        lines.append(f"{said}; {hardware(report)}")
+    return lines

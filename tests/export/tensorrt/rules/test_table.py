@@ -1,0 +1,295 @@
+"""Every rule on the smallest graph that it is about, and what a real builder makes of that graph.
+
+The builder is TensorRT for RTX 1.7 under the bindings of 11.4 (tests/support/processes/tensorrt_rig.py): a
+graph that a rule calls rejected is rejected by it, one that is built otherwise or wrong is built.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tensorrt_rig
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.core.errors import RunError
+from smelt.export.tensorrt.preflight import load_graph, preflight
+from smelt.export.tensorrt.rules.operators import _INTEGER, MISSING
+from smelt.export.tensorrt.rules.table import OUTCOMES, RULES
+
+FLOAT, HALF, INT8, INT32, INT64 = (
+    TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.INT32, TensorProto.INT64,
+)  # fmt: skip
+W = np.ones((4, 4), np.float32)
+ZERO = np.int8(0)
+ROWS = {"x": ((1, 4), (2, 4), (8, 4))}
+
+
+def node(kind: str, inputs: str, outputs: str = "y", **more: Any) -> Any:
+    return helper.make_node(kind, inputs.split(), outputs.split(), name=f"the {kind}", **more)
+
+
+def value(name: str, kind: int = FLOAT, shape: Any = ("batch", 4)) -> Any:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def graph(nodes: Any, weights: Any = None, kind: int = FLOAT, out: Any = None, **more: Any) -> Any:
+    """Return a model; more: `inputs`, `opset`, `domain`."""
+    tensors = [
+        w if isinstance(w, onnx.TensorProto) else numpy_helper.from_array(np.asarray(w), name)
+        for name, w in (weights or {}).items()
+    ]
+    inputs = more.get("inputs") or [value("x", kind)]
+    opsets = [helper.make_opsetid("", more.get("opset", 21))]
+    opsets += [helper.make_opsetid(more["domain"], 1)] if "domain" in more else []
+    outputs = [value("y", out or kind, None)]
+    body = helper.make_graph(nodes if isinstance(nodes, list) else [nodes], "g", inputs, outputs, tensors)
+    return helper.make_model(body, opset_imports=opsets, ir_version=10)
+
+
+def pair(zero: Any = ZERO, scale: float = 0.1, **more: Any) -> Any:
+    nodes = [
+        node("QuantizeLinear", "x s z", "q", **more),
+        node("DequantizeLinear", "q s z", "d"),
+        node("MatMul", "d w"),
+    ]
+    return graph(nodes, {"s": np.float32(scale), "z": zero, "w": W})
+
+
+def image(nodes: Any, weights: Any = None) -> Any:
+    return graph(nodes, weights, inputs=[value("x", FLOAT, [1, 1, 8, 8])])
+
+
+def overflowed() -> Any:
+    weight = W.astype(np.float16)
+    weight[1, 2] = np.inf
+    return weight
+
+
+def norm() -> list[Any]:
+    return [
+        node("Pow", "x two", "squares"), node("ReduceMean", "squares last", "mean"),
+        node("Add", "mean small", "more"), node("Sqrt", "more", "root"), node("Div", "x root"),
+    ]  # fmt: skip
+
+
+NORM = {"two": np.float16(2), "last": np.array([-1]), "small": np.float16(1e-3)}
+STAGES = [node("DynamicQuantizeLinear", "x", "q s z"), node("DequantizeLinear", "q s z")]
+TRAINED = {name: np.ones(4, np.float32) for name in "abmv"}
+
+# rule, what it says (a part), the graph, the profile
+CASES: dict[str, tuple[str, str, Any, Any]] = {
+    "a newer opset": ("opset", "opset 26: TensorRT 11 takes 9 to 25",
+                      graph(node("Abs", "x"), opset=26), ROWS),
+    "nodes that wait for each other": (
+        "circle", "it waits for a node that waits for it",
+        graph([node("Add", "x b", "a"), node("Mul", "a x", "b"), node("Abs", "b")]), ROWS,
+    ),
+    "an operator of ONNX Runtime": (
+        "foreign-operator", "com.microsoft::QuickGelu is an operator of another runtime",
+        graph(node("QuickGelu", "x", domain="com.microsoft"), domain="com.microsoft"), ROWS,
+    ),
+    "a namesake": (
+        "foreign-namesake", "com.microsoft::Gelu is not the standard Gelu, as which TensorRT reads it",
+        graph(node("Gelu", "x", domain="com.microsoft"), domain="com.microsoft"), ROWS,
+    ),
+    "int8 of ONNX Runtime": ("integer-operator", "DynamicQuantizeLinear; TensorRT takes",
+                             graph(STAGES), ROWS),
+    "an operator that is not there": (
+        "missing-operator", "'the Det' (Det): TensorRT has no such", graph(node("Det", "x")),
+        {"x": ((4, 4), (4, 4), (4, 4))},
+    ),
+    "dropout of training": (
+        "training-mode", "(Dropout): it computes as in training",
+        graph(node("Dropout", "x r t"), {"r": np.float32(0.5), "t": np.array(True)}), ROWS,
+    ),
+    "batch norm of training": (
+        "training-mode", "(BatchNormalization): it computes as in training",
+        graph(node("BatchNormalization", "x a b m v", "y mm vv", training_mode=1), TRAINED), ROWS,
+    ),
+    "antialias": (
+        "attribute", "antialias: 1",
+        image(node("Resize", "x  s".replace("  ", " n "), mode="cubic", antialias=1),
+              {"s": np.array([1, 1, 2, 2], np.float32), "n": np.zeros(0, np.float32)}), {},
+    ),
+    "crop and resize": (
+        "attribute", "the mode tf_crop_and_resize; TensorRT knows align_corners",
+        image(node("Resize", "x r s", coordinate_transformation_mode="tf_crop_and_resize"),
+              {"r": np.zeros(8, np.float32), "s": np.array([1, 1, 2, 2], np.float32)}), {},
+    ),
+    "indices of a pool": (
+        "attribute", "it gives indices", image(node("MaxPool", "x", "y i", kernel_shape=[2, 2])), {},
+    ),
+    "a convolution in four dimensions": (
+        "attribute", "it runs over 4 axes",
+        graph(node("Conv", "x w"), {"w": np.ones([1] * 6, np.float32)},
+              inputs=[value("x", FLOAT, [1, 1, 4, 4, 4, 4])]), {},
+    ),
+    "many largest": (
+        "attribute", "K is 5000; TensorRT takes at most 3840",
+        graph(node("TopK", "x k", "y i"), {"k": np.array([5000])},
+              inputs=[value("x", FLOAT, ["batch", 8000])]),
+        {"x": ((1, 8000), (2, 8000), (8, 8000))},
+    ),
+    "int16": ("missing-type", "the input 'x': the type int16",
+              graph(node("Abs", "x"), kind=TensorProto.INT16), ROWS),
+    "a cast to uint32": (
+        "missing-type", "(Cast): the type uint32",
+        graph([node("Cast", "x", "m", to=TensorProto.UINT32), node("Cast", "m", to=FLOAT)]), ROWS,
+    ),
+    "two types": ("mixed-types", "float ('x') and float16 ('w') meet in one operator",
+                  graph(node("MatMul", "x w"), {"w": W.astype(np.float16)}), ROWS),
+    "a product of integers": ("refused-type", "(MatMul): TensorRT does not compute it in int64",
+                              graph(node("MatMul", "x w"), {"w": W.astype(np.int64)}, INT64), ROWS),
+    "the largest of bools": ("refused-type", "(ReduceMax): TensorRT does not compute it in bool",
+                             graph(node("ReduceMax", "x"), kind=TensorProto.BOOL), ROWS),
+    "uint8 between operators": (
+        "uint8-inside", "it gives uint8 to other operators",
+        graph([node("Cast", "x", "m", to=TensorProto.UINT8), node("Cast", "m", to=FLOAT)]), ROWS,
+    ),
+    "arithmetic in uint8": ("uint8-inside", "it computes with the input 'x' in uint8",
+                            graph(node("Add", "x x"), kind=TensorProto.UINT8), ROWS),
+    "a cast to float8": (
+        "cast-to-float8", "TensorRT makes float8 by QuantizeLinear only",
+        graph([node("Cast", "x", "m", to=TensorProto.FLOAT8E4M3FN), node("Cast", "m", to=FLOAT)]), ROWS,
+    ),
+    "uint8 codes": ("unsigned-codes", "(QuantizeLinear): uint8 codes; TensorRT wants int8", pair(np.uint8(0)),
+                    ROWS),
+    "int16 codes": ("codes", "(QuantizeLinear): int16 codes; TensorRT wants int8", pair(np.int16(0)), ROWS),
+    "a quantized bias": (
+        "codes", "(DequantizeLinear): a quantized bias (int32)",
+        graph([node("DequantizeLinear", "b s", "bias"), node("Add", "x bias")],
+              {"b": np.ones(4, np.int32), "s": np.float32(0.1)}), ROWS,
+    ),
+    "asymmetric codes": ("zero-point", "a zero point that is not 0", pair(np.int8(3)), ROWS),
+    "a scale of zero": ("scale", "a scale that is not positive", pair(scale=0.0), ROWS),
+    "codes that are read as they are": (
+        "codes-without-scale", "it reads the int8 constant 'w'",
+        graph([node("Gather", "w x", "g"), node("Cast", "g", to=FLOAT)], {"w": W.astype(np.int8)},
+              inputs=[value("x", INT64, ["batch"])]), {"x": ((1,), (2,), (8,))},
+    ),
+    "nine axes": ("axes", "to 9 axes; TensorRT takes 8",
+                  graph(node("Reshape", "x s"), {"s": np.array([-1, *[1] * 7, 4])}), ROWS),
+    "an infinite weight": ("infinite", "the constant 'w' (float16): it holds 1 infinite",
+                           graph(node("MatMul", "x w"), {"w": overflowed()}, HALF), ROWS),
+    "a mask with -inf": ("mask", "a mask with -inf",
+                         graph(node("Add", "x m"), {"m": np.array([0, -np.inf, 0, 0], np.float32)}), ROWS),
+    "a cast that overflows": (
+        "overflowing-cast", "the constant 'c' holds -3.4e+38, which is infinite in float16",
+        graph([node("Cast", "c", "h", to=HALF), node("Add", "x h")], {"c": np.float32(-3.4e38)}, HALF), ROWS,
+    ),
+    "a norm in float16": ("norm-in-half", "the mean of squares of a norm", graph(norm(), NORM, HALF), ROWS),
+    "a double": ("double", "the constant 'w': double; TensorRT rounds it to float",
+                 graph(node("MatMul", "x w"), {"w": W.astype(np.float64)}, TensorProto.DOUBLE), ROWS),
+    "an input with a default": (
+        "default-input", "the input 'k': it has a default",
+        graph(node("Mul", "x k"), {"k": np.float32(3)}, inputs=[value("x"), value("k", FLOAT, [])]), ROWS,
+    ),
+    "a seed": ("seed", "TensorRT ignores its seed",
+               graph([node("RandomUniformLike", "x", "r", seed=3.0), node("Add", "x r")]), ROWS),
+    "a size without a name": ("unnamed-size", "the sizes at [0] have no name",
+                              graph(node("Abs", "x"), inputs=[value("x", FLOAT, [None, 4])]), ROWS),
+}  # fmt: skip
+# NonZero is a plugin of the full TensorRT, which the rig has not: only the rule is asked.
+SILENT = {"a size from the data": ("size-from-data", "the size of its output depends on the data",
+                                   graph(node("NonZero", "x"), out=INT64)),
+          "an empty file": ("no-output", "it has no outputs", onnx.ModelProto(), {})}  # fmt: skip
+FINE = {
+    "floats": graph(node("MatMul", "x w"), {"w": W}),
+    "float16": graph(node("MatMul", "x w"), {"w": W.astype(np.float16)}, HALF),
+    "int8 pairs": pair(),
+    "int8 weights": graph(
+        [node("DequantizeLinear", "c s", "w", axis=1), node("MatMul", "x w")],
+        {"c": np.ones((4, 4), np.int8), "s": np.ones(4, np.float32)},
+    ),
+    "a power of an integer": graph(node("Pow", "x k"), {"k": np.int64(2)}),
+    "int64 arithmetic": graph(node("Div", "x x"), kind=INT64),
+    "uint8 at the door": graph(node("Cast", "x", to=FLOAT), inputs=[value("x", TensorProto.UINT8)]),
+}
+_PARTS = {
+    **{name: (model, shapes) for name, (_, _, model, shapes) in CASES.items()},
+    **{name: (model, ROWS) for name, model in FINE.items()},
+}
+
+
+def found(model: Any, folder: Path) -> list[Any]:
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    return preflight(load_graph(path), path)
+
+
+@pytest.mark.parametrize("name", [*CASES, *SILENT])
+def test_rule_names_the_place_the_reason_and_what_to_do(name: str, tmp_path: Path) -> None:
+    rule, words, model = (CASES.get(name) or SILENT[name])[:3]
+    problems = found(model, tmp_path)
+    told = [problem for problem in problems if problem.rule == rule]
+    assert any(words in problem.text for problem in told), [p.text for p in problems]
+    assert all(problem.graph == "model.onnx" and problem.place for problem in told)
+    assert all(problem.mend for problem in told) or rule == "mask"
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_tensorrt_takes_passes(name: str, tmp_path: Path) -> None:
+    assert found(FINE[name], tmp_path) == []
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.name for rule in RULES} == {rule for rule, *_ in (*CASES.values(), *SILENT.values())}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the builder made of each graph: all in one process."""
+    folder = tmp_path_factory.mktemp("rules")
+    graphs = {}
+    for at, (model, shapes) in enumerate(_PARTS.values()):
+        onnx.save(model, folder / f"{at}.onnx")
+        graphs[folder / f"{at}.onnx"] = shapes
+    return dict(zip(_PARTS, tensorrt_rig.build_all(graphs), strict=True))
+
+
+@pytest.mark.parametrize("name", [*CASES, *FINE])
+def test_the_builder_does_what_the_table_says(name: str, built: dict[str, Any]) -> None:
+    rejected = name in CASES and OUTCOMES[CASES[name][0]] == "rejected"
+    assert ("error" in built[name]) is rejected, built[name]
+
+
+def test_operators_that_the_parser_has_not_are_those_of_the_table() -> None:
+    code = (
+        "import json, onnx.defs, tensorrt as t\n"
+        "log = t.Logger(t.Logger.ERROR); parser = t.OnnxParser(t.Builder(log).create_network(0), log)\n"
+        "names = {s.name for s in onnx.defs.get_all_schemas() if s.domain == ''}\n"
+        "print(json.dumps([n for n in names if not parser.supports_operator(n)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=tensorrt_rig.require(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout.splitlines()[-1])) == MISSING | _INTEGER
+
+
+@pytest.mark.parametrize("location", ["../weights", "/etc/passwd"])
+def test_weights_outside_of_the_folder_are_never_read(location: str, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(W.tobytes())
+    (tmp_path / "in").mkdir()
+    model = graph(node("MatMul", "x w"), {"w": W})
+    model.graph.initializer[0].ClearField("raw_data")
+    model.graph.initializer[0].data_location = TensorProto.EXTERNAL
+    model.graph.initializer[0].external_data.add(key="location", value=location)
+    path = tmp_path / "in" / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    (problem,) = preflight(load_graph(path), path)
+    assert f"they are said to lie in {location}, outside of the graph's folder" in problem.text
+
+
+def test_constant_that_does_not_fill_its_shape_is_named(tmp_path: Path) -> None:
+    model = graph(node("MatMul", "x w"), {"w": W})
+    model.graph.initializer[0].dims[0] = 1 << 40
+    with pytest.raises(RunError, match="the constant 'w' cannot be read"):
+        found(model, tmp_path)

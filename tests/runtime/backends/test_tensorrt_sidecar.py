@@ -1,0 +1,97 @@
+"""What stands beside an engine is compared with what is here, and each refusal says both and what to do."""
+
+import json
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends.tensorrt_sidecar import (
+    Sidecar,
+    check_sidecar,
+    read_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
+
+H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
+A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
+T4 = {"name": "Tesla T4", "compute_capability": "7.5"}
+
+
+def engine(folder, **other):
+    plan = folder / "model.plan"
+    plan.write_bytes(b"plan")
+    said = {
+        "package": "tensorrt", "version": "11.4.0.106", "gpu": A10, "graph": "model.onnx",
+        "graph_sha256": "0" * 64, "size_bytes": 4, "weights": "inside", "version_compatible": False,
+        "hardware_compatibility": "none", "flags": {"tf32": True}, "profiles": [{"x": [[1], [2], [3]]}],
+    }  # fmt: skip
+    write_sidecar(plan, Sidecar(**(said | other)))
+    return plan
+
+
+def check(plan, package="tensorrt", version="11.4.0.106", gpu=A10):
+    check_sidecar(plan, read_sidecar(plan), package, version, gpu)
+
+
+def test_sidecar_is_read_as_it_was_written_and_none_where_there_is_none(tmp_path):
+    plan = engine(tmp_path)
+    assert read_sidecar(plan).profiles == [{"x": [[1], [2], [3]]}]
+    check(plan)
+    sidecar_path(plan).unlink()
+    assert read_sidecar(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("built", "here", "words"),
+    [
+        ({}, {"version": "11.5.0"}, r"built by tensorrt 11\.4\.0\.106; here is tensorrt 11\.5\.0\. Build"),
+        ({}, {"package": "tensorrt_rtx", "version": "11.4.0.106"}, "here is tensorrt_rtx"),
+        ({"version_compatible": True}, {"version": "11.3.9"}, r"here is tensorrt 11\.3\.9\. Build it here"),
+        ({}, {"gpu": H200}, r"built for NVIDIA A10 \(compute capability 8\.6\).*here is NVIDIA H200"),
+        ({"hardware_compatibility": "same-cc"}, {"gpu": H200}, "hardware_compatibility: same-cc"),
+        ({"hardware_compatibility": "ampere+"}, {"gpu": T4}, "here is Tesla T4"),
+        ({"size_bytes": 5}, {}, "4 bytes, but 5 were written; the copy is not whole"),
+        ({"weights": "outside"}, {}, r"its weights lie in model\.onnx, which is not beside it"),
+    ],
+)  # fmt: skip
+def test_engine_that_cannot_run_here_says_what_built_it_and_what_to_do(tmp_path, built, here, words):
+    with pytest.raises(InputError, match=words):
+        check(engine(tmp_path, **built), **here)
+
+
+@pytest.mark.parametrize(
+    ("built", "here"),
+    [
+        ({"version_compatible": True}, {"version": "11.5.0"}),
+        ({}, {"version": "11.4.0.200"}),  # builds of one version
+        ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
+        ({}, {"gpu": {"name": "NVIDIA A40", "compute_capability": "8.6"}}),
+        ({"gpu": None}, {"gpu": T4}),  # built ahead of time
+        ({}, {"gpu": None}),
+    ],
+)
+def test_engine_that_can_run_here_passes(tmp_path, built, here):
+    check(engine(tmp_path, **built), **here)
+
+
+def test_another_graph_than_the_engine_was_built_from_is_refused(tmp_path):
+    from onnx import helper, save
+
+    save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "model.onnx")
+    with pytest.raises(InputError, match=r"model\.onnx: not the graph that model\.plan was built from"):
+        check(engine(tmp_path, weights="outside"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": 1}', '{"schema_version": 2}', "{}"])
+def test_damaged_sidecar_is_named(tmp_path, text):
+    plan = engine(tmp_path)
+    sidecar_path(plan).write_text(text)
+    with pytest.raises(InputError, match=r"model\.plan\.json: (cannot be read|written by another version)"):
+        read_sidecar(plan)
+
+
+def test_fields_are_those_of_the_file(tmp_path):
+    said = json.loads(sidecar_path(engine(tmp_path)).read_text())
+    assert said["schema_version"] == 1
+    assert said["gpu"] == A10

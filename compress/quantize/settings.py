@@ -13,6 +13,7 @@ from smelt.runtime.schemes.scheme import Option, Scheme, Value
 # among the patterns of `skip`: what is most sensitive
 AUTO = "auto"
 _OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observes)
+_SMOOTHED = ", ".join(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 _TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
 
@@ -83,15 +84,24 @@ class QuantizeSettings(_FromSchemes):
     percentile: float = Field(
         default=99.99, gt=50, le=100, description=f"{_OBSERVING}: of magnitudes, inside the range"
     )
+    smooth: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        strict=True,
+        description=f"{_SMOOTHED}: SmoothQuant's alpha: how much of the outliers of activations goes from the"
+        " norms into the weights that read them; 0.5 is usual",
+    )
     rows: int = Field(
         default=128,
         ge=1,
-        description=f"{_OBSERVING}, skip: auto: rows that are looked at (calibration, else train)",
+        description=f"{_OBSERVING}, smooth, skip: auto: rows that are looked at (calibration, else train)",
     )
     damage_rows: int = Field(
         default=8,
         ge=0,
-        description=f"{_OBSERVING}, skip: auto: of them, those on which the damage of each layer is measured",
+        description=f"{_OBSERVING}, smooth, skip: auto: of them, those on which the damage of each layer is"
+        " measured",
     )
     embeddings: bool = Field(default=True, description="quantize word embeddings")
     head: bool = Field(default=True, description="quantize the output layer")
@@ -130,6 +140,11 @@ class QuantizeSettings(_FromSchemes):
         for name in ("range", "percentile"):
             if name in given and not self.observes:
                 raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
+        if self.smooth is not None and not SCHEMES[self.scheme].one_scale:
+            raise ValueError(
+                f"smooth is for schemes whose activations share one scale ({_SMOOTHED}), and"
+                f" {self.scheme} is none; remove it"
+            )
         for name in ("rows", "damage_rows"):
             if name in given and not self.reads_rows:
                 raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
@@ -148,7 +163,7 @@ class QuantizeSettings(_FromSchemes):
     @property
     def reads_rows(self) -> bool:
         """Whether rows of data are looked at."""
-        return self.observes or AUTO in self.skip
+        return self.observes or self.smooth is not None or AUTO in self.skip
 
     @property
     def patterns(self) -> list[str]:

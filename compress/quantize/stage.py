@@ -14,6 +14,7 @@ from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, t
 from smelt.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
+    from smelt.compress.calibrate import CalibrationRows
     from smelt.compress.quantize.planned import Planned
 
 
@@ -28,13 +29,16 @@ class Quantize:
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
+        - quantize: {scheme: int8-static, smooth: 0.5}
     """
 
     name: ClassVar[str] = "quantize"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
-    source: ClassVar[str] = "; ".join(scheme.source for scheme in SCHEMES.values())
+    source: ClassVar[str] = "; ".join(
+        [*(scheme.source for scheme in SCHEMES.values()), "smooth: Xiao et al. 2023, arXiv:2211.10438"]
+    )
     version: ClassVar[int] = 2
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
@@ -88,18 +92,17 @@ def _look(
     from smelt.compress.calibrate import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
     from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
+    from smelt.compress.quantize.smooth import smooth
+    from smelt.runtime.models.stored_dtype import stored_types
 
     rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     ranges: dict[int, float] = {}
+    if (settings.observes or settings.smooth is not None) and rows.tokens < ENOUGH_TOKENS:
+        ctx.warnings.append(_too_few(rows, settings))
+    if settings.smooth is not None:
+        smooth(model, layers, rows, settings.smooth, stored_types(src.path).of, ctx)
     if settings.observes:
-        if rows.tokens < ENOUGH_TOKENS:
-            ctx.warnings.append(
-                f"quantize: the ranges of activations were found on {rows.rows} rows of {rows.origin}, which"
-                f" have {rows.tokens} tokens; larger values in other texts will be cut off. Give"
-                f" {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data: {{calibration:"
-                " FILE}."
-            )
         ranges = ranges_of(model, layers, rows, settings, ctx)
         unseen = [layer.name for layer in layers if layer.observes and layer.weight not in ranges]
         if unseen:
@@ -113,6 +116,20 @@ def _look(
         stay = sensitive(found, settings.budget or Budget()) if AUTO in settings.skip else []
         layers = [layer for layer in layers if layer.name not in stay]
     return layers, ranges
+
+
+def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
+    """Return what to say of rows with too few tokens."""
+    from smelt.compress.quantize.observed import ENOUGH_TOKENS
+
+    what, why = "ranges of activations", "larger values in other texts will be cut off"
+    if not settings.observes:
+        what, why = "largest activations of each channel", "other texts may have larger ones"
+    return (
+        f"quantize: the {what} were found on {rows.rows} rows of {rows.origin}, which have {rows.tokens}"
+        f" tokens; {why}. Give {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
+        " {calibration: FILE}."
+    )
 
 
 def _help_of(scheme: Scheme) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compress.quantize.coding import fake, fake_activations, fill_
+from smelt.compress.quantize.smooth import follow
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.runtime.layers.quantized import (
@@ -90,7 +91,10 @@ def load_trainable(src: Artifact, ctx: Context) -> tuple[Any, list[Edit]]:
     if any(edit.get("op") == "quantize" for edit in edits):
         found = _float_parent(src, ctx.ancestors)
         ctx.facts["latent_weights"] = found[0] if found else "codes"
-        put_latent(model, load_model(found[1].path)[0] if found else None)
+        floats = load_model(found[1].path)[0] if found else None
+        if floats is not None:
+            follow(floats, model)
+        put_latent(model, floats)
     return model, edits
 
 

@@ -34,6 +34,7 @@ class Int8Dynamic(RowCodes):
         " the whole batch"
     )
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
+    one_scale: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
     leaves_as: ClassVar[str] = "dynamic int8"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"DynamicQuantizeMatMul": (2, 3)} | groups.OPERATORS

@@ -42,6 +42,7 @@ class Int8Static(RowCodes):
         " arXiv:1712.05877"
     )
     observes: ClassVar[bool] = True
+    one_scale: ClassVar[bool] = True
     row_by_row: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": "ONNX Runtime multiplies such codes on the CPU only"}
     leaves_as: ClassVar[str] = "static int8"

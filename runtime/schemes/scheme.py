@@ -120,6 +120,8 @@ class Scheme(Protocol):
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
     observes: whether its products need the range of their activations, found on rows of data.
+    one_scale: whether all activations of a product become codes with one scale, so that a channel of large
+        ones costs the others their precision.
     row_by_row: whether a product in ONNX Runtime gives a row the same, bit for bit, whatever else is in its
         batch.
     refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
@@ -143,6 +145,7 @@ class Scheme(Protocol):
     vocabulary: ClassVar[str] = ""
     trained: ClassVar[bool] = False
     observes: ClassVar[bool] = False
+    one_scale: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]]
     leaves_as: ClassVar[str]

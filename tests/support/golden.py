@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
     "quantize gpt2, int8-static of the worst float": Case("quantize", "gpt2", STATIC | {"skip": "auto"}),
+    "quantize gpt2, int8-static smoothed": Case("quantize", "gpt2", STATIC | {"smooth": 0.5}),
     "quantize marian, int8-groupwise": Case("quantize", "marian", GROUPWISE),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),

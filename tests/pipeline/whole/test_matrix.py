@@ -65,6 +65,7 @@ STAGES = {
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
+    "int8-smooth": ["quantize: {scheme: int8-static, smooth: 0.5, rows: 8, damage_rows: 1}"],
     "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
@@ -72,6 +73,7 @@ STAGES = {
 STAGES["chain"] = [*STAGES["distill"], *STAGES["prune"], *STAGES["factorize"], *STAGES["int4"]]
 STAGES["chain-shared"] = [*STAGES["share"], *STAGES["finetune"], *STAGES["prune"], *STAGES["int8-dynamic"]]
 STAGES["chain-static"] = [*STAGES["prune"], *STAGES["int8-static"], *STAGES["finetune"]]
+STAGES["chain-smooth"] = [*STAGES["factorize"], *STAGES["int8-smooth"], *STAGES["finetune"]]
 STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 # what no other test takes a family through
@@ -96,6 +98,7 @@ FAST |= {
     ("gpt2", "int8-static"),
     ("t5", "chain-static"),
     ("modernbert", "int8-static"),
+    ("gemma", "chain-smooth"),
 }
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 # what only models with an encoder and a decoder can have
@@ -103,8 +106,9 @@ LISTED = {"shortlist", "chain-listed"}
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
 CELLS = sorted(POSSIBLE) if matrix.whole() else sorted(FAST)
 # what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
-STAGES_OPENVINO = ["prune", "int8-static"]
+STAGES_OPENVINO = ["prune", "int8-static", "int8-smooth"]
 FAST_OPENVINO = {("marian", "int8-static"), ("qwen2", "prune"), ("bert-embedder", "int8-static")}
+FAST_OPENVINO |= {("llama", "int8-smooth")}
 WHOLE_OPENVINO = sorted((m, s) for m in MODELS for s in STAGES_OPENVINO)
 CELLS_OPENVINO = WHOLE_OPENVINO if matrix.whole() else sorted(FAST_OPENVINO)
 

@@ -1,0 +1,152 @@
+"""`quantize: {smooth: 0.5}`: planted outliers cost less, and what follows the stage goes on as before."""
+
+import causal
+import harness
+import pytest
+import torch
+from what_follows import saved_is_the_same
+
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.through_codes import load_trainable, settle
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import Columns, Split, read_split
+from smelt.core.errors import InputError
+from smelt.core.stage import needs_of
+from smelt.runtime.layers.quantized import is_quantized
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+TASK = "language-modeling"
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return causal.model(tmp_path_factory.mktemp("llama") / "model", "llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def planted(llama, tmp_path_factory):
+    """Nearly the same function, two of whose 64 channels are 60 times as large between norms and products."""
+    out = tmp_path_factory.mktemp("planted")
+    model, edits = load_model(llama)
+    with torch.no_grad():
+        model.model.norm.weight[3] = 1.5  # or export leaves a norm out that multiplies with ones
+        for layer in model.model.layers:
+            for norm, readers in READERS.items():
+                layer.get_submodule(norm).weight[[5, 40]] *= 60
+                for name in readers:
+                    layer.get_submodule(name).weight[:, [5, 40]] /= 60
+    save_model(model, edits, out, llama)
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return read_split(str(causal.lines(folder / "text.txt", 8)), TASK, Columns(), folder)
+
+
+def run(source, out, data, scheme="int8-static", **settings):
+    """Quantize; where rows are looked at, no damage is measured unless a test wants it."""
+    looks = scheme == "int8-static" or "smooth" in settings
+    settings = QuantizeSettings(scheme=scheme, **({"damage_rows": 0} if looks else {}) | settings)
+    return harness.run(Quantize(), settings, source, out, TASK, data)
+
+
+def error(source, out, data, **settings):
+    """The change of the logits by `quantize` of the blocks' products, in parts of their spread."""
+    ctx = run(source, out, data, embeddings=False, head=False, **settings)
+    whole, codes = harness.logits(load_model(source)[0]), harness.logits(harness.model_of(ctx))
+    return float((codes - whole).square().mean().sqrt() / whole.std())
+
+
+@pytest.mark.parametrize("scheme", ["int8-static", "int8-dynamic"])
+def test_outliers_cost_clearly_less_and_without_them_it_stays(llama, planted, data, scheme, tmp_path):
+    without = error(planted, tmp_path / "planted", data, scheme=scheme)
+    helped = error(planted, tmp_path / "helped", data, scheme=scheme, smooth=0.5)
+    control = error(llama, tmp_path / "control", data, scheme=scheme)
+    same = error(llama, tmp_path / "same", data, scheme=scheme, smooth=0.5)
+    assert helped < 0.4 * without
+    assert 0.6 * control < same < 1.4 * control
+
+
+def test_the_report_says_what_was_smoothed_and_by_how_much(planted, data, tmp_path):
+    ctx = run(planted, tmp_path / "out", data, smooth=0.5)
+    norms = [f"model.layers.0.{name}" for name in READERS]
+    assert list(ctx.facts["smoothed"]) == [*norms, "model.norm"]
+    for name in norms:
+        told = ctx.facts["smoothed"][name]
+        assert told["outliers_before"] > 20
+        assert told["outliers_after"] < 0.3 * told["outliers_before"]
+    assert ctx.warnings == []
+    assert ctx.facts["calibration"]["rows"] > 0
+
+
+def test_without_smooth_nothing_is_told_of_it(planted, data, tmp_path):
+    assert "smoothed" not in run(planted, tmp_path / "out", data).facts
+
+
+def test_what_was_smoothed_is_saved_and_read_again(planted, data, tmp_path):
+    saved_is_the_same(run(planted, tmp_path / "made", data, smooth=0.5).out, tmp_path / "again")
+
+
+def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, data, tmp_path):
+    """Nothing changes where nothing is trained: the very codes are decided again."""
+    made = run(planted, tmp_path / "made", data, smooth=0.5).out
+    kept = {
+        name: m.matrix.codes.clone() for name, m in load_model(made)[0].named_modules() if is_quantized(m)
+    }
+    source, step = (
+        Artifact(folder, Manifest(
+            key=key * 64, format="torch", task=TASK, stage=stage, settings={}, seed=0,
+            parent=parent and parent * 64, versions={},
+        ))
+        for folder, key, stage, parent in ((planted, "a", "model", None), (made, "b", "quantize", "a"))
+    )  # fmt: skip
+    ctx = harness.context(tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step})
+    model, _ = load_trainable(step, ctx)
+    settle(model, ctx)
+    assert ctx.facts == {"latent_weights": "model", "codes_changed": 0.0}
+    for name, module in model.named_modules():
+        if is_quantized(module):
+            assert module.matrix.codes.equal(kept.pop(name))
+    assert not kept
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
+def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
+    from collections import Counter
+
+    import onnx
+
+    from smelt.export.onnx_stage import Onnx, OnnxSettings
+
+    found = []
+    for word, more in (("plain", {}), ("smooth", {"smooth": 0.5})):
+        made = run(planted, tmp_path / f"{word}-codes", data, **more).out
+        settings = OnnxSettings(target=target)
+        ctx = harness.run(Onnx(), settings, made, tmp_path / word, TASK, data)
+        graphs = sorted(ctx.out.glob("*.onnx"))
+        found.append([Counter(node.op_type for node in onnx.load(path).graph.node) for path in graphs])
+    assert found[0] == found[1]
+    assert found[0]
+
+
+def test_smooth_needs_rows_under_every_scheme(planted, tmp_path):
+    settings = QuantizeSettings(smooth=0.5)
+    assert needs_of(Quantize, settings, ["train"]) == {"train"}
+    assert needs_of(Quantize, settings, ["train", "calibration"]) == {"calibration"}
+    with pytest.raises(InputError, match=r"there are none\. Name some with data: \{calibration: FILE\}"):
+        run(planted, tmp_path / "none", {}, scheme="int8-dynamic", smooth=0.5)
+
+
+def test_few_tokens_are_a_warning_that_fits_the_scheme(planted, data, tmp_path):
+    few = Split("few.txt", data.examples, data.windows)
+    ctx = run(planted, tmp_path / "out", few, scheme="int8-dynamic", smooth=0.5, rows=1)
+    assert len(ctx.warnings) == 1
+    assert ctx.warnings[0].startswith(
+        "quantize: the largest activations of each channel were found on 1 rows"
+    )

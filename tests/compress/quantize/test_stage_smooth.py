@@ -93,9 +93,14 @@ def test_what_was_smoothed_is_saved_and_read_again(planted, data, tmp_path):
     saved_is_the_same(run(planted, tmp_path / "made", data, smooth=0.5).out, tmp_path / "again")
 
 
-def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, data, tmp_path):
-    """Nothing changes where nothing is trained: the very codes are decided again."""
-    made = run(planted, tmp_path / "made", data, smooth=0.5).out
+@pytest.mark.parametrize("dtype", ["keep", "fp16"])
+def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, data, dtype, tmp_path):
+    """Nothing changes where nothing is trained: the very codes are decided again, of 16-bit weights too."""
+    model, edits = load_model(planted)
+    start = tmp_path / "float"
+    start.mkdir()
+    save_model(model, edits, start, planted, dtype)
+    made = run(start, tmp_path / "made", data, smooth=0.5).out
     kept = {
         name: m.matrix.codes.clone() for name, m in load_model(made)[0].named_modules() if is_quantized(m)
     }
@@ -104,7 +109,7 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
             key=key * 64, format="torch", task=TASK, stage=stage, settings={}, seed=0,
             parent=parent and parent * 64, versions={},
         ))
-        for folder, key, stage, parent in ((planted, "a", "model", None), (made, "b", "quantize", "a"))
+        for folder, key, stage, parent in ((start, "a", "model", None), (made, "b", "quantize", "a"))
     )  # fmt: skip
     ctx = harness.context(tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step})
     model, _ = load_trainable(step, ctx)

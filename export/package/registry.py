@@ -5,7 +5,7 @@ from __future__ import annotations
 from smelt.core.errors import InputError, nearest
 from smelt.export.package.form import Form
 from smelt.export.package.optimum import Optimum
-from smelt.export.package.standalone import Standalone
+from smelt.export.package.standalone.form import Standalone
 
 FORMS: dict[str, Form] = {
     form.name: form

@@ -30,7 +30,7 @@ class Optimum:
     """`ORTModelFor...from_pretrained(folder)`: the API of transformers on ONNX Runtime."""
 
     name: ClassVar[str] = "optimum"
-    summary: ClassVar[str] = "a folder that the ORTModelFor... classes of Hugging Face Optimum open"
+    summary: ClassVar[str] = "a folder that the ORTModelFor... classes of Optimum open"
     takes: ClassVar[Takes] = Takes(
         formats=frozenset({"onnx"}),
         targets=frozenset({"ort-cpu"}),

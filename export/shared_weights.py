@@ -44,7 +44,7 @@ def share_weights(paths: Sequence[Path], name: str = SHARED, weights: Path | Non
 
 
 def _gathered(paths: Sequence[Path], made: Path, name: str, weights: Path) -> tuple[list[Any], int]:
-    """Write the weights of all graphs to `made`; return the graphs, which name places of `name`, its bytes."""
+    """Write the weights of all graphs to `made`; return the graphs, which name `name`, its bytes."""
     places: dict[bytes, int] = {}
     models = []
     with made.open("wb") as out:

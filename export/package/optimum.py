@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,7 +60,7 @@ class Optimum:
         else:
             _write_model(source, folder, kind)
         return HowTo(
-            run=f'python -c "{_one_line(kind, source)}"',
+            run=f"python -c {shlex.quote(_one_line(kind, source))}",
             load=(("python", _code(kind, source, origin)),),
             requirements=_REQUIRES,
             notes=(*_notes(kind, source), *notes_on_texts(source)),

@@ -12,8 +12,8 @@ keys and values of them. So the nodes that make them move; all others stay as th
 | merged | of first and next, use_cache_branch bool [1] | as first |
 
 Shapes: B = batch, L = source length, P = past length, H = heads, d = width of a head, V = vocabulary;
-input_ids [B, 1], logits [B, 1, V], caches [B, H, P, d] and [B, H, L, d]. A cache's layers follow each other as
-the tools number them: key and value of the decoder, then of the encoder. Source of the names:
+input_ids [B, 1], logits [B, 1, V], caches [B, H, P, d] and [B, H, L, d]. Caches follow each other as the
+tools number them: key and value of the decoder, then of the encoder. Source of the names:
 optimum/onnxruntime/modeling_seq2seq.py (0.1.0).
 """
 
@@ -80,8 +80,8 @@ def _cross_of(graph: Any) -> Cross:
     for node in (_copy(one) for one in found):
         if "input_ids" in node.input and node.op_type != "Shape":
             raise RunError(
-                f"encoder_model.onnx: node '{node.name}' ({node.op_type}) makes keys or values of cross-attention"
-                " from input_ids, not from the hidden states; this layout cannot hold it."
+                f"encoder_model.onnx: node '{node.name}' ({node.op_type}) makes keys or values of"
+                " cross-attention from input_ids, not from the hidden states; this layout cannot hold it."
             )
         node.name = _OWN_NAMES + node.name
         # the mask has the shape of the ids
@@ -130,7 +130,7 @@ def _next(decoder: Any) -> Any:
 
 
 def _merged(decoder: Any, cross: Cross, states: Any) -> Any:
-    """Return one graph for all tokens: only keys and values of cross-attention come from one of two places."""
+    """Return one graph for all tokens: keys and values of cross-attention come from one of two places."""
     from onnx import TensorProto, helper
 
     graph = decoder.graph

@@ -92,13 +92,15 @@ def dtype_of(graphs: Any) -> str:
     """Return in which of transformers.js's words the weights of onnx.ModelProtos are: fp32, q8 or q4."""
     from onnx import helper
 
-    found = set()
+    from smelt.runtime.schemes.registry import operators
+
+    found, quantized = set(), operators()
     for model in graphs:
         for node in model.graph.node:
             if node.op_type == "MatMulNBits":
                 bits = next((a for a in node.attribute if a.name == "bits"), None)
                 found.add("q4" if bits is not None and helper.get_attribute_value(bits) < 8 else "q8")
-            elif node.op_type in ("DynamicQuantizeMatMul", "DequantizeLinear"):
+            elif node.op_type in quantized:
                 found.add("q8")
     return "q8" if "q8" in found else next(iter(found), "fp32")
 

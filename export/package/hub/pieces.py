@@ -9,9 +9,10 @@ Source: transformers' convert_slow_tokenizer.py (5.23), `SpmConverter`; sentence
 
 from __future__ import annotations
 
+import itertools
 import random
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -127,23 +128,37 @@ def texts_of(source: Path, facts: Tokenizing, count: int = TEXTS) -> list[str]:
     """Return `count` texts that the two are compared on: always the same ones for a vocabulary."""
     words = _words(source, facts)
     plain = [w for w in words if w not in facts.added and not _is_language(w)]
+    known = {letter for p in _read(source / PIECES).pieces if p.type == _NORMAL for letter in p.piece}
+    alone = {word for word in words if len(word) == 1} - known
     drawn = random.Random(0)
     texts = [t for t in AWKWARD if not t.startswith(">>")]
     texts += [f"{w} {drawn.choice(plain)}" for w in words if _is_language(w)][:200]
     while len(texts) < count:
-        pieces = drawn.choices(plain, k=drawn.randint(1, 12))
-        kind = len(texts) % 4
-        if kind == 0:
-            texts.append("".join(pieces).replace(_SPACE, " "))
-        elif kind == 1:
-            texts.append(" ".join(piece.strip(_SPACE) for piece in pieces).title())
-        elif kind == 2:
-            low, high = drawn.choice(_BLOCKS)
-            letters = "".join(chr(drawn.randint(low, high - 1)) for _ in range(drawn.randint(1, 6)))
-            texts.append(f"{_without_loose_accents(letters)} {pieces[0].strip(_SPACE)}")
-        else:
-            texts.append("".join(pieces[:3]).replace(_SPACE, " ").upper() + drawn.choice(".,!?;: \n\t"))
-    return [text for text in texts if not text.lstrip().startswith(">>") or text.split(" ")[0] in words]
+        text = _drawn(drawn, plain, len(texts) % 4)
+        if not text.lstrip().startswith(">>") and not _side_by_side(text, known, alone):
+            texts.append(text)
+    return texts
+
+
+def _drawn(drawn: random.Random, plain: Sequence[str], kind: int) -> str:
+    """Return a text: pieces as they are, as words with large letters, after other letters, or in capitals."""
+    pieces = drawn.choices(plain, k=drawn.randint(1, 12))
+    if kind == 0:
+        return "".join(pieces).replace(_SPACE, " ")
+    if kind == 1:
+        return " ".join(piece.strip(_SPACE) for piece in pieces).title()
+    if kind == 2:
+        low, high = drawn.choice(_BLOCKS)
+        letters = "".join(chr(drawn.randint(low, high - 1)) for _ in range(drawn.randint(1, 6)))
+        return f"{_without_loose_accents(letters)} {pieces[0].strip(_SPACE)}"
+    return "".join(pieces[:3]).replace(_SPACE, " ").upper() + drawn.choice(".,!?;: \n\t")
+
+
+def _side_by_side(text: str, known: Set[str], alone: Set[str]) -> bool:
+    """Say whether two characters meet that the source does not know, and the target knows one of."""
+    letters = unicodedata.normalize("NFKC", text)
+    strange = {letter for letter in letters if letter not in known and not letter.isspace()}
+    return any({a, b} <= strange and not alone.isdisjoint((a, b)) for a, b in itertools.pairwise(letters))
 
 
 def _without_loose_accents(text: str) -> str:

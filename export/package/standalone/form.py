@@ -88,5 +88,5 @@ class Standalone:
                 ("bash", "docker build -t NAME . && docker run --rm -i NAME < lines.txt"),
             ),
             requirements=tuple(requirements(reader)),
-            notes=tuple(notes),
+            notes=(*notes, "The Dockerfile was never built: smelt is developed without Docker."),
         )

@@ -33,6 +33,11 @@ CLASSES = {
 GENERATING = ("translator", "t5", "bart", "writer", "gpt2")
 
 
+@pytest.fixture(scope="module")
+def classifier():
+    return written("classifier")
+
+
 @pytest.fixture
 def opened(monkeypatch):
     """Open the package's own class, while nothing that is forbidden can be imported."""
@@ -102,8 +107,8 @@ def test_vectors_are_those_of_smelt(request):
         ("regression", [2.25, 0, 0], 2.25),
     ],
 )
-def test_answers_of_every_kind_of_classifier(problem, logits, expected, opened):
-    from_parts = opened(written("classifier"))
+def test_answers_of_every_kind_of_classifier(problem, logits, expected, classifier, opened):
+    from_parts = opened(classifier)
     from_parts.labels, from_parts.problem = ["a", "b", "c"], problem
     label, chances = from_parts.answer(np.array(logits))
     assert label == expected
@@ -229,11 +234,13 @@ def test_sampled_texts_are_told(tmp_path):
     assert json.loads((package.folder / "infer.json").read_text())["generation"]["graph"] == "generate.onnx"
 
 
-def test_threads_are_those_of_the_caller_else_those_that_the_artifact_names(monkeypatch, tmp_path, opened):
+def test_threads_are_those_of_the_caller_else_those_that_the_artifact_names(
+    monkeypatch, tmp_path, classifier, opened
+):
     import onnxruntime
 
     folder = tmp_path / "p"
-    shutil.copytree(written("classifier"), folder)
+    shutil.copytree(classifier, folder)
     said = json.loads((folder / "infer.json").read_text())
     (folder / "infer.json").write_text(json.dumps(said | {"threads": 3}))
     seen = []
@@ -245,5 +252,5 @@ def test_threads_are_those_of_the_caller_else_those_that_the_artifact_names(monk
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
     type(opened(folder))(folder, threads=2)
-    opened(written("classifier"))
+    opened(classifier)
     assert seen == [3, 2, 0]

@@ -9,6 +9,7 @@ Source: transformers' convert_slow_tokenizer.py (5.23), `SpmConverter`; sentence
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 import unicodedata
@@ -66,7 +67,7 @@ def _unigram(source: Path, facts: Tokenizing) -> Any:
     vocabulary = [(word, scores.get(word, _low(word))) for word in words]
     made = Tokenizer(models.Unigram(vocabulary, unk_id=facts.unknown))
     chars = proto.normalizer_spec.precompiled_charsmap
-    steps = [normalizers.Precompiled(chars)] if chars else []
+    steps: list[Any] = [normalizers.Precompiled(chars)] if chars else []
     steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
     made.normalizer = normalizers.Sequence(steps)
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
@@ -118,9 +119,9 @@ def find_difference(source: Path, folder: Path, facts: Tokenizing) -> str | None
     for text, expected, found in zip(texts, wanted, made.encode_rows(texts, NO_LIMIT).ids, strict=True):
         if expected != found:
             return f"ids of {text[:60]!r}: {found[:12]}, not {expected[:12]}"
-    for row, expected, found in zip(wanted, own.decode_rows(wanted), made.decode_rows(wanted), strict=True):
-        if expected != found:
-            return f"the text of {row[:12]}: {found[:60]!r}, not {expected[:60]!r}"
+    for row, said, read in zip(wanted, own.decode_rows(wanted), made.decode_rows(wanted), strict=True):
+        if said != read:
+            return f"the text of {row[:12]}: {read[:60]!r}, not {said[:60]!r}"
     return None
 
 
@@ -177,12 +178,10 @@ def _read(path: Path) -> Any:
     Raises:
         InputError: it cannot be read.
     """
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()
+    protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    proto = protobuf.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
-    except (OSError, DecodeError) as error:
+    except Exception as error:  # protobuf raises several kinds, all meaning the same
         raise InputError(f"{path}: the SentencePiece model cannot be read: {error}") from error
     return proto

@@ -17,10 +17,11 @@ from smelt.export.graph_files import LEAST_OUTSIDE, aligned, data_file, read_gra
 SHARED = "model.onnx_data"
 
 
-def share_weights(paths: Sequence[Path]) -> int:
-    """Move the weights of the graphs `paths`, of one folder, into its file `SHARED`; return its bytes.
+def share_weights(paths: Sequence[Path], name: str = SHARED, weights: Path | None = None) -> int:
+    """Move the weights of the graphs `paths`, of one folder, into its file `name`; return its bytes.
 
-    The graphs are written anew; data files of their own are gone after it.
+    The graphs are written anew; data files of their own are gone after it. `weights`: the folder in which
+    what the graphs do not hold themselves lies now; None: beside them.
 
     Raises:
         RunError: a graph cannot be read.
@@ -28,29 +29,29 @@ def share_weights(paths: Sequence[Path]) -> int:
     import onnx
 
     folder = paths[0].parent
-    made = folder / f"{SHARED}.part"
+    made = folder / f"{name}.part"
     try:
-        models, size = _gathered(paths, made)
+        models, size = _gathered(paths, made, name, weights or folder)
     except BaseException:
         made.unlink(missing_ok=True)
         raise
     for path in paths:
         data_file(path).unlink(missing_ok=True)
-    made.replace(folder / SHARED)
+    made.replace(folder / name)
     for path, model in zip(paths, models, strict=True):
         onnx.save(model, path)
     return size
 
 
-def _gathered(paths: Sequence[Path], made: Path) -> tuple[list[Any], int]:
-    """Write the weights of all graphs to `made`; return the graphs, which name places, and its bytes."""
+def _gathered(paths: Sequence[Path], made: Path, name: str, weights: Path) -> tuple[list[Any], int]:
+    """Write the weights of all graphs to `made`; return the graphs, which name `name`, its bytes."""
     places: dict[bytes, int] = {}
     models = []
     with made.open("wb") as out:
         for path in paths:
             models.append(model := read_graph(path, values=False))
             for tensor in _tensors(model.graph):
-                _move(tensor, path.parent, out, places)
+                _move(tensor, weights, out, places, name)
         return models, out.tell()
 
 
@@ -63,8 +64,11 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(attribute.g)
 
 
-def _move(tensor: Any, folder: Path, out: Any, places: dict[bytes, int]) -> None:
-    """Write the values of `tensor` to `out`, where they are not there yet, and let it name their place."""
+def _move(tensor: Any, folder: Path, out: Any, places: dict[bytes, int], name: str) -> None:
+    """Write the values of `tensor` to `out`, where they are not there yet; let it name their place in `name`.
+
+    `folder`: where its values are, if it does not hold them.
+    """
     from onnx.external_data_helper import set_external_data
 
     values = _values(tensor, folder)
@@ -78,7 +82,7 @@ def _move(tensor: Any, folder: Path, out: Any, places: dict[bytes, int]) -> None
         places[key] = begin
     size = len(values)
     tensor.raw_data = b"0"  # set_external_data wants to see some
-    set_external_data(tensor, SHARED, offset=places[key], length=size)
+    set_external_data(tensor, name, offset=places[key], length=size)
     tensor.ClearField("raw_data")
 
 

@@ -45,7 +45,8 @@ class Step:
 class Score:
     """One metric of the artifact, as text, beside the untouched model's (None where it is not known).
 
-    text: with its 95 % interval. n: how many examples (tokens, of language models). signature: how.
+    text: with its 95 % interval. n: how many examples (tokens, of language models). signature: how. key: the
+    metric as a report calls it. value: the number itself.
     """
 
     metric: str
@@ -53,6 +54,8 @@ class Score:
     baseline: str | None
     n: int
     signature: str
+    key: str = ""
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Origin:
 
     run: the recipe's name; None where the run is not known (an artifact that was copied away), and then the
     rest is empty. model: what the recipe began with, licence: what that model's folder says. steps: from the
-    model to the artifact. generation: the recipe's `score.generation`, with which the scores were made.
-    times: lines about latency.
+    model to the artifact. data: what the scores are of. generation: the recipe's `score.generation`,
+    with which the scores were made. times: lines about latency.
     """
 
     run: str | None = None
@@ -71,6 +74,7 @@ class Origin:
     steps: tuple[Step, ...] = ()
     scores: tuple[Score, ...] = ()
     times: tuple[str, ...] = ()
+    data: str | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -80,13 +84,15 @@ class HowTo:
 
     run: one line that answers a text, for a shell in the package's folder. load: blocks of code,
     (language, text), each as it can be run there. requirements: what has to be installed, a line each.
-    notes: what else a user should know, a sentence or paragraph each.
+    notes: what else a user should know, a sentence or paragraph each. front: YAML that README.md begins with,
+    without its lines of dashes.
     """
 
     run: str
     load: tuple[tuple[str, str], ...]
     requirements: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    front: str = ""
 
 
 class Form(Protocol):

@@ -25,7 +25,8 @@ def readme(form: Form, artifact: Artifact, origin: Origin, how: HowTo, folder: P
         f"## Licence\n\nLicence of the model that this was made from: {origin.licence or 'not stated'}.",
         f"## Files\n\n`{SUMS}` has the SHA-256 of every file: `sha256sum -c {SUMS}` compares them.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    front = f"---\n{how.front.strip()}\n---\n\n" if how.front else ""
+    return front + "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _what(form: Form, artifact: Artifact, origin: Origin) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from smelt.core.errors import InputError, nearest
 from smelt.export.package.form import Form
+from smelt.export.package.huggingface import HuggingFace
+from smelt.export.package.optimum import Optimum
 from smelt.export.package.standalone.form import Standalone
+from smelt.export.package.transformers_js import TransformersJs
 
 FORMS: dict[str, Form] = {
     form.name: form
-    for form in (Standalone(),)
+    for form in (Standalone(), Optimum(), TransformersJs(), HuggingFace())
 }  # fmt: skip
 DEFAULT = "standalone"
 

@@ -73,6 +73,7 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
         steps=tuple(_steps(report, step)),
         scores=tuple(_scores(report, step)),
         times=tuple(_times(report, step)),
+        data=_data(report),
         generation=dict((report.recipe.get("score") or {}).get("generation") or {}),
     )
 
@@ -133,9 +134,18 @@ def _scores(report: Report, step: str) -> list[Score]:
             text(metric, base[metric]) if metric in base else None,
             found.n,
             found.signature,
+            metric,
+            found.value,
         )
         for metric, found in own.items()
     ]
+
+
+def _data(report: Report) -> str | None:
+    """Return what the recipe names for the split that is scored; None where it names nothing by a word."""
+    said = (report.recipe.get("data") or {}).get("test")
+    said = said.get("path") or said.get("hub") if isinstance(said, dict) else said
+    return said if isinstance(said, str) else None
 
 
 def _times(report: Report, step: str) -> list[str]:

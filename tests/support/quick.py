@@ -28,6 +28,7 @@ ROOMS: dict[str, str] = {
     "export": "test_stored_once test_load_time",
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",
+    "export/package/hub": "test_card",
     "export/package": "test_fit test_new_folder test_registry",
     "export/package/standalone": "test_assemble",
     "export/package/standalone/parts": "test_search",

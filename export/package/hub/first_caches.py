@@ -1,0 +1,87 @@
+"""Caches that a tool makes for a first step: of no places, but with the heads and width that it guesses.
+
+Optimum (0.1.0) and transformers.js (up to 3) read heads and width from the config in ways of their own. A
+model with fewer heads in one layer, or with a width of heads that is said apart, would get caches that its
+graph does not take. A Reshape gives those the right shape; of all later caches it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_HEADS = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head")
+_WIDTH = ("hidden_size", "d_model", "n_embd")
+
+
+def take_any_first_cache(model: Any, config: Mapping[str, Any]) -> int:
+    """Let every cache of the onnx.ModelProto `model` be of any shape while it has no places, in place.
+
+    Caches of the shape that `config` says in the plainest way stay as they are.
+
+    Returns:
+        How many caches needed it.
+    """
+    from onnx import helper
+
+    heads, width = _first(config, _HEADS), _first(config, _WIDTH)
+    usual = (heads, width // heads) if heads and width else None
+    odd = [value for value in model.graph.input if _is_own(value.name) and _shape(value) != usual]
+    nodes: list[Any] = []
+    for value in odd:
+        nodes += _reshaped(model, value)
+    if odd:
+        old = [*model.graph.node]
+        names = {value.name: f"{value.name}.shaped" for value in odd}
+        for node in old:
+            for place, name in enumerate(node.input):
+                node.input[place] = names.get(name, name)
+        ids = "input_ids"
+        rows = helper.make_node("Shape", [ids], ["caches.rows"], "caches.rows", start=0, end=1)
+        del model.graph.node[:]
+        model.graph.node.extend([rows, *nodes, *old])
+    for value in model.graph.input:
+        if value.name.startswith("past_key_values.") and _shape(value) != usual:
+            _free(value)
+    return len(odd)
+
+
+def _is_own(name: str) -> bool:
+    """Say whether it is a cache of self-attention; one of cross-attention is not read while it is empty."""
+    return name.startswith("past_key_values.") and ".encoder." not in name
+
+
+def _reshaped(model: Any, value: Any) -> list[Any]:
+    """Return the nodes that give `value` its heads and width."""
+    import numpy as np
+    from onnx import helper, numpy_helper
+
+    name, (heads, width) = value.name, _shape(value)
+    for part, number in (("heads", heads), ("width", width)):
+        constant = numpy_helper.from_array(np.array([number], np.int64), f"{name}.{part}")
+        model.graph.initializer.append(constant)
+    places, shape = f"{name}.places", f"{name}.shape"
+    return [
+        helper.make_node("Shape", [name], [places], places, start=2, end=3),
+        helper.make_node(
+            "Concat", ["caches.rows", f"{name}.heads", places, f"{name}.width"], [shape], shape, axis=0
+        ),
+        helper.make_node("Reshape", [name, shape], [f"{name}.shaped"], f"{name}.shaped", allowzero=1),
+    ]
+
+
+def _shape(value: Any) -> tuple[int, int]:
+    """Return heads and width of a cache [B, H, P, d]."""
+    dims = value.type.tensor_type.shape.dim
+    return dims[1].dim_value, dims[3].dim_value
+
+
+def _free(value: Any) -> None:
+    """Let heads and width of `value` be anything."""
+    dims = value.type.tensor_type.shape.dim
+    for place, what in ((1, "heads"), (3, "width")):
+        dims[place].dim_param = f"{what}_of_{value.name}"
+
+
+def _first(config: Mapping[str, Any], words: tuple[str, ...]) -> int | None:
+    return next((config[word] for word in words if isinstance(config.get(word), int)), None)

@@ -1,0 +1,64 @@
+"""First caches whose shape a tool guessed: they do not change what a graph says."""
+
+import json
+
+import exported
+import numpy as np
+import pytest
+import translating
+
+from smelt.export.graph_files import read_graph
+from smelt.export.package.hub.decoders import layout_of
+from smelt.export.package.hub.first_caches import take_any_first_cache
+
+
+def layout(kind):
+    folder = exported.artifact(kind)
+    parts = [read_graph(folder / f"{name}.onnx") for name in ("encoder_model", "decoder_with_past_model")]
+    return parts, layout_of(*parts), json.loads((folder / "config.json").read_text())
+
+
+def test_t5_whose_heads_are_narrower_than_its_width_says_takes_what_optimum_makes():
+    parts, made, config = layout("t5")  # 32 wide, 4 heads of 6
+    assert take_any_first_cache(made.merged, config) == 4
+    expected = translating.by_smelt(*parts)
+    for heads, width in ((4, 8), (4, 6), (3, 5)):
+        found = translating.merged(made.encoder, made.merged, heads, width)
+        for wanted, logits in zip(expected, found, strict=True):
+            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+
+
+def test_without_it_onnxruntime_refuses_them():
+    _, made, _ = layout("t5")
+    with pytest.raises(Exception, match="Got: 8 Expected: 6"):
+        translating.merged(made.encoder, made.merged, 4, 8)
+
+
+def test_caches_of_the_plain_shape_stay_as_they_are():
+    _, made, config = layout("translator")
+    before = made.merged.SerializeToString()
+    assert take_any_first_cache(made.merged, config) == 0
+    assert made.merged.SerializeToString() == before
+
+
+def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
+    folder = exported.artifact("writer")  # Llama: 4 heads, 2 of keys
+    config = json.loads((folder / "config.json").read_text())
+    model = read_graph(folder / "model.onnx")
+    ids = np.array([[5, 9, 7]])
+    feeds = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(3)[None],
+    }
+    pasts = [i.name for i in model.graph.input if i.name.startswith("past_")]
+
+    def logits(heads):
+        opened = translating.session(model)
+        found = opened.run(["logits"], feeds | {n: np.zeros((1, heads, 0, 16), np.float32) for n in pasts})
+        return found[0]
+
+    expected = logits(2)
+    assert take_any_first_cache(model, config) == len(pasts) == 4
+    np.testing.assert_array_equal(logits(2), expected)
+    np.testing.assert_array_equal(logits(4), expected)

@@ -1,0 +1,34 @@
+"""An embedder's hidden states as an output: pooled by hand they are its vectors."""
+
+import exported
+import numpy as np
+import onnx
+import pytest
+import translating
+
+from smelt.core.errors import RunError
+from smelt.export.graph_files import read_graph
+from smelt.export.package.hub.hidden_states import give_hidden_states
+
+
+def test_pooled_hidden_states_are_the_vectors():
+    model = read_graph(exported.artifact("embedder") / "model.onnx")
+    give_hidden_states(model)
+    onnx.checker.check_model(model)
+    opened = translating.session(model)
+    assert [o.name for o in opened.get_outputs()] == ["sentence_embedding", "last_hidden_state"]
+    mask = translating.MASK
+    vectors, hidden = opened.run(None, {"input_ids": translating.IDS, "attention_mask": mask})
+    assert hidden.shape == (*mask.shape, vectors.shape[1])
+    weights = mask / mask.sum(1, keepdims=True)
+    pooled = (weights[..., None] * hidden).sum(1)
+    pooled /= np.linalg.norm(pooled, axis=1, keepdims=True)
+    np.testing.assert_allclose(pooled, vectors, rtol=0, atol=1e-6)
+
+
+def test_a_graph_without_a_norm_is_refused():
+    model = read_graph(exported.artifact("embedder") / "model.onnx")
+    for node in model.graph.node:
+        node.op_type = node.op_type.replace("LayerNormalization", "Identity")
+    with pytest.raises(RunError, match="no LayerNormalization"):
+        give_hidden_states(model)

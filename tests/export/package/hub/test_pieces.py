@@ -1,0 +1,112 @@
+"""Marian's tokenizer as a tokenizer.json: the same ids and texts, or none."""
+
+import json
+import shutil
+
+import exported
+import pytest
+import tiny
+
+from smelt.core.errors import InputError
+from smelt.export.package.hub import pieces
+from smelt.runtime.text.limits import NO_LIMIT
+from smelt.runtime.text.marian_tokenizer import MarianTokenizer
+from smelt.runtime.text.rust_tokenizer import RustTokenizer
+from smelt.runtime.text.tokenizing_file import read_tokenizing, write_tokenizing
+
+
+@pytest.fixture
+def source(tmp_path):
+    return shutil.copytree(exported.artifact("translator"), tmp_path / "source")
+
+
+def with_word(source, word):
+    """Give `source` one word more, which is not of its SentencePiece model."""
+    words = json.loads((source / "vocab.json").read_text())
+    place = len(words)
+    (source / "vocab.json").write_text(json.dumps(words | {word: place}))
+    return place
+
+
+def ids(reader, text):
+    return reader.encode_rows([text], NO_LIMIT).ids[0]
+
+
+def both(source, folder):
+    facts = read_tokenizing(source)
+    return MarianTokenizer(source, facts), RustTokenizer(folder, facts)
+
+
+def test_ids_and_texts_are_the_models_own(source, tmp_path):
+    pieces.write_unigram(source, tmp_path)
+    own, made = both(source, tmp_path)
+    for text in [*tiny.SENTENCES, "", "  two   dogs ", "unknown \u6f22\u5b57!", "a</s>b", "\ufb01ve"]:
+        assert ids(made, text) == ids(own, text)
+        assert made.decode_rows([ids(own, text)]) == own.decode_rows([ids(own, text)])
+    assert len(pieces.texts_of(source, read_tokenizing(source))) > 9_900
+
+
+def test_a_word_of_the_target_alone_is_never_read_but_written(source, tmp_path):
+    with_word(source, "\u00e4")  # SentencePiece has each letter of its pieces as a piece
+    place = with_word(source, "\u2581dogs\u00e4")
+    pieces.write_unigram(source, tmp_path)
+    own, made = both(source, tmp_path)
+    assert ids(made, "two dogs") == ids(own, "two dogs")
+    assert made.decode_rows([[place]]) == own.decode_rows([[place]]) == ["dogs\u00e4"]
+
+
+def test_a_character_of_the_target_alone_has_its_id(source, tmp_path):
+    place = with_word(source, "\u00e4")
+    pieces.write_unigram(source, tmp_path)
+    own, made = both(source, tmp_path)
+    assert place in ids(made, "two \u00e4 dogs")
+    assert ids(made, "two \u00e4 dogs") == ids(own, "two \u00e4 dogs")
+
+
+def test_languages_are_tokens_of_their_own(source, tmp_path):
+    place = with_word(source, ">>deu<<")
+    pieces.write_unigram(source, tmp_path)
+    own, made = both(source, tmp_path)
+    assert ids(made, ">>deu<< two dogs") == ids(own, ">>deu<< two dogs")
+    assert ids(made, ">>deu<< two dogs")[0] == place
+
+
+def test_what_reads_otherwise_is_refused_and_leaves_nothing(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "_low", lambda word: 0.0)
+    with_word(source, "\u2581t\u2581")
+    with_word(source, "og")
+    with pytest.raises(
+        InputError, match=r"source\.spm: as a tokenizer\.json it says something else: ids of '"
+    ):
+        pieces.write_unigram(source, tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_ids_with_gaps_are_refused(source, tmp_path):
+    words = json.loads((source / "vocab.json").read_text())
+    (source / "vocab.json").write_text(json.dumps(words | {"far": 10_000}))
+    with pytest.raises(InputError, match="its ids have gaps"):
+        pieces.write_unigram(source, tmp_path)
+
+
+def test_a_model_that_is_none_of_unigrams_is_refused(source, tmp_path):
+    import sentencepiece
+
+    (tmp_path / "text.txt").write_text("\n".join(tiny.SENTENCES * 4))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "bpe"), vocab_size=60, model_type="bpe",
+        minloglevel=2,
+    )  # fmt: skip
+    shutil.copyfile(tmp_path / "bpe.model", source / "source.spm")
+    with pytest.raises(InputError, match="not a SentencePiece model of unigrams"):
+        pieces.write_unigram(source, tmp_path)
+    (source / "source.spm").write_bytes(b"\xff\xff")
+    with pytest.raises(InputError, match="cannot be read"):
+        pieces.write_unigram(source, tmp_path)
+
+
+def test_another_end_of_texts_is_kept(source, tmp_path):
+    facts = read_tokenizing(source)
+    write_tokenizing(source, facts.model_copy(update={"eos": facts.pad}))
+    pieces.write_unigram(source, tmp_path)
+    assert ids(both(source, tmp_path)[1], "two dogs")[-1] == facts.pad

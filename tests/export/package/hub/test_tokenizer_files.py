@@ -1,0 +1,77 @@
+"""Tokenizer files that old and new transformers open: words of the config, and the same ids."""
+
+import json
+import shutil
+
+import exported
+import pytest
+import tiny
+from transformers import AutoTokenizer
+
+from smelt.core.errors import InputError
+from smelt.export.package.hub.tokenizer_files import (
+    copy_tokenizer_files,
+    notes_on_texts,
+    portable,
+    prefixed,
+)
+from smelt.runtime.models.checkpoint import load_tokenizer
+
+KINDS = ("translator", "t5", "classifier", "writer", "embedder", "roberta")
+TEXTS = [*tiny.SENTENCES, "", "UPPER  case?", "</s> a [SEP] b", "caf\u00e9 \u4f60\u597d"]
+
+
+def written(kind, folder):
+    folder.mkdir()
+    copy_tokenizer_files(exported.artifact(kind), folder)
+    return json.loads((folder / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_copy_gives_the_same_ids_and_texts(kind, tmp_path):
+    said = written(kind, tmp_path / "out")
+    assert said["tokenizer_class"] in ("PreTrainedTokenizerFast", "MarianTokenizer")
+    assert "backend" not in said
+    source, copied = load_tokenizer(exported.artifact(kind)), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert copied.model_max_length <= source.model_max_length
+    limit = {"truncation": True, "max_length": copied.model_max_length}
+    expected, found = source(TEXTS, **limit), copied(TEXTS, **limit)
+    assert found["input_ids"] == expected["input_ids"]
+    if "token_type_ids" in expected:
+        assert found["token_type_ids"] == expected["token_type_ids"]
+    for skip in (True, False):
+        texts = [
+            one.batch_decode(expected["input_ids"], skip_special_tokens=skip) for one in (source, copied)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_prompts_are_padded_on_the_left_by_a_token_that_is_there(tmp_path):
+    said = written("writer", tmp_path / "out")
+    assert (said["padding_side"], said["pad_token"]) == ("left", said["eos_token"])
+    copied = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert copied(["a", "a a a a"], padding=True)["attention_mask"][0][0] == 0
+
+
+def test_words_of_transformers_5_become_those_that_4_reads():
+    said = {"backend": "tokenizers", "extra_special_tokens": ["<a>", "<b>"], "pad_token": "<pad>"}
+    assert portable(said) == {"pad_token": "<pad>", "additional_special_tokens": ["<a>", "<b>"]}
+    assert portable({"extra_special_tokens": []}) == {}
+    assert portable({"extra_special_tokens": {"image": "<i>"}}) == {"extra_special_tokens": {"image": "<i>"}}
+
+
+def test_what_smelt_does_to_a_text_is_said(tmp_path):
+    (tmp_path / "text.json").write_text('{"prefix": "translate: ", "lower": true}')
+    assert prefixed(tmp_path, "A Text") == "translate: a text"
+    lower, prefix = notes_on_texts(tmp_path)
+    assert "lower case" in lower
+    assert "'translate: '" in prefix
+    assert notes_on_texts(exported.artifact("translator")) == ()
+
+
+def test_a_tokenizer_without_its_config_is_refused(tmp_path):
+    source = shutil.copytree(exported.artifact("classifier"), tmp_path / "source")
+    (source / "tokenizer_config.json").unlink()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: this file of the tokenizer is missing"):
+        copy_tokenizer_files(source, tmp_path / "out")

@@ -1,0 +1,109 @@
+"""The form `huggingface`: from_pretrained opens it; what no config can say is refused by name."""
+
+import json
+import subprocess
+import sys
+
+import exported
+import huggingface_hub
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from once import made_once
+
+import smelt
+from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.form import Origin, Score
+from smelt.export.package.huggingface import HuggingFace
+from smelt.export.package.write import write_package
+
+KINDS = ("translator", "t5", "writer", "classifier", "embedder")
+TEXTS = [*tiny.SENTENCES[:3], "dogs"]
+SCORE = Score("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)
+
+
+def package(kind):
+    def make(folder):
+        origin = Origin(run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl")
+        write_package(HuggingFace(), read_artifact(exported.artifact(kind, "model")), origin, folder)
+
+    return made_once(f"huggingface-{kind}", make)
+
+
+@pytest.mark.parametrize("kind", ["translator", "writer"])
+def test_transformers_generates_what_smelt_does(kind):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(package(kind))
+    name = "AutoModelForSeq2SeqLM" if kind == "translator" else "AutoModelForCausalLM"
+    model = getattr(transformers, name).from_pretrained(package(kind))
+    with smelt.load(exported.artifact(kind, "model")) as own:
+        expected = own.generate(TEXTS, batch_size=1, max_new_tokens=6)
+    for text, wanted in zip(TEXTS, expected, strict=True):
+        found = model.generate(**tokenizer([text], return_tensors="pt"), max_new_tokens=6)
+        assert tokenizer.decode(found[0], skip_special_tokens=True) == wanted
+
+
+def test_transformers_classifies_as_smelt_does():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(package("classifier"))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(package("classifier")).eval()
+    with torch.no_grad():
+        found = model(**tokenizer(TEXTS, return_tensors="pt", padding=True)).logits.softmax(-1)
+    with smelt.load(exported.artifact("classifier", "model")) as own:
+        expected = [list(p.probabilities.values()) for p in own.predict(TEXTS)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_package_is_an_artifact_that_smelt_opens():
+    with (
+        smelt.load(package("classifier")) as found,
+        smelt.load(exported.artifact("classifier", "model")) as own,
+    ):
+        assert found.predict(TEXTS) == own.predict(TEXTS)
+
+
+def test_the_card_is_read_by_huggingface_hub():
+    card = huggingface_hub.ModelCard.load(package("translator") / "README.md")
+    (score,) = card.data.eval_results
+    assert (score.metric_type, score.metric_value, score.dataset_name) == ("bleu", 1.0, "data.jsonl")
+    assert card.data.license == "mit"
+    assert card.text.lstrip().startswith("# ")
+
+
+def test_tokenizer_files_are_those_of_old_and_new_transformers():
+    said = json.loads((package("t5") / "tokenizer_config.json").read_text())
+    assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "backend" not in said
+
+
+def test_the_line_of_the_readme_runs():
+    text = (package("embedder") / "README.md").read_text()
+    line = text.partition("```bash\n")[2].partition("\n```")[0]
+    done = subprocess.run(
+        line.replace("python", sys.executable, 1), cwd=package("embedder"), shell=True,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tensor([[[")
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        ([{"op": "quantize"}] * 3, r"quantized layers \(3, made by quantize\)"),
+        (
+            [{"op": "low_rank"}, {"op": "linear"}],
+            r"two thin matrices \(1, made by factorize\); layers of sizes",
+        ),
+        ([{"op": "share"}], r"that several layers share \(1, made by share\)"),
+        ([{"op": "new"}], r"edits of the kind 'new' \(1, made by a stage\)"),
+    ],
+)
+def test_what_the_config_cannot_say_is_refused_with_the_stage_that_made_it(edits, said, tmp_path):
+    manifest = read_artifact(exported.artifact("classifier", "model")).manifest
+    (tmp_path / "structure.json").write_text(json.dumps({"edits": edits}))
+    with pytest.raises(InputError, match=said):
+        HuggingFace().check(Artifact(tmp_path, manifest))
+    (tmp_path / "structure.json").unlink()
+    HuggingFace().check(Artifact(tmp_path, manifest))

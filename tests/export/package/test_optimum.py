@@ -1,0 +1,96 @@
+"""The form `optimum`: its files, and (slow) what Optimum says with them beside smelt."""
+
+import exported
+import numpy as np
+import onnx
+import others
+import pytest
+import tiny
+import translating
+from once import made_once
+
+import smelt
+from smelt.core.artifact import read_artifact
+from smelt.export.package.form import Origin
+from smelt.export.package.optimum import Optimum, generation_words
+from smelt.export.package.write import write_package
+
+KINDS = ("translator", "t5", "writer", "gpt2", "classifier", "embedder")
+TEXTS = [*tiny.SENTENCES[:5], "A.", "dogs"]
+GENERATION = {"max_new_tokens": 9}
+
+
+def package(kind):
+    def make(folder):
+        origin = Origin(generation={"beams": 3, "max_new_tokens": 9})
+        write_package(Optimum(), read_artifact(exported.artifact(kind)), origin, folder)
+
+    return made_once(f"optimum-{kind}", make)
+
+
+def test_a_translator_has_both_layouts_on_one_file_of_weights():
+    folder = package("translator")
+    graphs = ("encoder_model", "decoder_model", "decoder_with_past_model", "decoder_model_merged")
+    assert {p.stem for p in folder.glob("*.onnx")} == set(graphs)
+    assert [p.name for p in folder.glob("*_data")] == ["encoder_model.onnx_data"]
+    assert not (folder / "manifest.json").exists()
+    source = exported.artifact("translator") / "model.onnx_data"
+    assert (folder / "encoder_model.onnx_data").stat().st_size <= 1.05 * source.stat().st_size
+    one, first, following, both = (str(folder / f"{name}.onnx") for name in graphs)
+    artifact = [str(source.with_name(f"{n}.onnx")) for n in ("encoder_model", "decoder_with_past_model")]
+    expected = translating.by_smelt(*artifact)
+    for found in (translating.in_parts(one, first, following), translating.merged(one, both)):
+        for wanted, logits in zip(expected, found, strict=True):
+            np.testing.assert_allclose(logits[:, 0], wanted, rtol=0, atol=1e-5)
+
+
+def test_the_other_models_have_one_graph(tmp_path):
+    for kind, outputs in (
+        ("classifier", ["logits"]),
+        ("embedder", ["sentence_embedding", "last_hidden_state"]),
+    ):
+        graph = onnx.load(package(kind) / "model.onnx").graph
+        assert [o.name for o in graph.output] == outputs
+    assert [p.name for p in package("writer").glob("*.onnx")] == ["model.onnx"]
+    assert (package("embedder") / "1_Pooling" / "config.json").is_file()
+
+
+def test_the_readme_shows_how_it_was_scored():
+    said = (package("translator") / "README.md").read_text()
+    assert "model.generate(**inputs, num_beams=3, max_new_tokens=9)" in said
+    assert "optimum-onnx[onnxruntime]==0.1.0" in said
+    assert generation_words(Origin()) == ""
+
+
+@pytest.mark.slow
+def test_optimum_says_what_smelt_says():
+    asked, expected = [], []
+    for kind in KINDS:
+        form = {"classifier": "classifier", "embedder": "sentence"}.get(kind)
+        form = form or ("seq2seq" if kind in ("translator", "t5") else "causal")
+        common = {"folder": str(package(kind)), "kind": form, "texts": TEXTS}
+        with smelt.load(exported.artifact(kind)) as model:
+            if form in ("seq2seq", "causal"):
+                for beams in (1, 4):
+                    found = model.generate(TEXTS, beams=beams, **GENERATION)
+                    for merged in (True, False) if form == "seq2seq" else (None,):
+                        generation = GENERATION | {"num_beams": beams}
+                        asked.append(common | {"merged": merged, "generation": generation})
+                        expected.append(found)
+            else:
+                asked.append(common)
+                rows = model.predict(TEXTS) if form == "classifier" else model.embed(TEXTS)
+                expected.append(
+                    [list(r.probabilities.values()) for r in rows] if form == "classifier" else rows
+                )
+    answers = others.optimum("open_by_optimum.py", {"packages": asked})
+    for one, found, wanted in zip(asked, answers, expected, strict=True):
+        if one["kind"] in ("seq2seq", "causal"):
+            assert found == wanted, one
+        elif one["kind"] == "classifier":
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+        else:
+            hidden, mask = np.array(found[0]), np.array(found[1])[..., None]
+            vectors = (hidden * mask).sum(1) / mask.sum(1)
+            vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+            np.testing.assert_allclose(vectors, wanted, atol=1e-5)

@@ -1,0 +1,119 @@
+"""The form `transformers.js`: its files, and (slow) what transformers.js says with them in Node."""
+
+import json
+
+import exported
+import exports
+import numpy as np
+import onnx
+import others
+import pytest
+import tiny
+from once import made_once
+
+import smelt
+from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.errors import InputError
+from smelt.export.graph_files import read_graph
+from smelt.export.package.form import Origin
+from smelt.export.package.hub.pieces import texts_of
+from smelt.export.package.transformers_js import TransformersJs, dtype_of
+from smelt.export.package.write import write_package
+from smelt.runtime.text.limits import NO_LIMIT
+from smelt.runtime.text.marian_tokenizer import MarianTokenizer
+from smelt.runtime.text.tokenizing_file import Tokenizing, read_tokenizing, write_tokenizing
+
+KINDS = {"translator": "seq2seq", "t5": "seq2seq", "writer": "causal"}
+KINDS |= {"classifier": "classifier", "embedder": "sentence"}
+TEXTS = [*tiny.SENTENCES[:4], "A.", "dogs"]
+GENERATION = {"max_new_tokens": 9}
+
+
+def package(kind):
+    def make(folder):
+        write_package(TransformersJs(), read_artifact(exported.artifact(kind)), Origin(), folder)
+
+    return made_once(f"transformers-js-{kind}", make)
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_a_translator_is_an_encoder_and_a_merged_decoder_that_hold_their_weights():
+    folder = package("translator")
+    names = {"decoder_model_merged.onnx", "encoder_model.onnx"}
+    assert {p.name for p in (folder / "onnx").iterdir()} == names
+    assert read(folder / "config.json")["transformers.js_config"] == {"dtype": "fp32"}
+    graph = onnx.load(folder / "onnx" / "decoder_model_merged.onnx", load_external_data=False).graph
+    assert not any(tensor.external_data for tensor in graph.initializer)
+    caches = [i for i in graph.input if i.name.startswith("past_")]
+    shapes = [[d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in caches]
+    assert shapes[0] == ["batch_size", 4, "past_length", 8]  # what transformers.js makes first caches by
+    said = read(folder / "tokenizer_config.json")
+    assert (said["tokenizer_class"], said["eos_token"]) == ("PreTrainedTokenizerFast", "</s>")
+
+
+def test_a_classifier_of_pairs_has_token_types():
+    said = read(package("classifier") / "tokenizer_config.json")
+    assert said["tokenizer_class"] == "BertTokenizer"
+
+
+def test_the_names_say_how_the_weights_are_stored():
+    found = {}
+    for scheme in ("fp32", "int8", "groupwise", "int4", "static"):
+        graph = read_graph(exports.exported("marian", scheme).folder / "encoder_model.onnx", values=False)
+        found[scheme] = dtype_of([graph])
+    assert found == {"fp32": "fp32", "int8": "q8", "groupwise": "q8", "int4": "q4", "static": "q8"}
+
+
+def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):
+    source = exported.artifact("translator")
+    artifact = read_artifact(source)
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in source.resolve().iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    said = read(folder / "generation_config.json") | {"num_beams": 4}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    (tmp_path / "out").mkdir()
+    TransformersJs().write(Artifact(folder, artifact.manifest), Origin(), tmp_path / "out")
+    del said["num_beams"]
+    assert read(tmp_path / "out" / "generation_config.json") == said
+
+
+def test_a_tokenizer_that_runs_in_python_alone_is_refused(tmp_path):
+    write_tokenizing(tmp_path, Tokenizing(reader="transformers", reason="XTokenizer runs in Python"))
+    artifact = Artifact(tmp_path, read_artifact(exported.artifact("translator")).manifest)
+    with pytest.raises(InputError, match=r"cannot be a tokenizer\.json, .*: XTokenizer runs in Python"):
+        TransformersJs().check(artifact)
+
+
+@pytest.mark.slow
+def test_transformers_js_says_what_smelt_says():
+    asked, expected = [], []
+    for kind, form in KINDS.items():
+        generation = GENERATION if form in ("seq2seq", "causal") else None
+        asked.append({"folder": str(package(kind)), "kind": form, "texts": TEXTS, "generation": generation})
+        with smelt.load(exported.artifact(kind)) as model:
+            if generation:
+                expected.append(model.generate(TEXTS, **GENERATION))
+            elif form == "classifier":
+                expected.append([list(row.probabilities.values()) for row in model.predict(TEXTS)])
+            else:
+                expected.append([model.embed(TEXTS)] * 2)  # the finished vector, and pooled by the pipeline
+    source = exported.artifact("translator")
+    facts = read_tokenizing(source)
+    texts = texts_of(source, facts, 2000)
+    encode = {"folder": str(package("translator")), "texts": texts}
+    answers = others.node("open_by_transformers_js.mjs", {"packages": asked, "encode": [encode]})
+    for one, found, wanted in zip(asked, answers["packages"], expected, strict=True):
+        if one["generation"]:
+            assert found == wanted, one["folder"]
+        else:
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+    own = MarianTokenizer(source, facts).encode_rows(texts, NO_LIMIT).ids
+    differ = [t for t, a, b in zip(texts, own, answers["encode"][0], strict=True) if a != b]
+    # its own NFKC is another for rare characters; words and punctuation are read as by the model
+    assert len(differ) < 0.02 * len(texts), differ[:5]
+    assert not [text for text in differ if text.isascii() and text.isprintable()]

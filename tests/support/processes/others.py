@@ -1,0 +1,104 @@
+"""Other people's tools that open smelt's packages, each in a folder of its own below build/.
+
+`optimum()` returns the environment of a process in which Optimum and transformers 4 are imported, on the
+torch, onnx and onnxruntime that are here (15 MB to fetch). `node()` returns a folder in which Node imports
+@huggingface/transformers (120 MB to fetch). Both skip the test with the reason where that cannot be done.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+OPTIMUM = (
+    "optimum-onnx==0.1.0",
+    "optimum==2.1.0",
+    "transformers==4.57.6",
+    "tokenizers==0.22.2",
+    "huggingface_hub==0.36.2",
+    *("requests", "urllib3", "idna", "charset-normalizer", "certifi"),
+)
+TRANSFORMERS_JS = "@huggingface/transformers@4.3.1"
+_BASE = Path(__file__).resolve().parents[3] / "build"
+_SECONDS = 600
+
+
+def optimum(script: str, request: dict[str, Any]) -> Any:
+    """Run `script` of tests/support/processes beside Optimum; return its answer to `request`."""
+    site = _require("optimum", _fetch_optimum, "-".join(OPTIMUM[:3]))
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return _answer([sys.executable, str(Path(__file__).with_name(script))], request, environment)
+
+
+def node(script: str, request: dict[str, Any]) -> Any:
+    """Run `script` of tests/support/processes in Node beside transformers.js; return its answer."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no node and npm here")
+    home = _require("node", _fetch_node, TRANSFORMERS_JS.replace("/", "-"))
+    shutil.copyfile(Path(__file__).with_name(script), home / script)  # imports are found from where it lies
+    return _answer(["node", str(home / script)], request, dict(os.environ))
+
+
+def _answer(command: list[str], request: dict[str, Any], environment: dict[str, str]) -> Any:
+    done = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, encoding="utf-8", env=environment,
+        timeout=_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _require(name: str, fetch: Callable[[Path], str | None], version: str) -> Path:
+    found = _made(name, fetch, version)
+    if isinstance(found, str):
+        pytest.skip(f"{name} cannot be fetched: {found}")
+    return found
+
+
+@functools.cache
+def _made(name: str, fetch: Callable[[Path], str | None], version: str) -> Path | str:
+    """Return the finished folder, or why there is none; the answer holds for the whole test run."""
+    place = _BASE / name / version
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{place}.lock"):
+        if place.is_dir():
+            return place
+        with tempfile.TemporaryDirectory(dir=place.parent) as space:
+            half = Path(space) / "half"
+            half.mkdir()
+            try:
+                problem = fetch(half)
+            except subprocess.SubprocessError as error:
+                return str(error)
+            if problem is None:
+                half.rename(place)
+            return problem or place
+
+
+def _fetch_optimum(folder: Path) -> str | None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    return _failure([*pip, "--target", str(folder), *OPTIMUM], folder)
+
+
+def _fetch_node(folder: Path) -> str | None:
+    (folder / "package.json").write_text('{"private": true, "type": "module"}')
+    quiet = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+    return _failure(["npm", "install", *quiet, TRANSFORMERS_JS], folder)
+
+
+def _failure(command: list[str], folder: Path) -> str | None:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, encoding="utf-8", timeout=_SECONDS, check=False
+    )
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]

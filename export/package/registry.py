@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from smelt.core.errors import InputError, nearest
 from smelt.export.package.form import Form
+from smelt.export.package.one_file.form import OneFile
 from smelt.export.package.standalone import Standalone
 
 FORMS: dict[str, Form] = {
     form.name: form
-    for form in (Standalone(),)
+    for form in (Standalone(), OneFile())
 }  # fmt: skip
 DEFAULT = "standalone"
 

@@ -28,6 +28,7 @@ ROOMS: dict[str, str] = {
     "export": "test_stored_once test_load_time",
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",
+    "export/package/one_file": "test_compare::test_texts_by_rule_are_the_same_each_time_and_no_two_alike",
     "export/parity": "test_compare test_rows",
     "export/precision": "test_narrow",
     "export/tensorrt": "test_preflight test_messages test_causal_profile",

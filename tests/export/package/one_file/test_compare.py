@@ -15,7 +15,7 @@ import pytest
 from smelt.core.errors import InputError
 from smelt.export.package.one_file import compare
 from smelt.export.package.one_file.form import plan_of
-from smelt.export.package.one_file.made_up_texts import SCRIPTS, made_up_texts
+from smelt.export.package.one_file.made_up_texts import _BETWEEN, _ENDS, _OTHERS, SCRIPTS, made_up_texts
 from smelt.export.package.one_file.text_graph import writing_graph
 from smelt.export.package.one_file.whole_graph import decoding_of
 from smelt.export.package.one_file.write_texts import Surfaces
@@ -76,7 +76,7 @@ def test_bert_s_letters_of_any_script_are_prepared_as_by_its_tokenizer(
 
     monkeypatch.setattr(compare, "TEXTS", 300)
     bert = normalizers.BertNormalizer(lowercase=not cased)
-    texts = [*SCRIPTS, *made_up_texts(["ł", "śnieg", "ΣΟΦΌΣ"], 50)]
+    texts = [text for one in (*SCRIPTS, *_OTHERS, *_ENDS, *_BETWEEN) for text in (one, one.upper())]
     letters = sorted({c for text in texts for c in text + bert.normalize_str(text) if not c.isspace()})
     letters = sorted({*letters, *"ŚśniegΟΔΌΣοδόςσ", *bert.normalize_str("Śnieg ΟΔΌΣ")} - {" "})
     words = [

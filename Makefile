@@ -31,6 +31,8 @@ quickstart: $(USER_READY)
 	@echo
 	@echo 'Try it on your own words:'
 	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, March 3, 2025 at 4:15 PM in Austria"'
+	@echo 'Make a folder of it that answers without smelt:'
+	@echo '  $(BIN)/smelt package runs/quickstart/artifacts/onnx-int8'
 
 environment: $(DEV_READY)
 

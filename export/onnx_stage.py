@@ -101,7 +101,7 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 8
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -277,6 +277,7 @@ def _write(
         homes: gets by graph the modules that its nodes are of.
     """
     from smelt.export.graph_files import give_defaults, write_graph
+    from smelt.export.graphs.gemm import join_biases_file
     from smelt.export.graphs.of_model import export_graph
     from smelt.export.load_time import spell_out_file
     from smelt.export.precision.blocks import homes_of
@@ -292,6 +293,8 @@ def _write(
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
         ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
     spell_out_file(path)
+    if settings.target == "ort-cpu":
+        join_biases_file(path)
     if graph.optional and settings.target not in ("tensorrt", "openvino"):  # to which a default is a constant
         give_defaults(path, graph.optional)
     return {"export_seconds": round(exported - began, 3), "seconds": round(time.perf_counter() - began, 3)}

@@ -112,23 +112,24 @@ class Translator:
         place(self._decoder, levels, "decoder.")
         if beams:
             widths = [_width(one) for one in self.shared[: len(self._cross)]]
-            _share_keys(levels[0].builder, inner.builder, dict(zip(values, widths, strict=False)))
+            outer = levels[at].builder
+            _share_keys(outer, inner.builder, outer.rows(values[0]), dict(zip(values, widths, strict=False)))
         known = known_at(levels)
-        logits = known["logits"] if self._head is None else self._restricted(levels, values[-1], beams)
+        logits = known["logits"] if self._head is None else self._restricted(levels, at, values[-1], beams)
         return Stepped(logits, [known[name] for name in self._own], [])
 
-    def _restricted(self, levels: Sequence[Level], hidden: str, beams: bool) -> str:
-        """Return float32 [R, C]: the logits of the batch's words; `hidden` [B, C] is added to them."""
+    def _restricted(self, levels: Sequence[Level], at: int, hidden: str, beams: bool) -> str:
+        """Return float32 [R, C]: the logits of the batch's words; `hidden` [B, C], known `at`, is added."""
         assert self._head is not None
-        root, b = levels[0].builder, levels[-1].builder
+        outer, b = levels[at].builder, levels[-1].builder
         logits = self._head.logits(b, known_at(levels)[self._head.states])
         if not beams:
             return b.op("Add", logits, hidden)
-        width = root.op("Shape", hidden, start=1)
-        by_sentence = root.op("Concat", root.rows(hidden), root.const([-1]), width, axis=0)
+        width = outer.op("Shape", hidden, start=1)
+        by_sentence = outer.op("Concat", outer.rows(hidden), outer.const([-1]), width, axis=0)
         together = b.op("Reshape", logits, by_sentence)
-        alone = b.op("Add", together, root.op("Unsqueeze", hidden, root.const([1])))
-        return b.op("Reshape", alone, root.op("Concat", root.const([-1]), width, axis=0))
+        alone = b.op("Add", together, outer.op("Unsqueeze", hidden, outer.const([1])))
+        return b.op("Reshape", alone, outer.op("Concat", outer.const([-1]), width, axis=0))
 
 
 class Writer:
@@ -176,16 +177,16 @@ class Writer:
         return Stepped(logits, [known[_present(name)] for name in self._past], after)
 
 
-def _share_keys(root: Builder, inside: Builder, keys: Mapping[str, int]) -> None:
+def _share_keys(outer: Builder, inside: Builder, batch: str, keys: Mapping[str, int]) -> None:
     """Let the rows of one sentence be the queries of one attention over its keys, which are not repeated.
 
-    A query [R, 1, H d] becomes [B, R / B, H d]; rows of beams follow each other. `keys`: H d by name.
+    A query [R, 1, H d] becomes [B, R / B, H d]; rows of beams follow each other. `batch`: int64 [1], B, known
+    in `outer`. `keys`: H d by name.
     """
     from onnx import helper
 
-    batch = root.rows("input_ids")
     widths = dict.fromkeys(keys.values())
-    together = {width: root.op("Concat", batch, root.const([-1, width]), axis=0) for width in widths}
+    together = {width: outer.op("Concat", batch, outer.const([-1, width]), axis=0) for width in widths}
     before, nodes = list(inside.nodes), inside.nodes
     nodes.clear()
     apart = {width: inside.const([-1, 1, width]) for width in widths}

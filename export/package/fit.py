@@ -51,7 +51,7 @@ def require_fit(
     said = [f"{name} cannot be packaged as '{form.name}': {why.strip()}"]
     if others := [step for step, other in run.items() if refusal(form, other) is None]:
         said.append(f"Of the same run it takes {_listed(others)}.")
-    if fitting := [other.name for other in forms if other is not form and refusal(other, artifact) is None]:
+    if fitting := [other.name for other in forms if refusal(other, artifact) is None]:
         said.append(f"Forms that take this artifact: {', '.join(fitting)} (--for).")
     raise InputError(" ".join(said))
 

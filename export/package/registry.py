@@ -6,7 +6,7 @@ from smelt.core.errors import InputError, nearest
 from smelt.export.package.form import Form
 from smelt.export.package.genai import Genai
 from smelt.export.package.one_file.form import OneFile
-from smelt.export.package.standalone import Standalone
+from smelt.export.package.standalone.form import Standalone
 from smelt.export.package.triton.form import Triton
 
 FORMS: dict[str, Form] = {

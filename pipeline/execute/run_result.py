@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +56,31 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def summary_lines(result: Result) -> Sequence[str]:
-    """Return what `smelt run` prints at its end: the table and where everything is."""
+    """Return what `smelt run` prints at its end: the table, where everything is, what to do with it."""
     from smelt.evaluate.report.table import table
 
-    return [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
+    lines = [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
+    step = step_to_ship(result.report)
+    if step is not None:
+        place = shlex.quote(_short(result.folder / "artifacts" / step))
+        lines += [f'Try it: smelt predict {place} "TEXT"', f"Ship it: smelt package {place}"]
+    return lines
+
+
+def step_to_ship(report: Mapping[str, Any]) -> str | None:
+    """Return the smallest step that any machine with ONNX Runtime runs, of those that are worth having.
+
+    None where no step left for it.
+    """
+    there = [
+        step
+        for step in report["steps"]
+        if step["artifact"] and step["format"] == "onnx" and step["target"] == "ort-cpu"
+    ]
+    worth = [step for step in there if step["name"] in report["frontier"]] or there
+    if not worth:
+        return None
+    return str(min(worth, key=lambda step: step["size_bytes"])["name"])
 
 
 def _short(path: Path) -> str:

@@ -30,6 +30,10 @@ class _Running:
     texts: Tokens
     scores: Logits
 
+    def of(self, sentences: Tokens) -> _Running:
+        """Return those of some sentences."""
+        return _Running(self.texts[sentences], self.scores[sentences])
+
 
 @dataclass
 class _Finished:
@@ -41,6 +45,10 @@ class _Finished:
     texts: Tokens
     scores: Logits
     ended: Bools
+
+    def of(self, sentences: Tokens) -> _Finished:
+        """Return those of some sentences."""
+        return _Finished(self.texts[sentences], self.scores[sentences], self.ended[sentences])
 
 
 @dataclass
@@ -58,10 +66,16 @@ class _Candidates:
 
 
 def beam_search(runner: Runner, batch: Batch, rules: Rules) -> list[list[int]]:
-    """Return the new tokens of the best text of each row, the end-of-sequence token included."""
+    """Return the new tokens of the best text of each row, the end-of-sequence token included.
+
+    A sentence whose finished texts nothing can beat any more is settled: its beams leave the batch once an
+    eighth of all sentences are.
+    """
     beams, start = rules.decoding.beams, rules.prompt_length
     running, finished = _begin(rules)
-    improvable = np.ones((len(running.texts), 1), dtype=bool)
+    found: list[list[int]] = [[] for _ in running.texts]
+    places = np.arange(len(found))  # of the sentences that are still in the batch
+    improvable = np.ones((len(found), 1), dtype=bool)
     state = runner.encode(batch)
     # all beams are the same at first: the runner computes them once
     logits = np.repeat(runner.decode_step(state, rules.prompt[:, -1]), beams, axis=0)
@@ -72,13 +86,24 @@ def beam_search(runner: Runner, batch: Batch, rules: Rules) -> list[list[int]]:
         chosen = _go_on(running, candidates, length)
         _gather_finished(finished, candidates, improvable, rules, length)
         improvable &= _could_improve(running, finished, rules, length + 1)
-        all_full = rules.decoding.early_stopping is True and bool(finished.ended.all())
-        if all_full or candidates.stop.all() or not improvable.any():
+        settled = ~improvable[:, 0]
+        if rules.decoding.early_stopping is True:
+            settled |= finished.ended.all(axis=1)
+        if candidates.stop.all() or settled.all():
             break
-        sentences = np.arange(len(chosen))
-        old = sentences.repeat(beams) if length == start else (sentences[:, None] * beams + chosen).ravel()
-        state = runner.reorder(state, old)
-    return [rules.new_tokens(texts[0]) for texts in finished.texts]
+        sentences = np.arange(len(chosen))[:, None]
+        old = sentences.repeat(beams, axis=1) if length == start else sentences * beams + chosen
+        if np.count_nonzero(settled) >= max(1, len(settled) // 8):
+            for place, texts in zip(places[settled], finished.texts[settled], strict=True):
+                found[place] = rules.new_tokens(texts[0])
+            kept = (~settled).nonzero()[0]
+            running, finished = running.of(kept), finished.of(kept)
+            places, improvable, old = places[kept], improvable[kept], old[kept]
+            rules.keep(kept)
+        state = runner.reorder(state, old.ravel())
+    for place, texts in zip(places, finished.texts, strict=True):
+        found[place] = rules.new_tokens(texts[0])
+    return found
 
 
 def _begin(rules: Rules) -> tuple[_Running, _Finished]:

@@ -16,7 +16,7 @@ from smelt.runtime.text.tokenizing_file import Tokenizing
 
 FILE = "tokenizer.json"
 # `clean_up_tokenization` of transformers (tokenization_utils_base.py): what is replaced, in this order.
-_CLEAN = [
+CLEAN = [
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
     (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 ]  # fmt: skip
@@ -97,7 +97,7 @@ def kept_places(owners: Sequence[int | None], max_length: int, left: bool) -> li
 
 def cleaned(text: str) -> str:
     """Return `text` without the blanks that WordPiece leaves before punctuation."""
-    for found, wanted in _CLEAN:
+    for found, wanted in CLEAN:
         text = text.replace(found, wanted)
     return text
 

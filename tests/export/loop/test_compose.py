@@ -1,5 +1,8 @@
 """One graph from input_ids to sequences says what Hugging Face `generate` says, token for token."""
 
+import json
+from pathlib import Path
+
 import generating
 import numpy as np
 import onnx
@@ -77,13 +80,43 @@ def test_the_file_alone_needs_only_texts(runners, kind):
     assert ours == generating.theirs(model, batch, max_new_tokens=9, do_sample=False, num_beams=1)
 
 
-def test_rows_that_end_leave_the_batch_and_come_back_in_their_places(runners):
+@pytest.mark.parametrize(
+    ("wishes", "search", "each"),
+    [({}, "ArgMax", 1), ({"beams": 3, "early_stopping": True}, "LogSoftmax", 3)],
+    ids=["greedy", "beams"],
+)
+@pytest.mark.parametrize("kind", ["gpt2", "marian"])
+def test_rows_that_end_leave_the_batch_and_come_back_in_their_places(
+    runners, kind, wishes, search, each, monkeypatch, tmp_path
+):
     """What a row says does not depend on when the others end, and all are where they were."""
-    batch = generating.batch(9, seed=5, left=True)
-    config = {"eos_token_id": [1, 5, 9, 11]}
-    together, theirs = generating.both(runners["gpt2"], generating.model("gpt2"), batch, {}, config)
+    batch, asked = generating.batch(9, seed=5, left=kind == "gpt2"), []
+    runner, config = runners[kind], {"eos_token_id": [1, 5, 9, 11, 13, 15]}
+    monkeypatch.setattr(runner, "sequences", lambda *given: asked.append(given) or real(*given))
+    real = type(runner).sequences.__get__(runner)
+    together, theirs = generating.both(runner, generating.model(kind), batch, wishes, config)
     assert together == theirs
-    assert len({len(row) for row in together}) >= 4  # so rows left at different times
+    ((name, _, feeds),) = asked
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **feeds}
+    steps = _rows_of(runner.folder / f"{name}.onnx", given, search, tmp_path)
+    assert steps[0] == 9  # all beams are the same at first
+    assert all(rows % each == 0 for rows in steps[1:])
+    assert steps[1:] == sorted(steps[1:], reverse=True)
+    assert len(set(steps)) >= 3, steps  # so rows left at different times
+    assert steps[-1] <= 3 * each
+
+
+def _rows_of(path, given, operator, folder):
+    """Return how many rows each run of an operator has got, by ONNX Runtime's profile."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
+    session = onnxruntime.InferenceSession(path, options)
+    session.run(["sequences"], given)
+    events = json.loads(Path(session.end_profiling()).read_text())
+    runs = sorted((e for e in events if e["cat"] == "Node"), key=lambda e: e["ts"])
+    shapes = [e["args"]["input_type_shape"] for e in runs if e["args"].get("op_name") == operator]
+    return [next(iter(shape[0].values()))[0] for shape in shapes]
 
 
 @pytest.mark.parametrize("kind", KINDS)

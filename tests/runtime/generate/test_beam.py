@@ -1,5 +1,7 @@
 """Beam search gives what Hugging Face `generate` gives, token for token, on six kinds of models."""
 
+from itertools import pairwise
+
 import generating
 import harness
 import numpy as np
@@ -40,6 +42,26 @@ def test_beam_search_equals_generate(runners, kind):
             differ += len({tuple(row) for row in ours}) > 1
     assert ended >= 10, "hardly any text ended before the limit: the test shows nothing"
     assert differ >= 8, "every text gave the same tokens: the test shows nothing"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_settled_sentences_leave_the_batch_and_stay_in_the_result(runners, early, monkeypatch):
+    runner, fed = runners["bart"], []
+    real = runner.decode_step
+    monkeypatch.setattr(
+        runner, "decode_step", lambda state, tokens: fed.append(len(tokens)) or real(state, tokens)
+    )
+    wishes, config = {"beams": 3, "early_stopping": early}, {"eos_token_id": [1, 5, 9, 11]}
+    batch = generating.batch(17, seed=2)
+    ours, theirs = generating.both(runner, runner.backend.model, batch, wishes, config)
+    assert ours == theirs
+    assert fed[0] == 17  # all beams are the same at first
+    assert fed[1:] == sorted(fed[1:], reverse=True)
+    assert len(set(fed[1:])) >= 3, fed
+    # two of 17 are an eighth: one that is settled waits for a second
+    assert all(
+        before - after >= 3 * max(1, before // 24) for before, after in pairwise(fed[1:]) if after < before
+    )
 
 
 def test_beams_find_what_greedy_search_does_not(runners):

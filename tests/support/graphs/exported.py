@@ -8,6 +8,7 @@ from typing import Any
 
 import causal
 import classifiers
+import sentences
 import seq2seq
 import tiny
 from once import made_once
@@ -24,10 +25,12 @@ score: {{latency: false, generation: {{max_new_tokens: 4}}}}
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "translator": (tiny.marian, "translation"),
     "t5": (seq2seq.t5, "translation"),
+    "bart": (seq2seq.bart, "summarization"),
     "classifier": (tiny.bert, "text-classification"),
     "roberta": (classifiers.roberta, "text-classification"),
     "writer": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "gpt2": (lambda folder: causal.model(folder, "gpt2"), "language-modeling"),
+    "embedder": (sentences.embedder, sentences.TASK),
 }
 
 
@@ -46,6 +49,8 @@ def _run(home: Path, kind: str) -> None:
         data = tiny.labelled(home / "data.jsonl", 6)
     elif task == "language-modeling":
         data = causal.lines(home / "data.txt", 1)
+    elif task == sentences.TASK:
+        data = sentences.rows(home / "data.jsonl", 6)
     else:
         data = tiny.pairs(home / "data.jsonl", 6)
     (home / "recipe.yaml").write_text(RECIPE.format(task=task, data=data.name))

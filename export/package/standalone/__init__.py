@@ -1,0 +1,1 @@
+"""The form `standalone`: graphs, tokenizer and one file of Python that answers with them."""

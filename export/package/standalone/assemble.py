@@ -1,0 +1,70 @@
+"""infer.py: the file of a task, with the parts that it imports put in their place.
+
+The parts are modules of smelt, so that they are formatted, typed and tested as all others; what leaves is one
+file that imports nothing of smelt.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PARTS = Path(__file__).parent / "parts"
+_PREFIX = "smelt.export.package.standalone.parts."
+
+
+def assemble(main: str, instead: Mapping[str, str]) -> str:
+    """Return the text of infer.py.
+
+    Args:
+        main: the file in `parts` that is the end of it, and gives the docstring.
+        instead: part -> the one that takes its place.
+    """
+    imports: dict[str, set[str]] = {}
+    bodies: dict[str, str] = {}
+    doc = _collect(main, instead, imports, bodies)
+    return "\n\n\n".join([f'"""{doc}"""\n\n{_imports(imports)}', *bodies.values()]) + "\n"
+
+
+def _collect(
+    name: str, instead: Mapping[str, str], imports: dict[str, set[str]], bodies: dict[str, str]
+) -> str:
+    """Add to `bodies` what stands in the part `name` and the parts below it; return its docstring.
+
+    imports: module -> names that are imported from it, and "" for the module itself.
+    """
+    text = (PARTS / f"{name}.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    last = 0
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PREFIX):
+            part = str(node.module).removeprefix(_PREFIX)
+            part = instead.get(part, part)
+            if part not in bodies:
+                _collect(part, instead, imports, bodies)
+        elif isinstance(node, ast.ImportFrom):
+            imports.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+                imports.setdefault(whole, set()).add("")
+        else:
+            continue
+        last = node.end_lineno or last
+    bodies[name] = "\n".join(text.splitlines()[last:]).strip("\n")
+    return ast.get_docstring(tree, clean=False) or ""
+
+
+def _imports(imports: Mapping[str, set[str]]) -> str:
+    """Return the lines that import: the future, the standard library, the others."""
+    groups: tuple[list[str], ...] = ([], [], [])
+    for module, names in sorted(imports.items()):
+        top = module.split(".")[0].split()[0]
+        group = groups[0 if top == "__future__" else 1 if top in sys.stdlib_module_names else 2]
+        group += [f"import {module}"] if "" in names else []
+        wanted = sorted(names - {""}, key=lambda name: (not name.isupper(), name))
+        group += [f"from {module} import {', '.join(wanted)}"] if wanted else []
+    ordered = (sorted(group, key=lambda line: line.startswith("from")) for group in groups)
+    return "\n\n".join("\n".join(group) for group in ordered if group)

@@ -1,0 +1,92 @@
+"""The form `standalone`: the artifact as it is, and what runs it without smelt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
+from smelt.core.errors import InputError
+from smelt.core.files import write_json
+from smelt.export.package.form import HowTo, Origin, Takes
+from smelt.export.package.write import copy_artifact
+
+INFER, SETTINGS = "infer.py", "infer.json"
+_GENERATES = (*TEXT_TO_TEXT, "language-modeling")
+# the file in `parts` for a task, the class in it, and what a program does with the class
+USES = {
+    "translation": ("translation", "Translator", 'print(Translator()(["TEXT", "ANOTHER"]))'),
+    "language-modeling": ("language_modeling", "Writer", 'print(Writer()(["TEXT", "ANOTHER"]))'),
+    "text-classification": (
+        "text_classification",
+        "Classifier",
+        'print(Classifier()(["TEXT", ("FIRST OF A PAIR", "SECOND")]))',
+    ),
+    SIMILARITY: ("sentence_similarity", "Embedder", 'print(Embedder()(["TEXT", "ANOTHER"]).shape)'),
+}
+
+
+class Standalone:
+    """onnxruntime, numpy and a tokenizer's library are all that it needs."""
+
+    name: ClassVar[str] = "standalone"
+    summary: ClassVar[str] = "infer.py beside the graphs: onnxruntime, numpy, a tokenizer"
+    takes: ClassVar[Takes] = Takes(
+        formats=frozenset({"onnx"}),
+        targets=frozenset({"ort-cpu"}),
+        mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
+    )
+    keeps: ClassVar[bool] = True
+
+    def check(self, artifact: Artifact) -> None:
+        """Require a tokenizer that is read without transformers, and the loop inside of a graph.
+
+        Raises:
+            InputError: it has not.
+        """
+        from smelt.runtime.backends.backend import WHOLE
+        from smelt.runtime.text.tokenizing_file import read_tokenizing
+
+        found = read_tokenizing(artifact.path)
+        if found.reader == "transformers":
+            raise InputError(
+                f"its texts are read by transformers ({found.reason}), which infer.py does without."
+            )
+        lacks = [name for name in WHOLE if not (artifact.path / f"{name}.onnx").is_file()]
+        if artifact.manifest.task in _GENERATES and lacks:
+            raise InputError(
+                f"it has no {lacks[0]}.onnx, the graph of a whole generation. Export it with `loop: true`."
+            )
+
+    def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
+        """Write the artifact, infer.py with its settings, requirements.txt and a Dockerfile."""
+        from smelt.export.package.standalone.assemble import assemble
+        from smelt.export.package.standalone.beside import (
+            INSTALL,
+            dockerfile,
+            requirements,
+            requirements_file,
+        )
+        from smelt.export.package.standalone.settings import settings_of
+
+        task = artifact.manifest.task
+        settings, notes = settings_of(artifact, origin.generation)
+        reader = settings["tokenizer"]["reader"]
+        copy_artifact(artifact, folder)
+        part, kind, use = USES[task if task in USES else "translation"]
+        instead = {"tokenizers_reader": "sentencepiece_reader"} if reader == "sentencepiece" else {}
+        (folder / INFER).write_text(assemble(part, instead), encoding="utf-8")
+        write_json(folder / SETTINGS, settings)
+        (folder / "requirements.txt").write_text(requirements_file(reader), encoding="utf-8")
+        (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
+        return HowTo(
+            run=f'python {INFER} "TEXT"',
+            load=(
+                ("bash", f"{INSTALL}\npython {INFER} < lines.txt"),
+                ("python", f"from infer import {kind}\n\n{use}"),
+                ("bash", "docker build -t NAME . && docker run --rm -i NAME < lines.txt"),
+            ),
+            requirements=tuple(requirements(reader)),
+            notes=(*notes, "The Dockerfile was never built: smelt is developed without Docker."),
+        )

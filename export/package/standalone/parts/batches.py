@@ -1,0 +1,22 @@
+"""Texts of like lengths together, padded to the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+def batches(rows: list[list[int]], pad: int, size: int, left: bool = False) -> Iterator[Any]:
+    """Yield places, ids and mask (int64 [B, L]) of rows of like lengths, the longest first."""
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
+        length = max(1, len(rows[places[0]]))
+        ids = np.full((len(places), length), pad, dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for at, row in enumerate(rows[i] for i in places):
+            part = slice(length - len(row), None) if left else slice(len(row))
+            ids[at, part], mask[at, part] = row, 1
+        yield places, ids, mask

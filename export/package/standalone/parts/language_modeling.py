@@ -1,0 +1,55 @@
+"""Texts go on, with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines on standard input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from smelt.export.package.standalone.parts.batches import batches
+from smelt.export.package.standalone.parts.lines import answer_all
+from smelt.export.package.standalone.parts.search import new_tokens, search
+from smelt.export.package.standalone.parts.session import open_graph
+from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
+
+
+class Writer:
+    """Writer(folder)(texts) -> texts that go on. Several threads may use one; `threads` is for each call."""
+
+    def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
+        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.tokenizer, self.generation = Tokenizer(Path(folder), said["tokenizer"]), said["generation"]
+        self.graph = open_graph(Path(folder) / self.generation["graph"], threads or said["threads"])
+
+    def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:
+        """Return each text with what the model writes behind it, in their order."""
+        answers = list(texts)
+        rows = [self.prompt(text) for text in answers]
+        for places, ids, mask in batches(rows, self.tokenizer.said["pad"], batch_size, left=True):
+            prompt = ids.shape[1]
+            new = min(self.asked(prompt), max(1, (self.generation["positions"] or 10**9) + 1 - prompt))
+            feeds = {"input_ids": ids, "attention_mask": mask} | search(self.generation, prompt, new)
+            for i, row in zip(places, self.graph.run(["sequences"], feeds)[0], strict=True):
+                tail = new_tokens(row, prompt, self.generation["eos"])
+                both, before = map(self.tokenizer.decode, (rows[i] + tail, rows[i]))  # a blank between stays
+                answers[i] += both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tail)
+        return answers
+
+    def asked(self, prompt: int) -> int:
+        """Return how many new tokens are asked for behind a prompt of so many."""
+        by_length = (self.generation["max_length"] or 0) - prompt
+        return int(self.generation["max_new_tokens"] or (by_length if by_length > 0 else 128))
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of `text`; of a long one the end, behind the token that texts begin with."""
+        begin, limit = self.tokenizer.said["bos"], self.generation["limit"]
+        ids = self.tokenizer.encode(text) or [self.tokenizer.said["eos"] if begin is None else begin]
+        most = len(ids) if limit is None else max(1, limit // 2, limit + 1 - self.asked(len(ids)))
+        self.tokenizer.cut += len(ids) > most
+        first = ids[:1] if len(ids) > most > 1 and ids[0] == begin else []
+        return first + ids[max(0, len(ids) - most + len(first)) :]
+
+
+if __name__ == "__main__":
+    model = Writer()
+    answer_all(model, model.tokenizer)

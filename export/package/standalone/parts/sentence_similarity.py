@@ -1,0 +1,53 @@
+"""Vectors of texts, with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines as input.
+
+A tab parts the two texts of a pair, whose cosine is printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.export.package.standalone.parts.batches import batches
+from smelt.export.package.standalone.parts.lines import answer_all
+from smelt.export.package.standalone.parts.session import open_graph
+from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
+
+
+class Embedder:
+    """Embedder(folder)(texts) -> vectors. Several threads may use one; `threads` is for each call."""
+
+    def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
+        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.tokenizer, self.width = Tokenizer(Path(folder), said["tokenizer"]), said["width"]
+        self.graph = open_graph(Path(folder) / "model.onnx", threads or said["threads"])
+
+    def __call__(self, texts: Iterable[str], batch_size: int = 32) -> Any:
+        """Return the vectors of the texts in their order, float32 [n, D]."""
+        rows = [self.tokenizer.encode(text) for text in texts]
+        vectors = np.zeros((len(rows), self.width), dtype=np.float32)
+        for places, ids, mask in batches(rows, self.tokenizer.said["pad"], batch_size):
+            feeds = {"input_ids": ids, "attention_mask": mask}
+            vectors[places] = self.graph.run(["sentence_embedding"], feeds)[0]
+        return vectors
+
+
+def lines(model: Embedder, texts: list[str]) -> list[str]:
+    """Return the vector of each text as JSON, or where a tab parts two texts their cosine."""
+    pairs = [text.partition("\t") for text in texts]
+    second = [at for at, (_, tab, _) in enumerate(pairs) if tab]
+    found = model([text for text, _, _ in pairs] + [pairs[at][2] for at in second]).astype(np.float64)
+    answers = [json.dumps([round(x, 7) for x in vector.tolist()]) for vector in found[: len(texts)]]
+    for at, other in zip(second, found[len(texts) :], strict=True):
+        lengths = np.linalg.norm(found[at]) * np.linalg.norm(other)
+        answers[at] = f"{np.clip(found[at] @ other / lengths, -1, 1) if lengths else 0:.4f}"
+    return answers
+
+
+if __name__ == "__main__":
+    model = Embedder()
+    answer_all(lambda texts: lines(model, texts), model.tokenizer)

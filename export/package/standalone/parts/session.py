@@ -1,0 +1,22 @@
+"""A graph in ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+
+def open_graph(path: Path, threads: int | None) -> Any:
+    """Open a graph with the options that its scores were taken with; threads: of one call, None for all."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # else it warns of each input that has a default
+    options.intra_op_num_threads = threads or 0
+    cpu = Path("/proc/cpuinfo")
+    words = set(cpu.read_text(errors="replace").split()) if cpu.is_file() else set()
+    if "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}:
+        options.add_session_config_entry("session.x64quantprecision", "1")  # int8 products stay exact
+    return onnxruntime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
+    )

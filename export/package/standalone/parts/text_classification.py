@@ -1,0 +1,97 @@
+"""Classes of texts, with onnxruntime, numpy and tokenizers: python infer.py "TEXT", or lines as input.
+
+A tab parts the two texts of a pair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from smelt.export.package.standalone.parts.batches import batches
+from smelt.export.package.standalone.parts.lines import answer_all
+from smelt.export.package.standalone.parts.session import open_graph
+
+
+class Classifier:
+    """Classifier(folder)(texts) -> (label, probabilities) of each text or pair, a tuple of two texts.
+
+    The label is a name; of a model with several labels a text, the tuple of those above one half; of one
+    that predicts a number, the number. Several threads may use one; `threads` is for each call.
+    """
+
+    def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
+        said = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
+        self.labels, self.problem, self.said, self.cut = said["labels"], said["problem"], said["tokenizer"], 0
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        self.graph = open_graph(Path(folder) / "model.onnx", threads or said["threads"])
+        self.inputs = {one.name for one in self.graph.get_inputs()}
+
+    def __call__(self, texts: Iterable[str | tuple[str, str]], batch_size: int = 32) -> list[tuple[Any, Any]]:
+        """Return label and probabilities, a dict by label, for each text or pair, in their order."""
+        encoded = [self.encode(text) for text in texts]
+        answers: list[tuple[Any, Any]] = [("", {})] * len(encoded)
+        for places, ids, mask in batches([row for row, _ in encoded], self.said["pad"], batch_size):
+            types = np.zeros_like(ids)
+            for at, i in enumerate(places):
+                types[at, : len(encoded[i][1])] = encoded[i][1]
+            feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+            feeds = {name: value for name, value in feeds.items() if name in self.inputs}
+            for i, logits in zip(places, self.graph.run(["logits"], feeds)[0], strict=True):
+                answers[i] = self.answer(logits.astype(np.float64))
+        return answers
+
+    def encode(self, text: str | tuple[str, str]) -> tuple[list[int], list[int]]:
+        """Return ids and token types; of a pair that is too long the longer text is cut first."""
+        first, second = (text, None) if isinstance(text, str) else text
+        first = self.said["prefix"] + first
+        found = self.tokenizer.encode(first.lower() if self.said["lower"] else first, second)
+        types = found.type_ids if self.said["types"] else []
+        limit, owners = self.said["limit"], found.sequence_ids
+        if limit is None or len(owners) <= limit:
+            return list(found.ids), list(types)
+        self.cut += 1
+        places = [[at for at, owner in enumerate(owners) if owner == which] for which in (0, 1)]
+        room = max(0, limit - owners.count(None))
+        short, long = sorted(map(len, places))
+        long = max(short, room - short)
+        short, long = (short, long) if short + long <= room else (room // 2, room - room // 2)
+        counts = (long, short) if len(places[0]) > len(places[1]) else (short, long)
+        drop: set[int] = set()
+        for part, count in zip(places, counts, strict=True):
+            drop |= set(part[: len(part) - count] if self.said["truncation_side"] == "left" else part[count:])
+        kept = [at for at in range(len(owners)) if at not in drop]
+        return [found.ids[at] for at in kept], [types[at] for at in kept if types]
+
+    def answer(self, logits: Any) -> tuple[Any, Any]:
+        """Return label and probabilities of one text's logits, float64 [C]."""
+        if self.problem == "regression":
+            return float(logits[0]), {}
+        if self.problem == "multi_label_classification":
+            chances = dict(zip(self.labels, (1 / (1 + np.exp(-logits))).tolist(), strict=True))
+            return tuple(name for name, chance in chances.items() if chance > 0.5), chances
+        odds = np.exp(logits - logits.max())
+        return self.labels[odds.argmax()], dict(zip(self.labels, (odds / odds.sum()).tolist(), strict=True))
+
+
+def pair(text: str) -> Any:
+    """Return two texts where a tab parts them."""
+    return tuple(text.split("\t", 1)) if "\t" in text else text
+
+
+def line(label: Any, chances: dict[str, float]) -> str:
+    """Return an answer as a line: label, tab, probability; a number alone."""
+    if isinstance(label, float):
+        return f"{label:.4f}"
+    names = [label] if isinstance(label, str) else list(label)
+    return "|".join(names) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)
+
+
+if __name__ == "__main__":
+    model = Classifier()
+    answer_all(lambda texts: [line(*found) for found in model(map(pair, texts))], model)

@@ -1,0 +1,64 @@
+"""The rules that infer.py tells a graph are those that smelt tells it."""
+
+import numpy as np
+import pytest
+
+from smelt.export.package.standalone import settings
+from smelt.export.package.standalone.parts.search import new_tokens, search
+from smelt.runtime.generate.decoding import Decoding
+from smelt.runtime.generate.in_graph import cut_at_end, feeds_of
+
+VOCABULARY = 11
+CASES = {
+    "plain": {"max_new_tokens": 5},
+    "no limit": {},
+    "max_length": {"max_length": 9},
+    "positions": {"max_new_tokens": 50, "positions": 8},
+    "bad words, of which one ends a text": {"max_new_tokens": 3, "bad_words_ids": [[4], [2]]},
+    "min_length": {"max_new_tokens": 6, "min_length": 5},
+    "min_new_tokens": {"max_new_tokens": 6, "min_new_tokens": 2, "min_length": 1},
+    "forced first": {"max_new_tokens": 4, "forced_bos_token_id": 7, "begin_suppress_tokens": [3]},
+    "begin": {"max_new_tokens": 4, "begin_suppress_tokens": [3, 5]},
+    "forced last": {"max_new_tokens": 4, "forced_eos_token_id": [6, 2], "min_length": 9},
+    "forced and suppressed": {"max_new_tokens": 4, "forced_eos_token_id": [6, 2], "suppress_tokens": [2]},
+    "one token, first and last": {
+        "max_new_tokens": 1,
+        "forced_bos_token_id": 7,
+        "forced_eos_token_id": [2],
+    },
+    "texts": {"max_new_tokens": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "beams": {"max_new_tokens": 4, "beams": 3, "length_penalty": 0.6, "early_stopping": True},
+    "beams, never": {"max_new_tokens": 4, "beams": 3, "early_stopping": "never", "renormalize_logits": True},
+    "no end": {"max_new_tokens": 3, "eos": [], "min_length": 5},
+}
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_fed_does_what_smelt_feeds(case, prompt):
+    decoding = Decoding(**({"eos": [2], "pad": 1, "start": 0 if prompt == 1 else None} | CASES[case]))
+    expected = feeds_of(decoding, prompt, VOCABULARY)
+    said = settings.written(decoding, VOCABULARY)
+    got = search(said, prompt, decoding.longest(prompt) - prompt)
+    assert {name for name in got if name in expected} == set(expected)
+    for name in set(expected) - {"step_rules", "rule_biases", "forced_tokens"}:
+        assert got[name].dtype == expected[name].dtype, name
+        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+    for name in ("rule_biases", "forced_tokens"):
+        assert got[name].dtype == expected[name].dtype, name
+        np.testing.assert_array_equal(
+            got[name][got["step_rules"]], expected[name][expected["step_rules"]], err_msg=name
+        )
+
+
+def test_an_encoder_decoder_knows_its_longest_output():
+    said = settings.written(Decoding(max_new_tokens=50, positions=8, start=0, eos=[2]), VOCABULARY)
+    assert said["max_new_tokens"] == 8
+    assert settings.written(Decoding(start=0), VOCABULARY)["max_new_tokens"] == 128
+    assert settings.written(Decoding(max_length=9), VOCABULARY)["max_new_tokens"] is None
+
+
+def test_a_text_ends_with_the_first_token_that_ends_it():
+    row = np.array([0, 5, 2, 2, 6])
+    for eos in ([2], [6, 2], [], [9]):
+        assert new_tokens(row, 1, eos) == cut_at_end(row, 1, eos)

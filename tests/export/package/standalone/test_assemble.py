@@ -1,0 +1,59 @@
+"""infer.py is one readable file that imports little and needs no part of smelt."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from smelt.export.package.standalone.assemble import PARTS, assemble
+from smelt.export.package.standalone.form import USES
+
+MAINS = sorted({part for part, _, _ in USES.values()})
+VARIANTS = [(main, {}) for main in MAINS]
+VARIANTS += [("translation", {"tokenizers_reader": "sentencepiece_reader"})]
+ALLOWED = {"numpy", "onnxruntime", "tokenizers", "sentencepiece", *sys.stdlib_module_names}
+
+
+def imported(text):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+
+
+@pytest.mark.parametrize(("main", "instead"), VARIANTS)
+def test_it_is_at_most_150_lines(main, instead):
+    assert len(assemble(main, instead).splitlines()) <= 150
+
+
+@pytest.mark.parametrize(("main", "instead"), VARIANTS)
+def test_it_imports_the_runtime_numpy_and_one_tokenizer(main, instead):
+    tops = {name.split(".")[0] for name in imported(assemble(main, instead))}
+    assert tops <= ALLOWED
+    assert len(tops & {"tokenizers", "sentencepiece"}) == 1
+
+
+@pytest.mark.parametrize(("main", "instead"), VARIANTS)
+def test_it_is_formatted_and_nothing_in_it_is_idle_or_missing(main, instead, tmp_path):
+    path = tmp_path / "infer.py"
+    path.write_text(assemble(main, instead))
+    settings = ["--isolated", "--line-length", "110", "--target-version", "py311"]
+    for what in (["check", "--select", "E,F,I,B,UP,D101,D102,D103"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *what, *settings, path],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_part_goes_into_some_infer_py():
+    texts = [assemble(main, instead) for main, instead in VARIANTS]
+    for path in PARTS.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        for name in names:
+            assert any(f" {name}(" in text or f" {name}:" in text for text in texts), (path.name, name)

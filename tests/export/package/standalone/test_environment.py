@@ -1,0 +1,112 @@
+"""The requirements of packages in an environment of their own: infer.py answers there as smelt does.
+
+Half a minute on an idle machine: pip fetches some 60 MB.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import exported
+import pytest
+import tiny
+from once import made_once
+from packaged import GENERATIONS, TEXTS, written
+
+import smelt
+from smelt.export.package.standalone.beside import INSTALL, TRIM
+
+KINDS = ("translator", "t5", "gpt2", "classifier", "embedder")
+LINES = [text for text in [*TEXTS[:12], tiny.SENTENCES[0] + "\tdogs"] if "\t" not in text]
+
+
+class NoNetworkError(Exception):
+    """The packages cannot be fetched."""
+
+
+def run(folder, *command, lines=None):
+    return subprocess.run(
+        command, cwd=folder, input=lines, capture_output=True, encoding="utf-8", timeout=300, check=False,
+        env={"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "LC_ALL": "C.UTF-8", "HOME": str(folder)}
+        | {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "HTTP", "http"))},
+    )  # fmt: skip
+
+
+def make(home):
+    """Make an environment with what the packages of all tasks require."""
+    home.mkdir()
+    done = run(home, sys.executable, "-m", "venv", home / "venv")
+    assert done.returncode == 0, done.stderr
+    files = [written(kind) / "requirements.txt" for kind in KINDS]
+    needed = {line for path in files for line in path.read_text().splitlines()}
+    (home / "requirements.txt").write_text("\n".join(sorted(needed)) + "\n")
+    command = [*INSTALL.split(), "--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
+    done = run(home, home / "venv" / "bin" / "python", "-m", *command)
+    if done.returncode != 0:
+        raise NoNetworkError(done.stderr.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def python():
+    if sys.platform == "win32":
+        pytest.skip("the paths are those of Linux and macOS")
+    try:
+        return made_once("package-environment", make) / "venv" / "bin" / "python"
+    except NoNetworkError as error:
+        pytest.skip(f"pip cannot fetch the requirements: {error}")
+
+
+def site(python):
+    found = run(python.parent, python, "-c", "import site; print(site.getsitepackages()[0])").stdout.strip()
+    return Path(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
+    folder = written(kind, GENERATIONS["rules"] if kind in ("translator", "t5", "gpt2") else None)
+    with smelt.load(exported.artifact(kind)) as model:
+        if kind == "classifier":
+            expected = [f"{p.label}\t{p.probabilities[p.label]:.3f}" for p in model.predict(LINES)]
+        elif kind == "embedder":
+            expected = [json.dumps([round(float(x), 7) for x in vector]) for vector in model.embed(LINES)]
+        else:
+            expected = model.generate(LINES, **GENERATIONS["rules"])
+    done = run(folder, python, "-B", "infer.py", lines="".join(f"{line}\n" for line in LINES))
+    assert done.returncode == 0, done.stderr
+    # what comes through a pipe as text has other ends of lines
+    assert done.stdout == "".join(f"{text}\n" for text in expected).replace("\r\n", "\n").replace("\r", "\n")
+
+
+@pytest.mark.slow
+def test_there_is_neither_torch_nor_transformers_and_little_else(python):
+    for name in ("torch", "transformers", "smelt", "onnx"):
+        done = run(python.parent, python, "-c", f"import {name}")
+        assert "ModuleNotFoundError" in done.stderr
+    of_pip = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
+    size = 0
+    for path in site(python).rglob("*"):
+        inside = path.relative_to(site(python)).parts
+        if path.is_file() and "__pycache__" not in inside and inside[0].split("-")[0] not in of_pip:
+            size += path.stat().st_size
+    assert size < 145e6  # both tokenizers; docs/deploy.md has the size with one of them
+
+
+@pytest.mark.slow
+def test_what_the_dockerfile_removes_is_not_missed(python, tmp_path):
+    import shutil
+
+    copy = tmp_path / "site"
+    shutil.copytree(site(python), copy, ignore=shutil.ignore_patterns("pip*", "setuptools*", "__pycache__"))
+    trim = TRIM.split("&&", 1)[1]
+    assert run(copy, "sh", "-c", trim).returncode == 0
+    assert not (copy / "numpy" / "tests").exists()
+    assert not (copy / "onnxruntime" / "tools").exists()
+    folder = written("translator")
+    code = f"import sys; sys.path.insert(0, {str(copy)!r}); sys.argv = ['infer.py', 'two dogs'];"
+    code += "import runpy; runpy.run_path('infer.py', run_name='__main__')"
+    done = run(folder, python, "-B", "-S", "-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()

@@ -1,0 +1,256 @@
+"""infer.py answers as smelt does, token for token, without anything of smelt, torch or transformers."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import exported
+import harness
+import numpy as np
+import pytest
+import tiny
+from packaged import GENERATIONS, TEXTS, written
+
+import smelt
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.form import Origin
+from smelt.export.package.standalone.form import Standalone
+from smelt.export.package.write import write_package
+
+FORBIDDEN = ("torch", "transformers", "smelt", "onnx", "safetensors", "huggingface_hub", "pydantic")
+CLASSES = {
+    "translation": "Translator",
+    "summarization": "Translator",
+    "language-modeling": "Writer",
+    "text-classification": "Classifier",
+    "sentence-similarity": "Embedder",
+}
+GENERATING = ("translator", "t5", "bart", "writer", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return written("classifier")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Open the package's own class, while nothing that is forbidden can be imported."""
+    for name in {*FORBIDDEN, *(n for n in sys.modules if n.partition(".")[0] in FORBIDDEN)}:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    def open_it(folder):
+        spec = importlib.util.spec_from_file_location("infer", folder / "infer.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        task = json.loads((folder / "infer.json").read_text())["task"]
+        return getattr(module, CLASSES[task])(folder)
+
+    return open_it
+
+
+def loaded(kind, call):
+    """What smelt makes of the artifact, asked while its imports are there."""
+    with smelt.load(exported.artifact(kind)) as model, pytest.warns(smelt.TruncationWarning):
+        return call(model)
+
+
+@pytest.mark.parametrize("wishes", GENERATIONS)
+@pytest.mark.parametrize("kind", GENERATING)
+def test_texts_are_those_of_smelt(kind, wishes, request):
+    generation = GENERATIONS[wishes]
+    expected = loaded(kind, lambda model: model.generate(TEXTS, **generation))
+    small = loaded(kind, lambda model: model.generate(TEXTS, batch_size=3, **generation))
+    folder = written(kind, generation)
+    model = request.getfixturevalue("opened")(folder)
+    assert model(TEXTS) == expected
+    assert model(iter(TEXTS), batch_size=3) == small
+    assert model.tokenizer.cut == 2 * 1
+    assert model([]) == []
+    assert len(set(expected)) > 4
+
+
+@pytest.mark.parametrize("kind", ["classifier", "roberta"])
+def test_classes_are_those_of_smelt(kind, request):
+    long = " ".join(tiny.SENTENCES * 3)
+    given = [*TEXTS, ("a man", "two dogs run"), (long, "two dogs"), ("a cat", long), (long, long + " a")]
+    expected = loaded(kind, lambda model: model.predict(given))
+    folder = written(kind)
+    model = request.getfixturevalue("opened")(folder)
+    found = model(given)
+    assert [label for label, _ in found] == [one.label for one in expected]
+    for (_, chances), one in zip(found, expected, strict=True):
+        assert chances == pytest.approx(dict(one.probabilities), abs=1e-12)
+    assert model.cut == 4
+    assert model([]) == []
+
+
+def test_vectors_are_those_of_smelt(request):
+    expected = loaded("embedder", lambda model: model.embed(TEXTS))
+    folder = written("embedder")
+    model = request.getfixturevalue("opened")(folder)
+    np.testing.assert_array_equal(model(TEXTS), expected)
+    assert model([]).shape == (0, expected.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("problem", "logits", "expected"),
+    [
+        ("multi_label_classification", [2.0, -1.0, 0.5], ("a", "c")),
+        ("multi_label_classification", [-2.0, -1.0, -0.5], ()),
+        ("single_label_classification", [2.0, -1.0, 2.5], "c"),
+        ("regression", [2.25, 0, 0], 2.25),
+    ],
+)
+def test_answers_of_every_kind_of_classifier(problem, logits, expected, classifier, opened):
+    from_parts = opened(classifier)
+    from_parts.labels, from_parts.problem = ["a", "b", "c"], problem
+    label, chances = from_parts.answer(np.array(logits))
+    assert label == expected
+    assert type(label) is type(expected)
+    if problem == "regression":
+        assert chances == {}
+    elif problem == "multi_label_classification":
+        assert chances == pytest.approx(dict(zip("abc", 1 / (1 + np.exp(-np.array(logits))), strict=True)))
+    else:
+        assert sum(chances.values()) == pytest.approx(1)
+
+
+def command(folder, *words, lines=None):
+    """Run infer.py as a user does, in a process whose Python may not find smelt."""
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({FORBIDDEN}, None)); import runpy, os;"
+    run = "sys.argv = ['infer.py', *sys.argv[1:]]; runpy.run_path('infer.py', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked} {run}", *words],
+        cwd=folder,
+        input=lines,
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines(), done.stderr.decode()
+
+
+@pytest.mark.parametrize("kind", ["translator", "classifier", "embedder", "writer"])
+def test_the_command_line_prints_what_smelt_predict_prints(kind):
+    folder = written(kind)
+    texts = ["a man in a red hat", "two dogs\trun", " ".join(tiny.SENTENCES * 3)]
+    more = ["--max-new-tokens", 4] if kind in GENERATING else []
+    expected = harness.smelt("predict", exported.artifact(kind), *texts, *more, code=0).stdout.splitlines()
+    found, said = command(folder, *texts)
+    assert found == expected
+    assert said.startswith("warning: 1 texts were longer than the model takes")
+    lines = ("\ufeff" + "\r\n".join(texts[:2]) + "\n").encode()
+    assert command(folder, lines=lines) == (expected_of_lines(kind, texts[:2], more), "")
+
+
+def expected_of_lines(kind, texts, more):
+    return harness.smelt("predict", exported.artifact(kind), *texts, *more, code=0).stdout.splitlines()
+
+
+def test_the_package_is_an_artifact_that_smelt_takes(tmp_path):
+    folder = written("translator")
+    assert harness.smelt("predict", folder, "two dogs", code=0).output
+    data = tiny.pairs(tmp_path / "rows.jsonl", 4)
+    assert "bleu" in harness.smelt("eval", folder, "--data", data, code=0).output
+    with smelt.load(folder) as model, smelt.load(exported.artifact("translator")) as other:
+        assert model.generate(TEXTS[:3]) == other.generate(TEXTS[:3])
+
+
+def test_who_edits_infer_py_breaks_nothing(tmp_path):
+    folder = tmp_path / "p"
+    shutil.copytree(written("classifier"), folder)
+    for name in ("infer.py", "requirements.txt", "Dockerfile", "README.md", "infer.json"):
+        (folder / name).write_text((folder / name).read_text() + "\n")
+    harness.smelt("predict", folder, "two dogs", code=0)
+
+
+def test_what_is_beside_infer_py():
+    folder = written("translator")
+    first, *lines = (folder / "requirements.txt").read_text().splitlines()
+    assert first == "# pip install --no-deps -r requirements.txt"
+    assert [line.split("==")[0] for line in lines] == ["numpy", "onnxruntime", "sentencepiece"]
+    assert all(re.fullmatch(r"[a-z]+==[\d.]+", line) for line in lines)
+    assert (written("t5") / "requirements.txt").read_text().splitlines()[3].startswith("tokenizers==")
+
+
+DOCKER = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT"}
+
+
+def test_the_dockerfile_has_known_instructions_and_a_user_without_rights():
+    text = (written("translator") / "Dockerfile").read_text()
+    found = [line.split(" ", 1) for line in text.splitlines()]
+    assert {word for word, _ in found} == DOCKER
+    assert found[0][0] == "FROM"
+    assert re.fullmatch(r"python:3\.\d+-slim", found[0][1])
+    words = [word for word, _ in found]
+    assert words.index("USER") > max(at for at, word in enumerate(words) if word in ("RUN", "COPY"))
+    (user,) = (rest for word, rest in found if word == "USER")
+    assert any(word == "RUN" and rest.endswith(f" {user}") for word, rest in found)
+    (entry,) = (json.loads(rest) for word, rest in found if word == "ENTRYPOINT")
+    assert entry == ["python", "infer.py"]
+    for rest in (rest for word, rest in found if word == "COPY"):
+        assert all((written("translator") / source).exists() for source in rest.split()[:-1])
+
+
+def test_texts_that_transformers_reads_are_refused(tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(exported.artifact("classifier"), folder)
+    artifact = read_artifact(folder)
+    Standalone().check(artifact)
+    (folder / "tokenizing.json").unlink()
+    with pytest.raises(InputError, match=r"read by transformers \(there is no tokenizing.json"):
+        Standalone().check(artifact)
+
+
+def test_an_export_without_the_loop_is_refused(tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(exported.artifact("translator"), folder)
+    (folder / "generate_beams.onnx").unlink()
+    with pytest.raises(InputError, match=r"no generate_beams.onnx.*loop: true"):
+        Standalone().check(read_artifact(folder))
+
+
+def test_what_no_graph_does_is_refused_and_nothing_is_left(tmp_path):
+    artifact = read_artifact(exported.artifact("translator"))
+    wishes = Origin(generation={"bad_words_ids": [[3, 4]]})
+    with pytest.raises(InputError, match="bad words of several tokens"):
+        write_package(Standalone(), artifact, wishes, tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sampled_texts_are_told(tmp_path):
+    artifact = read_artifact(exported.artifact("writer"))
+    wishes = Origin(generation={"do_sample": True, "temperature": 0.7, "max_new_tokens": 4})
+    package = write_package(Standalone(), artifact, wishes, tmp_path / "p")
+    assert "draws tokens at random" in (package.folder / "README.md").read_text()
+    assert json.loads((package.folder / "infer.json").read_text())["generation"]["graph"] == "generate.onnx"
+
+
+def test_threads_are_those_of_the_caller_else_those_that_the_artifact_names(
+    monkeypatch, tmp_path, classifier, opened
+):
+    import onnxruntime
+
+    folder = tmp_path / "p"
+    shutil.copytree(classifier, folder)
+    said = json.loads((folder / "infer.json").read_text())
+    (folder / "infer.json").write_text(json.dumps(said | {"threads": 3}))
+    seen = []
+    real = onnxruntime.InferenceSession
+
+    def spy(path, options, **more):
+        seen.append(options.intra_op_num_threads)
+        return real(path, options, **more)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", spy)
+    type(opened(folder))(folder, threads=2)
+    opened(classifier)
+    assert seen == [3, 2, 0]

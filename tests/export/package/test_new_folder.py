@@ -1,0 +1,149 @@
+"""A folder comes into being complete, with normal modes, or not at all."""
+
+import errno
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from smelt.core.errors import InputError, RunError
+from smelt.export.package import new_folder as module
+from smelt.export.package.new_folder import new_folder, require_free
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def make(out, inside=lambda folder: (folder / "a").write_text("a")):
+    with new_folder(out) as folder:
+        inside(folder)
+
+
+def full(number):
+    def fails(path, **_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    return fails
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_what_is_made_has_normal_modes_whatever_the_umask(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        with new_folder(tmp_path / "p") as folder:
+            (folder / "inner").mkdir()
+            (folder / "inner" / "a").write_text("a")
+            (folder / "inner" / "a").chmod(0o700)
+    finally:
+        os.umask(before)
+    made = tmp_path / "p"
+    assert [mode(made), mode(made / "inner"), mode(made / "inner" / "a")] == [0o755, 0o755, 0o644]
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_it_is_not_there_before_it_is_complete(tmp_path):
+    out = tmp_path / "p"
+    with new_folder(out) as folder:
+        (folder / "a").write_text("a")
+        assert not out.exists()
+        assert folder.parent == out.parent
+    assert (out / "a").read_text() == "a"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
+def test_an_error_leaves_nothing_not_even_the_folders_above(error, tmp_path):
+    def fails(folder):
+        (folder / "a").write_text("a")
+        raise error("why")
+
+    with pytest.raises(error):
+        make(tmp_path / "x" / "y" / "p", fails)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_above_that_was_there_stays(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "x" / "y" / "p"):
+        raise RuntimeError("why")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["file", "folder", "link", "file in its place"])
+def test_what_is_there_is_not_touched(content, tmp_path):
+    out = tmp_path / "p"
+    if content == "file in its place":
+        out.write_text("mine")
+    elif content == "link":
+        (tmp_path / "real").mkdir()
+        out.symlink_to(tmp_path / "real")
+    else:
+        (out / "mine").mkdir(parents=True) if content == "folder" else out.mkdir()
+        (out / "mine").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=r"(not empty|no folder).*--out"):
+        require_free(out)
+    with pytest.raises(InputError), new_folder(out):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    (tmp_path / "p").mkdir(mode=0o700)
+    with new_folder(tmp_path / "p") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "p" / "a").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_who_fills_the_folder_meanwhile_keeps_it(tmp_path):
+    out = tmp_path / "p"
+
+    def filled(folder):
+        out.mkdir()
+        (out / "theirs").touch()
+
+    with pytest.raises(InputError, match="give another --out"):
+        make(out, filled)
+    assert [path.name for path in out.iterdir()] == ["theirs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_with_the_room_that_there_is(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "flush", full(number))
+    with pytest.raises(RunError, match=r"p: the disk is full \([\d,]+ bytes are free\). Nothing"):
+        make(tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_the_form_writes(tmp_path):
+    with pytest.raises(RunError, match="the disk is full"), new_folder(tmp_path / "x" / "p") as folder:
+        full(errno.ENOSPC)(folder / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_a_place_that_must_not_be_written_is_named(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", full(number))
+    said = rf"{os.strerror(number)}. Nothing was left at .*p; give another --out"
+    with pytest.raises(InputError, match=said):
+        make(tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_a_folder_above(tmp_path):
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(InputError, match="--out"), new_folder(tmp_path / "x" / "p"):
+        pass
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+def test_a_link_in_a_package_is_a_mistake(tmp_path):
+    with pytest.raises(RunError, match="a: a link in a package"), new_folder(tmp_path / "p") as folder:
+        (folder / "a").symlink_to(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,134 @@
+"""What is the same around every form: README.md, SHA256SUMS, the manifest, real files."""
+
+import hashlib
+import shutil
+import subprocess
+from dataclasses import replace
+
+import exported
+import pytest
+
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.form import HowTo, Origin, Score, Step, Takes
+from smelt.export.package.write import copy_artifact, write_package
+
+HOW = HowTo("open it", (("python", "import it"),), ("needed==1",), ("Mind the gap.",))
+ORIGIN = Origin(
+    run="translate",
+    model="my-model",
+    licence="apache-2.0 (its model card)",
+    steps=(Step("model", "model", {}), Step("small", "prune", {"what": ["ffn"], "keep": 0.5})),
+    scores=(Score("BLEU", "37.41 [36.10, 38.60]", "38.00 [37.00, 39.00]", 1000, "nrefs:1|gen:greedy"),),
+    times=("3.7 ms (median) at batch 1",),
+)
+
+
+class Copies:
+    """Copies the artifact, with one file more in a folder."""
+
+    name, summary, takes, keeps = "copies", "a copy", Takes(frozenset({"onnx"})), True
+
+    def write(self, artifact, origin, folder):
+        copy_artifact(artifact, folder)
+        (folder / "more").mkdir()
+        (folder / "more" / "words.json").write_text("{}")
+        (folder / "infer.py").write_text("pass")
+        return HOW
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    return read_artifact(exported.artifact("classifier"))
+
+
+@pytest.fixture(scope="module")
+def package(artifact, tmp_path_factory):
+    return write_package(Copies(), artifact, ORIGIN, tmp_path_factory.mktemp("out") / "mine")
+
+
+def test_files_are_real_and_of_their_own(package, artifact):
+    for name in artifact.manifest.files:
+        path, source = package.folder / name, artifact.path / name
+        assert path.read_bytes() == source.read_bytes()
+        assert not path.is_symlink()
+        assert path.stat().st_nlink == 1
+        assert path.stat().st_ino != source.stat().st_ino
+
+
+def test_hashes_are_those_of_every_file_as_sha256sum_reads_them(package, tmp_path):
+    lines = (package.folder / "SHA256SUMS").read_text().splitlines()
+    said = {line[66:]: line[:64] for line in lines}
+    there = {p.relative_to(package.folder).as_posix(): p for p in package.folder.rglob("*") if p.is_file()}
+    assert set(said) == set(there) - {"SHA256SUMS"}
+    assert {"manifest.json", "README.md", "more/words.json"} <= set(said)
+    for name, digest in said.items():
+        assert hashlib.sha256(there[name].read_bytes()).hexdigest() == digest
+    if shutil.which("sha256sum"):
+        done = subprocess.run(
+            ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=package.folder, check=False, capture_output=True
+        )
+        assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_the_manifest_lists_what_is_loaded_and_not_what_a_user_edits(package, artifact):
+    found = read_artifact(package.folder)
+    found.verify()
+    assert set(found.manifest.files) == {*artifact.manifest.files, "more/words.json"}
+    assert found.manifest.model_copy(update={"files": artifact.manifest.files}) == artifact.manifest
+
+
+def test_a_form_with_a_layout_of_its_own_has_no_manifest(artifact, tmp_path):
+    form = Copies()
+    form.keeps = False
+    package = write_package(form, artifact, Origin(), tmp_path / "p")
+    assert not (package.folder / "manifest.json").exists()
+
+
+def test_the_readme_says_it_all(package, artifact):
+    text = (package.folder / "README.md").read_text()
+    assert text.startswith("# mine\n")
+    for part in (
+        "| made from | my-model |",
+        "| run | translate |",
+        "| format | onnx, exported for ort-cpu |",
+        f"`{artifact.key}`",
+        '| small | prune | what: ["ffn"], keep: 0.5 |',
+        "| BLEU | 37.41 [36.10, 38.60] | 1,000 | 38.00 [37.00, 39.00] |",
+        "nrefs:1|gen:greedy",
+        "3.7 ms (median) at batch 1",
+        f"{artifact.size_bytes:,} bytes",
+        "```bash\nopen it\n```",
+        "```python\nimport it\n```",
+        "needed==1",
+        "Mind the gap.",
+        "apache-2.0 (its model card)",
+        "sha256sum -c SHA256SUMS",
+    ):
+        assert part in text, part
+
+
+def test_what_is_not_known_is_said(artifact, tmp_path):
+    text = (write_package(Copies(), artifact, Origin(), tmp_path / "p").folder / "README.md").read_text()
+    assert "The scores of an artifact without its run are not known" in text
+    assert "made from | not known here" in text
+    assert "Licence of the model that this was made from: not stated." in text
+    unscored = replace(ORIGIN, scores=())
+    text = (write_package(Copies(), artifact, unscored, tmp_path / "q").folder / "README.md").read_text()
+    assert "The scores of its run are not known" in text
+
+
+def test_the_size_is_that_of_all_files(package):
+    files = [path for path in package.folder.rglob("*") if path.is_file()]
+    assert package.size_bytes == sum(path.stat().st_size for path in files)
+
+
+def test_a_form_that_fails_leaves_nothing(artifact, tmp_path, monkeypatch):
+    def fails(self, artifact, origin, folder):
+        copy_artifact(artifact, folder)
+        raise InputError("not this one")
+
+    monkeypatch.setattr(Copies, "write", fails)
+    with pytest.raises(InputError, match="not this one"):
+        write_package(Copies(), artifact, Origin(), tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []

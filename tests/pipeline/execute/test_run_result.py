@@ -1,0 +1,39 @@
+"""What a run says at its end."""
+
+import shlex
+
+import pytest
+import sample_report
+
+from smelt.execute.run_result import Result, step_to_ship, summary_lines
+
+
+def step(name, size, format_="onnx", target="ort-cpu", artifact="a"):
+    return {"name": name, "size_bytes": size, "format": format_, "target": target, "artifact": artifact}
+
+
+@pytest.mark.parametrize(
+    ("steps", "frontier", "expected"),
+    [
+        ([step("a", 9), step("b", 5), step("c", 7)], [], "b"),
+        ([step("a", 9), step("b", 5), step("c", 7)], ["a", "c"], "c"),
+        ([step("a", 9), step("b", 5, target="openvino"), step("c", 7, "torch", None)], ["b", "c"], "a"),
+        ([step("a", 9), step("b", 5, artifact=None)], [], "a"),
+        ([step("c", 7, "torch", None), step("d", 7, "tensorrt")], ["c"], None),
+    ],
+)
+def test_the_step_to_ship_is_small_worth_having_and_runs_anywhere(steps, frontier, expected):
+    assert step_to_ship({"steps": steps, "frontier": frontier}) == expected
+
+
+def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = sample_report.sample()
+    name = step_to_ship(report)
+    assert name is not None
+    result = Result(report, tmp_path / "runs" / "my run")
+    place = shlex.quote(f"runs/my run/artifacts/{name}")
+    assert summary_lines(result)[-2:] == [
+        f'Try it: smelt predict {place} "TEXT"',
+        f"Ship it: smelt package {place}",
+    ]

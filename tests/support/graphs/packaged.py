@@ -1,0 +1,45 @@
+"""Standalone packages of tiny models, written once for all tests, and texts for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import exported
+import tiny
+from once import made_once
+
+TEXTS: list[str] = [
+    *tiny.SENTENCES,
+    "",
+    "a  man?! \u00e4\u4f60 <s> </s>",
+    " ".join(tiny.SENTENCES * 3),
+    "dogs",
+    "dogs",
+]
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 9},
+    "rules": {"max_new_tokens": 9, "min_new_tokens": 3, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    "beams": {"beams": 3, "max_new_tokens": 7, "length_penalty": 0.6},
+    "the model's own": {},
+}
+
+
+def written(kind: str, generation: dict[str, Any] | None = None) -> Path:
+    """Return a standalone package of a tiny model (a kind of `exported`); read only.
+
+    generation: of the recipe; None: that of the run that made it.
+    """
+    from smelt.core.artifact import read_artifact
+    from smelt.export.package.form import Origin
+    from smelt.export.package.standalone.form import Standalone
+    from smelt.export.package.write import write_package
+
+    wishes = {"max_new_tokens": 4} if generation is None else generation
+
+    def make(folder: Path) -> None:
+        artifact = read_artifact(exported.artifact(kind))
+        write_package(Standalone(), artifact, Origin(generation=wishes), folder)
+
+    return made_once(f"package-{kind}-{json.dumps(wishes)}", make)

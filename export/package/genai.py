@@ -18,16 +18,10 @@ if TYPE_CHECKING:
     from smelt.runtime.generate.decoding import Decoding
 
 CONFIG, _GRAPH = "genai_config.json", "model.onnx"
-# Our family: the type in onnxruntime-genai, and the class of tokenizer that its tokenizer reads
-_TYPES = {
-    "gpt2": ("decoder", "GPT2Tokenizer"),
-    "llama": ("llama", "LlamaTokenizer"),
-    "mistral": ("mistral", "LlamaTokenizer"),
-    "qwen2": ("qwen2", "Qwen2Tokenizer"),
-    "qwen3": ("qwen3", "Qwen2Tokenizer"),
-    "gemma": ("gemma", "GemmaTokenizer"),
-    "phi3": ("phi3", "LlamaTokenizer"),
-}
+# any decoder-only model whose inputs and outputs are named in the config
+_TYPE = "decoder"
+# what transformers calls a tokenizer that is nothing but its tokenizer.json; onnxruntime-genai wants a class
+_NAMELESS = ("TokenizersBackend", "PreTrainedTokenizerFast", None)
 _LOOPS = ("generate.onnx", "generate_beams.onnx")
 
 _PROGRAM = """\
@@ -61,7 +55,6 @@ class Genai:
         formats=frozenset({"onnx"}),
         targets=frozenset({"ort-cpu"}),
         tasks=frozenset({"language-modeling"}),
-        families=frozenset(_TYPES),
         mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     keeps: ClassVar[bool] = False
@@ -101,7 +94,7 @@ class Genai:
         tokenizer = read_json(folder / "tokenizer_config.json")
         write_json(
             folder / "tokenizer_config.json",
-            tokenizer | {"tokenizer_class": _tokenizer_class(folder, config["model_type"])},
+            tokenizer | {"tokenizer_class": _tokenizer_class(folder)},
         )
         longest = said["model"]["context_length"]
         program = _PROGRAM.format(before=list(before), longest=longest, new=decoding.asked(1))
@@ -129,7 +122,7 @@ def genai_config(source: Path, config: dict[str, Any], decoding: Decoding) -> di
     longest = min(position_limit(config) or NO_LIMIT, int(config.get("max_position_embeddings") or NO_LIMIT))
     return {
         "model": {
-            "type": _TYPES[config["model_type"]][0],
+            "type": _TYPE,
             "bos_token_id": int(config.get("bos_token_id") or decoding.eos[0]),
             "eos_token_id": decoding.eos if len(decoding.eos) > 1 else decoding.eos[0],
             "pad_token_id": decoding.pad,
@@ -203,12 +196,14 @@ def _caches(source: Path) -> tuple[int, int, int]:
     ]
     if len(set(shapes)) != 1:
         raise InputError("its layers differ in heads; genai_config.json has one number for all.")
-    return len(shapes), *shapes[0]
+    heads, width = shapes[0]
+    return len(shapes), heads, width
 
 
-def _tokenizer_class(folder: Path, family: str) -> str:
-    """Return a class of tokenizer that onnxruntime-genai knows, by what tokenizer.json does."""
-    said = read_json(folder / "tokenizer.json")
-    bytes_first = (said.get("decoder") or {}).get("type") == "ByteLevel"
-    known = _TYPES[family][1]
-    return "GPT2Tokenizer" if bytes_first and known == "LlamaTokenizer" else known
+def _tokenizer_class(folder: Path) -> str:
+    """Return the class of the tokenizer in `folder`; of one without any, what its tokenizer.json is like."""
+    said = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if said not in _NAMELESS:
+        return str(said)
+    decoder = read_json(folder / "tokenizer.json").get("decoder") or {}
+    return "GPT2Tokenizer" if decoder.get("type") == "ByteLevel" else "LlamaTokenizer"

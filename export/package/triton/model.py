@@ -6,6 +6,7 @@ Shapes: B = texts of all requests of a call, L = tokens of the longest.
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the files beside this one. args: Triton's; where the repository and the version are."""
-        import triton_python_backend_utils  # there is one in Triton's Python alone
-
-        self.triton: Any = triton_python_backend_utils
+        self.triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's Python has it
         folder = Path(args["model_repository"]) / args["model_version"]
         self.settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         self.pieces: Any = None

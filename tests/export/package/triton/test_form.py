@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,22 @@ def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(
     assert triton.batches == [len(texts)]
     with smelt.load(exported.artifact(kind)) as model:
         expected = model.generate(texts, **generation)
+    assert [row[0].decode() for row in lines(responses)] == expected
+
+
+def test_the_prefix_of_a_model_is_put_before_each_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_artifact(exported.artifact("translator"))
+    shutil.copytree(source.path, tmp_path / "a")
+    (tmp_path / "a" / "text.json").write_text(json.dumps({"prefix": "ein lied "}))
+    (tmp_path / "p").mkdir()
+    artifact = Artifact(tmp_path / "a", source.manifest)
+    Triton().write(artifact, Origin(generation={"max_new_tokens": 7}), tmp_path / "p")
+    responses, _ = asked(tmp_path / "p" / "model_repository", PROMPTS, monkeypatch)
+    with smelt.load(exported.artifact("translator")) as model:
+        expected = model.generate([f"ein lied {text}" for text in PROMPTS], max_new_tokens=7)
+        assert expected != model.generate(PROMPTS, max_new_tokens=7)
     assert [row[0].decode() for row in lines(responses)] == expected
 
 

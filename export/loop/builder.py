@@ -34,13 +34,14 @@ class Builder:
     """Nodes in the order in which they are asked for; methods return the names of values.
 
     around: the graph that this one lies in; None for the outermost. opset: of ONNX's own domain, which the
-    outermost says for all.
+    outermost says for all. first: what all names begin with, so that the nodes can join another graph.
     """
 
-    def __init__(self, around: Builder | None = None, opset: int = 20) -> None:
+    def __init__(self, around: Builder | None = None, opset: int = 20, first: str = "") -> None:
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
         self._root: Builder = self if around is None else around._root
+        self._first: str = first if around is None else around._first
         self._opset: int = opset if around is None else around._opset
         self._count = 0
         self._constants: dict[tuple[Any, ...], str] = {}
@@ -48,7 +49,7 @@ class Builder:
     def name(self, word: str) -> str:
         """Return a new name that begins with `word`."""
         self._root._count += 1
-        return f"{word}_{self._root._count}"
+        return f"{self._first}{word}_{self._root._count}"
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         """Append a node of ONNX's own domain; return its output. An empty input is one that is left out."""

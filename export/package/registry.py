@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from smelt.core.errors import InputError, nearest
 from smelt.export.package.form import Form
+from smelt.export.package.genai import Genai
 from smelt.export.package.huggingface import HuggingFace
+from smelt.export.package.one_file.form import OneFile
 from smelt.export.package.optimum import Optimum
 from smelt.export.package.standalone.form import Standalone
 from smelt.export.package.transformers_js import TransformersJs
+from smelt.export.package.triton.form import Triton
 
 FORMS: dict[str, Form] = {
     form.name: form
-    for form in (Standalone(), Optimum(), TransformersJs(), HuggingFace())
+    for form in (Standalone(), OneFile(), Optimum(), TransformersJs(), Genai(), Triton(), HuggingFace())
 }  # fmt: skip
 DEFAULT = "standalone"
 

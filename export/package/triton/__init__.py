@@ -1,0 +1,1 @@
+"""The form `triton`: a model repository for NVIDIA's Triton Inference Server."""

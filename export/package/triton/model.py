@@ -1,0 +1,111 @@
+"""Texts to answers in Triton's Python backend: tokenizes, asks the graph beside it, reads its outputs.
+
+Needs numpy and, by what lies in this folder, tokenizers or sentencepiece. settings.json says how.
+Shapes: B = texts of all requests of a call, L = tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class TritonPythonModel:
+    """One instance, which Triton makes."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Read the files beside this one. args: Triton's; where the repository and the version are."""
+        self.triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's Python has it
+        folder = Path(args["model_repository"]) / args["model_version"]
+        self.settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        self.pieces: Any = None
+        self.tokenizer: Any = None
+        if (folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.tokenizer.no_padding()
+            self.tokenizer.no_truncation()
+        else:
+            import sentencepiece
+
+            self.pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
+            self.words = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+            self.names = {number: word for word, number in self.words.items()}
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer all requests with one call of the graph."""
+        triton = self.triton
+        given = [triton.get_input_tensor_by_name(one, "TEXT").as_numpy() for one in requests]
+        texts = [text.decode("utf-8") for array in given for text in array.reshape(-1)]
+        try:
+            found = self.answers(texts)
+        except triton.TritonModelException as error:
+            said = triton.TritonError(str(error))
+            return [triton.InferenceResponse(output_tensors=[], error=said) for _ in requests]
+        responses, at = [], 0
+        for array in given:
+            part = found[at : at + array.size]
+            at += array.size
+            responses.append(triton.InferenceResponse(output_tensors=[triton.Tensor("ANSWER", part)]))
+        return responses
+
+    def answers(self, texts: list[str]) -> Any:
+        """Return an array with a row for each of `texts`."""
+        settings, triton = self.settings, self.triton
+        rows = [self.encode(settings["prefix"] + text) for text in texts]
+        ids, mask = self.packed(rows)
+        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        request = triton.InferenceRequest(
+            model_name=settings["graph"],
+            requested_output_names=[settings["output"]],
+            inputs=[triton.Tensor(name, inputs[name]) for name in settings["inputs"]],
+        )
+        response = request.exec()
+        if response.has_error():
+            raise triton.TritonModelException(response.error().message())
+        made = triton.get_output_tensor_by_name(response, settings["output"]).as_numpy()
+        if settings["output"] != "sequences":
+            return made
+        start = ids.shape[1] if settings["causal"] else 1
+        lines = [self.decode(row[start:].tolist()) for row in made]
+        lines = [a + b for a, b in zip(texts, lines, strict=True)] if settings["causal"] else lines
+        return np.array([[line.encode("utf-8")] for line in lines], dtype=object)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, special ones included, cut to what the model takes."""
+        settings = self.settings
+        text = text.lower() if settings["lower"] else text
+        before, after = settings["before"], settings["after"]
+        if self.tokenizer is not None:
+            inner = self.tokenizer.encode(text).ids
+            inner = inner[len(before) : len(inner) - len(after)]
+        else:
+            pieces = self.pieces.encode(text, out_type=str)
+            inner = [self.words.get(piece, settings["unknown"]) for piece in pieces]
+        room = settings["room"]
+        inner = inner[max(0, len(inner) - room) :] if settings["keeps_end"] else inner[:room]
+        return [*before, *inner, *after] or [settings["empty"]]
+
+    def packed(self, rows: list[list[int]]) -> tuple[Any, Any]:
+        """Return ids and mask, int64 [B, L]; prompts are padded on the left."""
+        length = max(map(len, rows))
+        ids = np.full((len(rows), length), self.settings["pad"], dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for at, row in enumerate(rows):
+            place = slice(length - len(row), length) if self.settings["causal"] else slice(len(row))
+            ids[at, place], mask[at, place] = row, 1
+        return ids, mask
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of new tokens, up to the one that ends it."""
+        end = next((i for i, token in enumerate(tokens) if token in self.settings["eos"]), len(tokens))
+        tokens = tokens[:end]
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        shown = [self.names[token] for token in tokens if token not in self.settings["special"]]
+        return str(self.pieces.decode_pieces(shown)).replace("\u2581", " ").strip()

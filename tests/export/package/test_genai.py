@@ -1,0 +1,91 @@
+"""A package for onnxruntime-genai: its config says what the graph has, and the package runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import exported
+import onnx
+import pytest
+
+import smelt
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.form import Origin
+from smelt.export.package.genai import Genai
+
+PROMPTS = ["she sings", "the old house stands"]
+
+
+def written(kind: str, folder: Path) -> Path:
+    folder.mkdir()
+    artifact = read_artifact(exported.artifact(kind))
+    Genai().check(artifact)
+    Genai().write(artifact, Origin(generation={"max_new_tokens": 8}), folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "writer"])
+def test_every_name_and_number_is_the_graph_s(tmp_path: Path, kind: str) -> None:
+    folder = written(kind, tmp_path / "p")
+    said = json.loads((folder / "genai_config.json").read_text())["model"]
+    graph = onnx.load(folder / said["decoder"]["filename"], load_external_data=False).graph
+    shapes = {
+        one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim]
+        for one in (*graph.input, *graph.output)
+    }
+    layers, named = said["decoder"]["num_hidden_layers"], set()
+    for side in ("inputs", "outputs"):
+        for name in said["decoder"][side].values():
+            named |= {name % i for i in range(layers)} if "%d" in name else {name}
+    assert named == set(shapes) - {"num_logits_to_keep"}  # which has a default
+    cache = shapes["past_key_values.0.key"]
+    assert [said["decoder"]["num_key_value_heads"], said["decoder"]["head_size"]] == [cache[1], cache[3]]
+    assert said["vocab_size"] == shapes["logits"][2]
+    assert said["context_length"] == 64
+    assert not list(folder.glob("generate*"))
+
+
+def test_layers_of_different_shapes_have_no_config(tmp_path: Path) -> None:
+    source = read_artifact(exported.artifact("gpt2"))
+    shutil.copytree(source.path, tmp_path / "a")
+    model = onnx.load(tmp_path / "a" / "model.onnx", load_external_data=False)
+    cache = next(one for one in model.graph.input if one.name == "past_key_values.1.key")
+    cache.type.tensor_type.shape.dim[1].dim_value = 2
+    onnx.save(model, tmp_path / "a" / "model.onnx")
+    with pytest.raises(InputError, match="layers differ in heads"):
+        Genai().check(dataclasses.replace(source, path=tmp_path / "a"))
+
+
+def test_rules_that_the_config_has_no_word_for_are_refused(tmp_path: Path) -> None:
+    artifact = read_artifact(exported.artifact("gpt2"))
+    with pytest.raises(InputError, match="forbids repeated n-grams"):
+        Genai().write(artifact, Origin(generation={"no_repeat_ngram_size": 2}), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "writer"])
+def test_onnxruntime_genai_says_the_tokens_of_smelt(tmp_path: Path, kind: str) -> None:
+    """Tokens, since a model with random weights breaks letters."""
+    python = os.environ.get("SMELT_GENAI_PYTHON")
+    if python is None:
+        pytest.skip("SMELT_GENAI_PYTHON names no Python that has onnxruntime-genai")
+    folder = written(kind, tmp_path / "p")
+    program = (folder / "answer.py").read_text().replace("print(text + tokenizer.decode(new))", "print(*new)")
+    (folder / "tokens.py").write_text(program)
+    done = subprocess.run(
+        [python, "tokens.py", *PROMPTS], cwd=folder, capture_output=True, text=True, check=True
+    )
+    with smelt.load(exported.artifact(kind)) as model:
+        words = model._runner.text.tokenizer
+        expected = model.generate(PROMPTS, max_new_tokens=8, batch_size=1)
+    found = [
+        text + words.decode_rows([[int(token) for token in line.split()]])[0]
+        for text, line in zip(PROMPTS, done.stdout.splitlines(), strict=True)
+    ]
+    assert found == expected

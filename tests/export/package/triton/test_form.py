@@ -1,0 +1,138 @@
+"""A model repository for Triton: what its model in Python answers, with a stand-in for Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import exported
+import numpy as np
+import pytest
+import tiny
+from triton_parts import StandIn, parsed
+
+import smelt
+from smelt.core.artifact import Artifact, Manifest, read_artifact
+from smelt.core.errors import InputError
+from smelt.export.package.form import Origin
+from smelt.export.package.triton.form import Triton
+
+PROMPTS = ["she sings", "the old house stands", "a"]
+
+
+def written(kind: str, folder: Path, **generation: Any) -> Path:
+    folder.mkdir()
+    artifact = read_artifact(exported.artifact(kind))
+    Triton().check(artifact)
+    Triton().write(artifact, Origin(generation=generation), folder)
+    return folder / "model_repository"
+
+
+def asked(repository: Path, texts: list[str], monkeypatch: Any, broken: str | None = None) -> Any:
+    """Return what model.py answers to requests of two texts each, and the stand-in."""
+    triton = StandIn(repository, broken)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
+    spec = importlib.util.spec_from_file_location("shipped_model", repository / "text" / "1" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.TritonPythonModel()
+    model.initialize({"model_repository": str(repository / "text"), "model_version": "1"})
+    requests = []
+    for at in range(0, len(texts), 2):
+        rows = np.array([[text.encode()] for text in texts[at : at + 2]], dtype=object)
+        requests.append([triton.Tensor("TEXT", rows)])
+    return model.execute(requests), triton
+
+
+def lines(responses: list[Any]) -> list[Any]:
+    arrays = [tensor.as_numpy() for one in responses for tensor in one.tensors]
+    assert all(tensor.name == "ANSWER" for one in responses for tensor in one.tensors)
+    return [row for array in arrays for row in array]
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "generation"),
+    [
+        ("translator", tiny.SENTENCES, {"max_new_tokens": 7}),
+        ("translator", tiny.SENTENCES, {"max_new_tokens": 7, "beams": 3}),
+        ("t5", tiny.SENTENCES, {"max_new_tokens": 7}),
+        ("gpt2", PROMPTS, {"max_new_tokens": 6}),
+        ("writer", PROMPTS, {"max_new_tokens": 6}),
+    ],
+)
+def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, texts: list[str], generation: dict[str, int]
+) -> None:
+    responses, triton = asked(written(kind, tmp_path / "p", **generation), texts, monkeypatch)
+    assert triton.batches == [len(texts)]
+    with smelt.load(exported.artifact(kind)) as model:
+        expected = model.generate(texts, **generation)
+    assert [row[0].decode() for row in lines(responses)] == expected
+
+
+def test_the_prefix_of_a_model_is_put_before_each_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_artifact(exported.artifact("translator"))
+    shutil.copytree(source.path, tmp_path / "a")
+    (tmp_path / "a" / "text.json").write_text(json.dumps({"prefix": "ein lied "}))
+    (tmp_path / "p").mkdir()
+    artifact = Artifact(tmp_path / "a", source.manifest)
+    Triton().write(artifact, Origin(generation={"max_new_tokens": 7}), tmp_path / "p")
+    responses, _ = asked(tmp_path / "p" / "model_repository", PROMPTS, monkeypatch)
+    with smelt.load(exported.artifact("translator")) as model:
+        expected = model.generate([f"ein lied {text}" for text in PROMPTS], max_new_tokens=7)
+        assert expected != model.generate(PROMPTS, max_new_tokens=7)
+    assert [row[0].decode() for row in lines(responses)] == expected
+
+
+def test_a_classifier_gives_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = written("classifier", tmp_path / "p")
+    found = np.array(lines(asked(repository, tiny.SENTENCES, monkeypatch)[0]))
+    with smelt.load(exported.artifact("classifier")) as model:
+        expected = [list(one.probabilities.values()) for one in model.predict(tiny.SENTENCES)]
+    odds = np.exp(found - found.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(odds / odds.sum(axis=1, keepdims=True), expected, atol=1e-4)
+    assert list(parsed((repository / "text" / "config.pbtxt").read_text()).output[0].dims) == [2]
+
+
+def test_an_error_of_the_graph_is_the_answer_to_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    responses, _ = asked(written("translator", tmp_path / "p"), ["a", "b", "c"], monkeypatch, "out of memory")
+    assert [one.error().message() for one in responses] == ["out of memory"] * 2
+
+
+def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None:
+    """The bytes of the engine are copied; nothing here could read them."""
+    source = read_artifact(exported.artifact("classifier"))
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for name in source.manifest.files:
+        if not name.endswith(".onnx"):
+            (folder / name).write_bytes((source.path / name).read_bytes())
+    (folder / "model.plan").write_bytes(b"engine")
+    facts = {"target": "tensorrt", "profile": {"batch": [1, 4, 24]}}
+    manifest: Manifest = source.manifest.model_copy(update={"format": "tensorrt", "facts": facts})
+    engine = Artifact(folder, manifest)
+    Triton().check(engine)
+    (tmp_path / "p").mkdir()
+    Triton().write(engine, Origin(), tmp_path / "p")
+    graph = tmp_path / "p" / "model_repository" / "graph"
+    said = parsed((graph / "config.pbtxt").read_text())
+    assert (said.backend, said.max_batch_size, said.instance_group[0].kind) == ("tensorrt", 24, 1)
+    assert [one.name for one in said.input] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert (graph / "1" / "model.plan").read_bytes() == b"engine"
+
+
+def test_engines_of_models_that_generate_are_refused() -> None:
+    source = read_artifact(exported.artifact("translator"))
+    manifest = source.manifest.model_copy(update={"format": "tensorrt"})
+    with pytest.raises(InputError, match="no loop for engines"):
+        Triton().check(Artifact(source.path, manifest))

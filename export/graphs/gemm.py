@@ -90,7 +90,7 @@ class _Rows:
 
     def append(self, node: Any) -> None:
         """Append a node as it is."""
-        self.give_back(node.input)
+        self.give_back(_read_by(node))
         self.nodes.append(node)
 
     def give_back(self, names: Any) -> None:
@@ -114,19 +114,21 @@ def _pairs(graph: Any) -> dict[str, tuple[Any, str]]:
     """Return by the output of a MatMul the Add behind it and the bias; where a Gemm may take their place."""
     from onnx import TensorProto
 
-    floats = {t.name: len(t.dims) for t in graph.initializer if t.data_type == TensorProto.FLOAT}
+    floats = {t.name: list(t.dims) for t in graph.initializer if t.data_type == TensorProto.FLOAT}
     shapes = {v.name: v.type.tensor_type.shape.dim for v in (*graph.value_info, *graph.input, *graph.output)}
     readers, outside = _readers(graph), {output.name for output in graph.output}
     adds = {node.output[0]: node for node in graph.node if node.op_type == "Add"}
     found = {}
     for node in graph.node:
-        if node.op_type != "MatMul" or floats.get(node.input[1]) != 2:
+        if node.op_type != "MatMul" or len(floats.get(node.input[1], ())) != 2:
             continue
         shape, name = shapes.get(node.input[0], ()), node.output[0]
         one_token = len(shape) == 3 and shape[1].dim_value == 1
         add = adds.get(next(iter(readers[name]), "")) if len(readers[name]) == 1 else None
         if one_token and add is not None and name not in outside:
-            bias = next((read for read in add.input if floats.get(read) == 1), None)
+            # a longer one would widen the sum, which a Gemm's may not
+            sizes = ([1], floats[node.input[1]][1:])
+            bias = next((read for read in add.input if floats.get(read) in sizes), None)
             if bias is not None:
                 found[name] = (add, bias)
     return found
@@ -136,6 +138,13 @@ def _readers(graph: Any) -> dict[str, set[str]]:
     """Return by name of a value the first outputs of the nodes that read it."""
     found: dict[str, set[str]] = {name: set() for node in graph.node for name in node.output}
     for node in graph.node:
-        for name in node.input:
+        for name in _read_by(node):
             found.setdefault(name, set()).add(node.output[0])
     return found
+
+
+def _read_by(node: Any) -> list[str]:
+    """Return the names that a node reads, those that the graphs in it read included."""
+    inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    names = [name for graph in inner for one in graph.node for name in _read_by(one)]
+    return [*node.input, *names, *(output.name for graph in inner for output in graph.output)]

@@ -97,6 +97,35 @@ def test_others_stay_as_they_are(nodes, shape, outputs):
     assert model.SerializeToString() == before
 
 
+def test_a_longer_bias_widens_a_sum_and_stays():
+    wide = [("MatMul", ["x", "n"], ["h"]), ("Add", ["h", "b"], ["y"])]
+    model = graph(wide)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 1), np.float32), "n"))
+    model = onnx.shape_inference.infer_shapes(model)
+    assert join_biases(model) == 0
+    assert said(model, (3, 1, 4))[0].shape == (3, 1, 6)
+
+
+@pytest.mark.parametrize(("read", "joined"), [("i", 1), ("h", 0)], ids=["the sum", "the product"])
+def test_what_a_graph_inside_of_a_node_reads_is_there(read, joined):
+    model = graph([*FFN[:2], ("Relu", ["i"], ["z"])], outputs=("z", "y"))
+    branches = {
+        key: helper.make_graph(
+            [helper.make_node(kind, [read], [key])],
+            key,
+            [],
+            [helper.make_tensor_value_info(key, TensorProto.FLOAT, None)],
+        )
+        for key, kind in (("then_branch", "Neg"), ("else_branch", "Abs"))
+    }
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["y"], "if", **branches))
+    before = said(model, (3, 1, 4))
+    assert join_biases(model) == joined
+    for was, now in zip(before, said(model, (3, 1, 4)), strict=True):
+        np.testing.assert_allclose(now, was, rtol=1e-6, atol=1e-6)
+
+
 def test_a_step_of_a_translator_has_no_bias_beside_its_products():
     made = exports.exported("marian", "fp32")
     step = onnx.load(made.folder / "decoder_with_past_model.onnx", load_external_data=False)

@@ -23,7 +23,7 @@ class OneFile:
     """Weights, the loop over tokens and, where that is exact, the tokenizer lie in one graph."""
 
     name: ClassVar[str] = "one-file"
-    summary: ClassVar[str] = "one ONNX file: weights, loop over tokens, tokenizer where exact"
+    summary: ClassVar[str] = "one ONNX file: weights, loop, and the tokenizer where exact"
     takes: ClassVar[Takes] = Takes(
         formats=frozenset({"onnx"}),
         targets=frozenset({"ort-cpu"}),

@@ -41,7 +41,7 @@ class Triton:
     """A model repository of two models: `graph`, and `text`, which takes strings and asks `graph`."""
 
     name: ClassVar[str] = "triton"
-    summary: ClassVar[str] = "a model repository for Triton: the graph, and Python before it"
+    summary: ClassVar[str] = "a model repository for Triton: graph, and Python before it"
     takes: ClassVar[Takes] = Takes(
         formats=frozenset({"onnx", "tensorrt"}),
         targets=frozenset({"ort-cpu", "tensorrt"}),

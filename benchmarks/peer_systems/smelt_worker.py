@@ -51,7 +51,7 @@ def make(job: Job) -> None:
         ),
         encoding="utf-8",
     )
-    result = smelt.run(recipe, out=files / "run", limit=32, quiet=True)
+    result = smelt.run(recipe, out=files / "run", limit=job.get("limit", 32), quiet=True)
     if result.exit_code:
         raise SystemExit(f"{recipe} ended with {result.exit_code}; see {files / 'run' / 'report.md'}.")
 

@@ -57,7 +57,7 @@ def test_blocks_that_overflow_stay_float32_and_are_named(family, tmp_path):
     assert all(one["mean"] < 0.01 for one in ctx.facts["parity"].values())
     for path in ctx.out.glob("*.onnx"):
         model = onnx.load(path)
-        assert preflight(model, path) == []
+        assert [p for p in preflight(model, path) if p.severity == "error"] == []
         kinds = {t.data_type for t in model.graph.initializer if len(t.dims) == 2}
         assert onnx.TensorProto.FLOAT16 in kinds  # what does not overflow became half
         assert (onnx.TensorProto.FLOAT in kinds) >= (path.stem == graph)
@@ -79,7 +79,7 @@ def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path)
     assert all(one["mean"] < 0.1 for one in ctx.facts["parity"].values())
     for path in ctx.out.glob("*.onnx"):
         model = onnx.load(path)
-        assert preflight(model, path) == []
+        assert [p for p in preflight(model, path) if p.severity == "error"] == []
         inside = onnx.shape_inference.infer_shapes(model).graph.value_info
         types = {value.name: value.type.tensor_type.elem_type for value in inside}
         means = [node.output[0] for node in model.graph.node if node.op_type == "ReduceMean"]

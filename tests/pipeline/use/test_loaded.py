@@ -25,6 +25,8 @@ def _use(model, texts):
     """Return what the model makes of `texts`, whatever it is for."""
     if model.task == "text-classification":
         return model.predict(texts)
+    if model.task == "sentence-similarity":
+        return model.embed(texts)
     return model.generate(texts, max_new_tokens=5)
 
 
@@ -32,8 +34,8 @@ PROBE = """
 import json, sys
 import smelt
 with smelt.load(sys.argv[1]) as model:
-    wanted = {} if model.task == "text-classification" else {"max_new_tokens": 5}
-    found = (model.generate if wanted else model.predict)(TEXTS, **wanted)
+    use = {"text-classification": model.predict, "sentence-similarity": model.embed}.get(model.task)
+    found = use(TEXTS) if use else model.generate(TEXTS, max_new_tokens=5)
 heavy = sorted({"torch", "transformers", "datasets", "sklearn", "scipy", "onnx"} & set(sys.modules))
 print(json.dumps([heavy, [str(one) for one in found]]))
 """

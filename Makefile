@@ -1,5 +1,6 @@
 # make quickstart   install, run the example, show the table          make test    the tests
 # make lint         ruff                                              make types   mypy, strict
+# make peers        what is packaged, opened by the tools that it is for: fetches them into build/
 # make bench        the speeds that the documentation promises        make clean   remove what was built
 # make golden       what each stage makes of fixed input, written anew; refused where no version was raised
 #
@@ -20,7 +21,7 @@ DEV_READY := $(VENV)/.smelt-dev
 # setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help environment quickstart test lint types bench golden clean
+.PHONY: help environment quickstart test peers lint types bench golden clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,7 +38,10 @@ quickstart: $(USER_READY)
 environment: $(DEV_READY)
 
 test: $(DEV_READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not peers" $(ARGS)
+
+peers: $(DEV_READY)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 0 -m peers tests/export/package $(ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -80,7 +80,7 @@ def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
 def pytest_collection_modifyitems(items: list[Any], config: Any) -> None:
     """Mark the tests of the quick part, before `-m` looks for them."""
     for item in items:
-        if quick.holds(item.path, config.rootpath, item.name) and "slow" not in item.keywords:
+        if quick.holds(item.path, config.rootpath, item.name) and not {"slow", "peers"} & set(item.keywords):
             item.add_marker("quick")
     place_of = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
     held = Counter(file_of(item) for item in items)

@@ -68,7 +68,7 @@ def test_rules_that_the_config_has_no_word_for_are_refused(tmp_path: Path) -> No
         Genai().write(artifact, Origin(generation={"no_repeat_ngram_size": 2}), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("kind", ["gpt2", "writer"])
 def test_onnxruntime_genai_says_the_tokens_of_smelt(tmp_path: Path, kind: str) -> None:
     """Tokens, since a model with random weights breaks letters."""

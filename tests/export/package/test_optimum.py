@@ -62,7 +62,7 @@ def test_the_readme_shows_how_it_was_scored():
     assert generation_words(Origin()) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 def test_optimum_says_what_smelt_says():
     asked, expected = [], []
     for kind in KINDS:

@@ -89,7 +89,7 @@ def test_a_tokenizer_that_runs_in_python_alone_is_refused(tmp_path):
         TransformersJs().check(artifact)
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 def test_transformers_js_says_what_smelt_says():
     asked, expected = [], []
     for kind, form in KINDS.items():

@@ -149,7 +149,7 @@ def test_what_draws_at_random_is_refused_without_a_file(
     assert not list((tmp_path / "p").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 def test_node_says_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:

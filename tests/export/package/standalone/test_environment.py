@@ -63,7 +63,7 @@ def site(python):
     return Path(found)
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 @pytest.mark.parametrize("kind", KINDS)
 def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
     folder = written(kind, GENERATIONS["rules"] if kind in ("translator", "t5", "gpt2") else None)
@@ -80,7 +80,7 @@ def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
     assert done.stdout == "".join(f"{text}\n" for text in expected).replace("\r\n", "\n").replace("\r", "\n")
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 def test_there_is_neither_torch_nor_transformers_and_little_else(python):
     for name in ("torch", "transformers", "smelt", "onnx"):
         done = run(python.parent, python, "-c", f"import {name}")
@@ -94,7 +94,7 @@ def test_there_is_neither_torch_nor_transformers_and_little_else(python):
     assert size < 145e6  # both tokenizers; docs/deploy.md has the size with one of them
 
 
-@pytest.mark.slow
+@pytest.mark.peers
 def test_what_the_dockerfile_removes_is_not_missed(python, tmp_path):
     import shutil
 

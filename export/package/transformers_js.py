@@ -173,8 +173,8 @@ def _notes(kind: str, source: Path, dtype: str) -> list[str]:
         )
     if (source / SHORTLIST).is_file():
         notes.append(
-            "The model has a shortlist, with which smelt scored it. transformers.js does not know it and chooses"
-            " from the whole vocabulary: texts may differ, and a step takes longer."
+            "The model has a shortlist, with which smelt scored it. transformers.js does not know it and"
+            " chooses from the whole vocabulary: texts may differ, and a step takes longer."
         )
     return notes
 

@@ -74,7 +74,10 @@ class HuggingFace:
         code = _code(task, artifact.path)
         notes = list(notes_on_texts(artifact.path))
         if (artifact.path / SHORTLIST).is_file():
-            notes.append("The model has a shortlist, which smelt keeps to and transformers does not know.")
+            notes.append(
+                "The model has a shortlist, with which smelt scored it. transformers does not know it and"
+                " chooses from the whole vocabulary: texts may differ."
+            )
         return HowTo(
             run=f"python -c {shlex.quote(code.replace(chr(10), '; '))}",
             load=(("python", code),),

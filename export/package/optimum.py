@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
+from smelt.core.data import SIMILARITY
 from smelt.core.files import read_json
 from smelt.export.package.form import HowTo, Origin, Takes
 from smelt.export.package.hub.tokenizer_files import copy_tokenizer_files, notes_on_texts, prefixed
 from smelt.runtime.causal import is_causal
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.text.sentence_files import FILES as SENTENCE_FILES
-from smelt.runtime.text.sentence_files import MODULES
 
 ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
 FIRST, MERGED = "decoder_model", "decoder_model_merged"
@@ -49,9 +49,10 @@ class Optimum:
             InputError: the tokenizer has no tokenizer_config.json.
             RunError: a graph is made otherwise than this form knows.
         """
-        source, kind = artifact.path, kind_of(artifact.path)
+        source, kind = artifact.path, kind_of(artifact)
         copy_tokenizer_files(source, folder)
-        for name in ("config.json", "generation_config.json", *SENTENCE_FILES):
+        sentences = SENTENCE_FILES if kind == "sentence" else ()
+        for name in ("config.json", "generation_config.json", *sentences):
             if (source / name).is_file():
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, folder / name)
@@ -67,13 +68,16 @@ class Optimum:
         )
 
 
-def kind_of(source: Path) -> str:
-    """Return what the exported model in `source` is: seq2seq, causal, sentence or classifier."""
-    if (source / f"{ENCODER}.onnx").is_file():
+def kind_of(artifact: Artifact) -> str:
+    """Return what the exported model is: seq2seq, causal, sentence or classifier.
+
+    A classifier that was trained from a sentence embedder keeps the files of one, so the task decides.
+    """
+    if (artifact.path / f"{ENCODER}.onnx").is_file():
         return "seq2seq"
-    if is_causal(read_json(source / "config.json")):
+    if is_causal(read_json(artifact.path / "config.json")):
         return "causal"
-    return "sentence" if (source / MODULES).is_file() else "classifier"
+    return "sentence" if artifact.manifest.task == SIMILARITY else "classifier"
 
 
 def _write_translator(source: Path, folder: Path) -> None:

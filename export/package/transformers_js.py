@@ -66,7 +66,7 @@ class TransformersJs:
             InputError: as a tokenizer.json the tokenizer would read otherwise.
             RunError: a graph is made otherwise than this form knows.
         """
-        source, kind = artifact.path, kind_of(artifact.path)
+        source, kind = artifact.path, kind_of(artifact)
         _write_tokenizer(source, folder)
         graphs = _graphs(source, kind)
         dtype = dtype_of(graphs.values())
@@ -173,7 +173,8 @@ def _notes(kind: str, source: Path, dtype: str) -> list[str]:
         )
     if (source / SHORTLIST).is_file():
         notes.append(
-            "The model has a shortlist, with which smelt scored it; transformers.js does not know it."
+            "The model has a shortlist, with which smelt scored it. transformers.js does not know it and"
+            " chooses from the whole vocabulary: texts may differ, and a step takes longer."
         )
     return notes
 

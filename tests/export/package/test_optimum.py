@@ -1,5 +1,7 @@
 """The form `optimum`: its files, and (slow) what Optimum says with them beside smelt."""
 
+import shutil
+
 import exported
 import numpy as np
 import onnx
@@ -13,6 +15,7 @@ import smelt
 from smelt.core.artifact import read_artifact
 from smelt.export.package.form import Origin
 from smelt.export.package.optimum import Optimum, generation_words
+from smelt.export.package.transformers_js import TransformersJs
 from smelt.export.package.write import write_package
 
 KINDS = ("translator", "t5", "writer", "gpt2", "classifier", "embedder")
@@ -53,6 +56,19 @@ def test_the_other_models_have_one_graph(tmp_path):
         assert [o.name for o in graph.output] == outputs
     assert [p.name for p in package("writer").glob("*.onnx")] == ["model.onnx"]
     assert (package("embedder") / "1_Pooling" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("form", [Optimum(), TransformersJs()], ids=lambda form: form.name)
+def test_a_classifier_made_from_a_sentence_embedder_is_a_classifier(form, tmp_path):
+    source = tmp_path / "artifact"
+    shutil.copytree(exported.artifact("classifier"), source)
+    artifact = read_artifact(source)
+    shutil.copyfile(exported.artifact("embedder") / "modules.json", source / "modules.json")
+    write_package(form, artifact, Origin(), tmp_path / "package")
+    assert not (tmp_path / "package" / "modules.json").exists()
+    assert "ForSequenceClassification" in (tmp_path / "package" / "README.md").read_text()
+    (path,) = (tmp_path / "package").rglob("*.onnx")
+    assert [o.name for o in onnx.load(path).graph.output] == ["logits"]
 
 
 def test_the_readme_shows_how_it_was_scored():

@@ -12,6 +12,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.export.package.form import HowTo, Origin, Takes
 from smelt.export.package.hub.card import front_matter
+from smelt.export.package.hub.generation import generation_words
 from smelt.export.package.hub.tokenizer_files import CONFIG, FAST, notes_on_texts, portable, prefixed
 from smelt.export.package.write import copy_artifact
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
@@ -71,7 +72,7 @@ class HuggingFace:
             write_json(folder / CONFIG, new)
         task = artifact.manifest.task
         library = "sentence-transformers" if task == "sentence-similarity" else "transformers"
-        code = _code(task, artifact.path)
+        code = _code(task, artifact.path, origin)
         notes = list(notes_on_texts(artifact.path))
         if (artifact.path / SHORTLIST).is_file():
             notes.append(
@@ -96,7 +97,7 @@ def _more(folder: Path) -> tuple[str, ...]:
     return ("sentencepiece",) if any(folder.glob("*.spm")) else ()
 
 
-def _code(task: str, source: Path) -> str:
+def _code(task: str, source: Path, origin: Origin) -> str:
     name, text = _CLASSES[task], prefixed(source, "A text.")
     lines: list[Any] = [
         f"from transformers import AutoTokenizer, {name}",
@@ -105,7 +106,8 @@ def _code(task: str, source: Path) -> str:
         f'inputs = tokenizer([{text!r}], return_tensors="pt")',
     ]
     if name in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM"):
-        lines.append("print(tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True))")
+        lines.append(f"found = model.generate(**inputs{generation_words(origin)})")
+        lines.append("print(tokenizer.batch_decode(found, skip_special_tokens=True))")
     else:
         lines.append(f"print(model(**inputs).{'last_hidden_state' if name == 'AutoModel' else 'logits'})")
     return "\n".join(lines)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import SIMILARITY
 from smelt.core.files import read_json
 from smelt.export.package.form import HowTo, Origin, Takes
+from smelt.export.package.hub.generation import generation_words
 from smelt.export.package.hub.tokenizer_files import copy_tokenizer_files, notes_on_texts, prefixed
 from smelt.runtime.causal import is_causal
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
@@ -61,7 +62,7 @@ class Optimum:
         else:
             _write_model(source, folder, kind)
         return HowTo(
-            run=f"python -c {shlex.quote(_one_line(kind, source))}",
+            run=f"python -c {shlex.quote(_one_line(kind, source, origin))}",
             load=(("python", _code(kind, source, origin)),),
             requirements=_REQUIRES,
             notes=(*_notes(kind, source), *notes_on_texts(source)),
@@ -166,18 +167,11 @@ def _answer(kind: str, text: str, generation: str = "") -> list[str]:
     return [*lines, f"print(model(**inputs).{what})"]
 
 
-def _one_line(kind: str, source: Path) -> str:
-    return "; ".join([*_opening(kind, "."), *_answer(kind, prefixed(source, "TEXT"))])
+def _one_line(kind: str, source: Path, origin: Origin) -> str:
+    answer = _answer(kind, prefixed(source, "TEXT"), generation_words(origin))
+    return "; ".join([*_opening(kind, "."), *answer])
 
 
 def _code(kind: str, source: Path, origin: Origin) -> str:
     text = prefixed(source, "A text.")
     return "\n".join([*_opening(kind, "."), "", *_answer(kind, text, generation_words(origin))])
-
-
-def generation_words(origin: Origin) -> str:
-    """Return the settings that the scores were made with as arguments of `generate`, with a comma before."""
-    words: dict[str, Any] = {"beams": "num_beams"}
-    known = {"beams", "max_new_tokens", "min_new_tokens", "length_penalty", "no_repeat_ngram_size"}
-    said = {words.get(k, k): v for k, v in origin.generation.items() if k in known}
-    return "".join(f", {word}={value!r}" for word, value in said.items())

@@ -27,10 +27,17 @@ SCORE = Score("BLEU", "1.00 [0.50, 2.00]", None, 6, "nrefs:1", "bleu", 1.0)
 
 def package(kind):
     def make(folder):
-        origin = Origin(run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl")
+        origin = Origin(
+            run="a-run", licence="mit", scores=(SCORE,), data="data.jsonl", generation={"beams": 1}
+        )
         write_package(HuggingFace(), read_artifact(exported.artifact(kind, "model")), origin, folder)
 
     return made_once(f"huggingface-{kind}", make)
+
+
+def test_the_readme_generates_as_the_scores_were_made():
+    said = (package("translator") / "README.md").read_text()
+    assert said.count("model.generate(**inputs, num_beams=1)") == 2
 
 
 @pytest.mark.parametrize("kind", ["translator", "writer"])

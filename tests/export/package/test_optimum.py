@@ -14,7 +14,8 @@ from once import made_once
 import smelt
 from smelt.core.artifact import read_artifact
 from smelt.export.package.form import Origin
-from smelt.export.package.optimum import Optimum, generation_words
+from smelt.export.package.hub.generation import generation_words
+from smelt.export.package.optimum import Optimum
 from smelt.export.package.transformers_js import TransformersJs
 from smelt.export.package.write import write_package
 
@@ -73,7 +74,7 @@ def test_a_classifier_made_from_a_sentence_embedder_is_a_classifier(form, tmp_pa
 
 def test_the_readme_shows_how_it_was_scored():
     said = (package("translator") / "README.md").read_text()
-    assert "model.generate(**inputs, num_beams=3, max_new_tokens=9)" in said
+    assert said.count("model.generate(**inputs, num_beams=3, max_new_tokens=9)") == 2  # in the line too
     assert "optimum-onnx[onnxruntime]==0.1.0" in said
     assert generation_words(Origin()) == ""
 

@@ -7,7 +7,7 @@ rewrites a graph goes through `write_graph`, which leaves no data file behind th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,15 @@ def read_graph(path: Path, values: bool = True) -> Any:
         return onnx.load(path, load_external_data=values)
     except Exception as error:  # protobuf and onnx raise several kinds, all meaning the same
         raise RunError(f"{path}: not an ONNX file that can be read: {error}") from error
+
+
+def tensors_of(graph: Any) -> Iterator[Any]:
+    """Yield the initializers of a graph and of the graphs in its nodes."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from tensors_of(attribute.g)
 
 
 def weight_bytes(model: Any) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.export.graph_files import LEAST_OUTSIDE, aligned, data_file, read_graph
+from smelt.export.graph_files import LEAST_OUTSIDE, aligned, data_file, read_graph, tensors_of
 
 SHARED = "model.onnx_data"
 
@@ -50,18 +50,9 @@ def _gathered(paths: Sequence[Path], made: Path, name: str, weights: Path) -> tu
     with made.open("wb") as out:
         for path in paths:
             models.append(model := read_graph(path, values=False))
-            for tensor in _tensors(model.graph):
+            for tensor in tensors_of(model.graph):
                 _move(tensor, weights, out, places, name)
         return models, out.tell()
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    """Yield the initializers of a graph and of the graphs in its nodes."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _tensors(attribute.g)
 
 
 def _move(tensor: Any, folder: Path, out: Any, places: dict[bytes, int], name: str) -> None:

@@ -32,6 +32,13 @@ class Takes:
     mend: str = ""
 
 
+ANY_GRAPH_FOR_CPU = Takes(
+    formats=frozenset({"onnx"}),
+    targets=frozenset({"ort-cpu"}),
+    mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
+)
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of the way from the model to the artifact. settings: those that the recipe names."""

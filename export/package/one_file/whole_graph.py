@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
-from smelt.export.graph_files import read_graph
+from smelt.export.graph_files import read_graph, tensors_of
 from smelt.runtime.backends.backend import BEAMS, GREEDY
 from smelt.runtime.generate.decoding import Decoding, settle
 from smelt.runtime.generate.in_graph import does, feeds_of
@@ -69,7 +69,7 @@ def whole_graph(path: Path, decoding: Decoding | None, vocabulary: int) -> Any:
     from onnx import numpy_helper
 
     model = read_graph(path)
-    for tensor in _tensors(model.graph):  # the values are here now
+    for tensor in tensors_of(model.graph):  # the values are here now
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
     if decoding is not None:
@@ -87,13 +87,5 @@ def _bytes_of(path: Path) -> int:
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
     model = read_graph(path, values=False)
-    outside = [tensor for tensor in _tensors(model.graph) if uses_external_data(tensor)]
+    outside = [tensor for tensor in tensors_of(model.graph) if uses_external_data(tensor)]
     return path.stat().st_size + sum(ExternalDataInfo(tensor).length or 0 for tensor in outside)
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _tensors(attribute.g)

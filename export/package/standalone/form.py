@@ -9,7 +9,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.core.errors import InputError
 from smelt.core.files import write_json
-from smelt.export.package.form import HowTo, Origin, Takes
+from smelt.export.package.form import ANY_GRAPH_FOR_CPU, HowTo, Origin, Takes
 from smelt.export.package.write import copy_artifact
 
 INFER, SETTINGS = "infer.py", "infer.json"
@@ -32,11 +32,7 @@ class Standalone:
 
     name: ClassVar[str] = "standalone"
     summary: ClassVar[str] = "infer.py beside the graphs: onnxruntime, numpy, a tokenizer"
-    takes: ClassVar[Takes] = Takes(
-        formats=frozenset({"onnx"}),
-        targets=frozenset({"ort-cpu"}),
-        mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
-    )
+    takes: ClassVar[Takes] = ANY_GRAPH_FOR_CPU
     keeps: ClassVar[bool] = True
 
     def check(self, artifact: Artifact) -> None:

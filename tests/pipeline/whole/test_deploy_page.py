@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ import exported
 import pytest
 import tiny
 from packaged import written
+from served import served
 
 import smelt
 
@@ -28,16 +27,8 @@ def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("service") / "p"
     shutil.copytree(written("translator"), folder)
     (folder / "serve.py").write_text(BLOCKED + code)
-    command = [sys.executable, "serve.py", "0", "2"]  # 0: any port that is free
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        try:
-            words = process.stdout.readline().split()
-            assert words[:1] == ["port"], words
-            yield f"http://127.0.0.1:{words[1]}"
-        finally:
-            process.terminate()
+    with served("serve.py", "0", "2", folder=folder) as found:  # 0: any port that is free
+        yield found
 
 
 def ask(address, body):

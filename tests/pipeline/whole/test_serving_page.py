@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,7 @@ from pathlib import Path
 import exported
 import pytest
 import tiny
+from served import served
 
 import smelt
 
@@ -30,14 +29,8 @@ def serving(artifact, home, before=""):
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
     script = home / "serve.py"
     script.write_text(before + code)
-    command = [sys.executable, str(script), str(artifact), "0", "2"]  # 0: any port that is free
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            words = process.stdout.readline().split()
-            assert words[:1] == ["port"], words
-            yield f"http://127.0.0.1:{words[1]}"
-        finally:
-            process.terminate()
+    with served(str(script), str(artifact), "0", "2") as found:  # 0: any port that is free
+        yield found
 
 
 @pytest.fixture(scope="module")

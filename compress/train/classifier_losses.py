@@ -29,11 +29,14 @@ def training_loss(
     temperature: float = 1.0,
     logits_weight: float = 0.0,
     labels_weight: float = 1.0,
+    reverse_weight: float = 0.0,
     smoothing: float = 0.0,
+    told: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the mean loss that fits the model: see `mixed_loss`, `class_sets_loss`, `numbers_loss`.
 
-    Labels of floats belong to a classifier with several classes a text, or a number.
+    Labels of floats belong to a classifier with several classes a text, or a number; the latter has no
+    divergence that could be turned round. told: see `mixed_loss`.
 
     Returns:
         float32 scalar.
@@ -41,13 +44,15 @@ def training_loss(
     if not labels.is_floating_point():
         return mixed_loss(
             logits, labels, teacher, temperature=temperature, logits_weight=logits_weight,
-            labels_weight=labels_weight, smoothing=smoothing,
+            labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, told=told,
         )  # fmt: skip
     if problem_of(config) == REGRESSION:
-        return numbers_loss(logits, labels, teacher, logits_weight=logits_weight, labels_weight=labels_weight)
+        return numbers_loss(
+            logits, labels, teacher, logits_weight=logits_weight, labels_weight=labels_weight, told=told
+        )
     return class_sets_loss(
         logits, labels, teacher, temperature=temperature, logits_weight=logits_weight,
-        labels_weight=labels_weight, smoothing=smoothing,
+        labels_weight=labels_weight, reverse_weight=reverse_weight, smoothing=smoothing, told=told,
     )  # fmt: skip
 
 
@@ -59,7 +64,9 @@ def class_sets_loss(
     temperature: float = 1.0,
     logits_weight: float = 0.0,
     labels_weight: float = 1.0,
+    reverse_weight: float = 0.0,
     smoothing: float = 0.0,
+    told: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return labels_weight * BCE(logits, labels) + logits_weight * T^2 * KL(teacher || student).
 
@@ -74,20 +81,34 @@ def class_sets_loss(
         temperature: T.
         logits_weight: weight of the divergence.
         labels_weight: weight of the binary cross-entropy.
+        reverse_weight: weight of the divergence the other way round.
         smoothing: label smoothing: each label moves this fraction of the way to 1/2.
+        told: gets the parts by name, as in `mixed_loss`.
     """
-    z = logits.float()
-    loss = z.new_zeros(())
+    z, parts = logits.float(), {}
     if labels_weight:
         wanted = labels.float() * (1 - smoothing) + smoothing / 2
-        loss = loss + labels_weight * F.binary_cross_entropy_with_logits(z, wanted)
-    if teacher is not None and logits_weight:
+        parts["labels"] = labels_weight * F.binary_cross_entropy_with_logits(z, wanted)
+    if teacher is not None:
         s, t = z / temperature, teacher.detach().float() / temperature
-        p = t.sigmoid()
-        # the teacher's own entropy is taken off, so that a perfect student has the loss 0
-        own = F.binary_cross_entropy_with_logits(t, p)
-        loss = loss + logits_weight * temperature**2 * (F.binary_cross_entropy_with_logits(s, p) - own)
-    return loss
+        if logits_weight:
+            parts["logits"] = logits_weight * temperature**2 * _coins_apart(t, s)
+        if reverse_weight:
+            parts["reverse_logits"] = reverse_weight * temperature**2 * _coins_apart(s, t)
+    return _added(parts, told, z)
+
+
+def _coins_apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return KL(sigmoid(one) || sigmoid(other)), mean over all coins; 0 where they are the same."""
+    p = one.sigmoid()
+    own = F.binary_cross_entropy_with_logits(one, p)
+    return F.binary_cross_entropy_with_logits(other, p) - own
+
+
+def _added(parts: dict[str, Tensor], told: dict[str, Tensor] | None, like: Tensor) -> Tensor:
+    if told is not None:
+        told.update({name: value.detach() for name, value in parts.items()})
+    return sum(parts.values(), like.new_zeros(()))
 
 
 def numbers_loss(
@@ -97,6 +118,7 @@ def numbers_loss(
     *,
     logits_weight: float = 0.0,
     labels_weight: float = 1.0,
+    told: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return labels_weight * MSE(logits, labels) + logits_weight * MSE(logits, teacher).
 
@@ -109,11 +131,11 @@ def numbers_loss(
         teacher: float [B, 1]; no gradient flows into it.
         logits_weight: weight of the distance from the teacher.
         labels_weight: weight of the distance from the labels.
+        told: gets the parts by name, as in `mixed_loss`.
     """
-    z = logits.float()
-    loss = z.new_zeros(())
+    z, parts = logits.float(), {}
     if labels_weight:
-        loss = loss + labels_weight * F.mse_loss(z, labels.float())
+        parts["labels"] = labels_weight * F.mse_loss(z, labels.float())
     if teacher is not None and logits_weight:
-        loss = loss + logits_weight * F.mse_loss(z, teacher.detach().float())
-    return loss
+        parts["logits"] = logits_weight * F.mse_loss(z, teacher.detach().float())
+    return _added(parts, told, z)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from smelt.compress.train.extension import Extension
 from smelt.core.stage import Progress
 
 
@@ -40,25 +41,34 @@ class Validation:
 class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
     """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
 
-    def __init__(self, model: nn.Module, ema: float | None, progress: Progress) -> None:
+    def __init__(
+        self, model: nn.Module, ema: float | None, progress: Progress, extension: Extension | None = None
+    ) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.evaluate: Callable[[], float] | None = None
         self.score: Callable[[], float] | None = None
         self.evals, self.ema, self.progress = 0, ema, progress
+        self.extension = extension or Extension()
         self.average: dict[str, Tensor] = {}
         self.best_weights: dict[str, Tensor] = {}
         self.best: Validation | None = None
         self.validations: list[Validation] = []
-        self.recent: deque[tuple[float, int]] = deque(maxlen=50)  # sums of losses, and of how many items
+        # of the last batches: each part's mean, and over how many items
+        self.recent: deque[Mapping[str, tuple[float, int]]] = deque(maxlen=50)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Validate what the training begins with."""
         if self.evals:
             self._validate(0)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the technique prepare the update."""
+        self.extension.before_step(state.global_step + 1, state.max_steps)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Average, report, and at the set steps validate."""
         step, total = state.global_step, state.max_steps
+        self.extension.after_step(step, total)
         if self.ema is not None:
             self._update_average(step)
         self.progress(step, total, f"loss {self.recent_loss():.3f}")
@@ -71,7 +81,16 @@ class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
 
     def recent_loss(self) -> float:
         """Return the mean loss over the items of the last batches."""
-        return sum(total for total, _ in self.recent) / max(1, sum(items for _, items in self.recent))
+        return sum(self.recent_losses().values())
+
+    def recent_losses(self) -> dict[str, float]:
+        """Return the same for each named part of the loss, weighted; their sum is the loss."""
+        sums: dict[str, tuple[float, int]] = {}
+        for batch in self.recent:
+            for name, (mean, items) in batch.items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = total + mean * items, count + items
+        return {name: total / max(1, count) for name, (total, count) in sums.items()}
 
     def last_good(self) -> str:
         """Say which weights were the last that are known to be good."""

@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import transformers
@@ -20,19 +20,26 @@ from torch.utils.data import DataLoader
 
 from smelt.compress.train.classifier_losses import training_loss
 from smelt.compress.train.data import Row, TensorBatch, collate, group_by_length, plan_batches
+from smelt.compress.train.extension import Extension, attached, detached, split_groups
 from smelt.compress.train.keeper import Keeper
-from smelt.compress.train.losses import IGNORE
 from smelt.compress.train.memory import require_training_memory
 from smelt.compress.train.sentence_losses import order_loss, vectors_of
 from smelt.compress.train.settings import TrainingSettings
-from smelt.compress.train.state import threads, training_state
-from smelt.core.errors import InputError, RunError
+from smelt.compress.train.state import autocast, pick_precision, threads, training_state
+from smelt.compress.train.terms import (
+    LOSS,
+    OVER,
+    Objective,
+    Over,
+    counts_of,
+    terms_of,
+    values_of,
+)
+from smelt.core.errors import RunError
 from smelt.core.stage import Context
-from smelt.runtime.backends.device import bf16_works, torch_device
+from smelt.runtime.backends.device import torch_device
 from smelt.runtime.models.sentence_model import is_sentence_model
 
-# From a model and a batch to the mean loss over its labels (a float32 scalar).
-Objective: TypeAlias = Callable[[nn.Module, TensorBatch], Tensor]
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
@@ -50,7 +57,7 @@ def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
     return logits
 
 
-def label_objective(smoothing: float = 0.0) -> Objective:
+def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, TensorBatch], Tensor]:
     """Return the mean loss with the labels (see `training_loss`), smoothed only while the model trains.
 
     Of a sentence embedder it is `order_loss` with the scores.
@@ -68,42 +75,6 @@ def label_objective(smoothing: float = 0.0) -> Objective:
         )
 
     return objective
-
-
-def pick_precision(wanted: str, device: torch.device) -> str:
-    """Return fp32 or bf16; `auto` is bf16 where the processor multiplies bf16 natively.
-
-    Raises:
-        InputError: bf16 is asked for on a processor that cannot do it.
-    """
-    if wanted == "fp32" or device.type not in {"cpu", "cuda"}:
-        return wanted if wanted != "auto" else "fp32"
-    if device.type == "cuda":
-        return (
-            "bf16" if wanted == "bf16" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-        )
-    # torch has no public question for this; without native products bf16 is slower than fp32
-    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if (native or wanted == "bf16") and bf16_works():
-        return "bf16"
-    if wanted == "bf16":
-        raise InputError(
-            "precision: bf16 products end this processor's process; set precision: fp32 (or auto)."
-        )
-    return "fp32"
-
-
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the context in which products run in bf16, or one that changes nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
-def items_in(labels: Tensor) -> int:
-    """Return over how many items the objective of a batch with these labels is a mean.
-
-    -100 stands for padding among classes and tokens only; among numbers it is one.
-    """
-    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE).sum())
 
 
 class Loop(transformers.Trainer):  # type: ignore[misc]
@@ -138,46 +109,65 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
         loader = DataLoader(self.train_dataset, batch_sampler=self.plan, collate_fn=self.data_collator)
         return self.accelerator.prepare(loader)
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return the optimizer, in which the technique's groups have settings of their own."""
+        optimizer = super().create_optimizer(model)
+        groups = self.keeper.extension.groups
+        if groups:
+            optimizer.param_groups[:] = split_groups(optimizer.param_groups, groups)
+        return optimizer
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of one update, and the number of items in those of all processes."""
+        """Return the batches of one update, and the number of labels in those of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        items = torch.tensor(sum(items_in(batch["labels"]) for batch in batches), device=device)
-        return batches, self.accelerator.gather(items).sum()
+        counts = [counts_of(batch) for batch in batches]
+        items = torch.tensor([sum(found[over] for found in counts) for over in OVER], device=device)
+        whole = self.accelerator.gather(items).reshape(-1, len(OVER)).sum(dim=0)
+        self.items = dict(zip(OVER, whole.tolist(), strict=True))
+        return batches, whole[0]
 
     def compute_loss(
         self, model: Any, inputs: TensorBatch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the batch's part of the update's mean loss; stop where it is not finite."""
         with autocast(self.precision, self.args.device):
-            loss = self.objective(model, inputs)
-        value = float(loss.detach())
+            terms = terms_of(self.objective(model, inputs))
+        values, counts = values_of(terms), counts_of(inputs)
+        value = sum(mean for mean, _ in values.values())
         if not math.isfinite(value):
             raise RunError(
                 f"The training loss became {value} at step {self.state.global_step + 1}"
                 f" of {self.state.max_steps}. {self.keeper.last_good()}"
                 " Lower learning_rate, raise warmup, or set precision: fp32."
             )
-        items = items_in(inputs["labels"])
-        self.keeper.recent.append((value * items, items))
+        self.keeper.recent.append({name: (mean, counts[over]) for name, (mean, over) in values.items()})
         # gradients are averaged over processes afterwards
-        return loss * (items * self.accelerator.num_processes / max(1, int(num_items_in_batch)))
+        whole, processes = self.items, self.accelerator.num_processes
+        shares = {over: counts[over] * processes / max(1, whole[over]) for over in OVER}
+        parts = [term.value * shares[term.over] for term in terms.values()]
+        return sum(parts[1:], parts[0])
 
 
 def mean_loss(
     model: Any, batches: Sequence[TensorBatch], objective: Objective, precision: str, device: torch.device
 ) -> float:
-    """Return the objective's mean over all labels of `batches`, in eval mode, without gradients."""
-    total, count = 0.0, 0
+    """Return the objective's mean over all items of `batches`, in eval mode, without gradients."""
+    sums: dict[str, float] = {}
+    counts: dict[Over, int] = dict.fromkeys(OVER, 0)
+    kinds: dict[str, Over] = {}
     was_training = model.training
     model.eval()
     with torch.no_grad(), autocast(precision, device):
         for batch in batches:
             there = {name: value.to(device) for name, value in batch.items()}
-            items = items_in(batch["labels"])
-            total += float(objective(model, there)) * items
-            count += items
+            items = counts_of(batch)
+            for over in OVER:
+                counts[over] += items[over]
+            for name, (mean, over) in values_of(terms_of(objective(model, there))).items():
+                sums[name] = sums.get(name, 0.0) + mean * items[over]
+                kinds[name] = over
     model.train(was_training)
-    return total / max(1, count)
+    return sum(total / max(1, counts[kinds[name]]) for name, total in sums.items())
 
 
 def run_training(
@@ -190,11 +180,13 @@ def run_training(
     ctx: Context,
     score: Callable[[], float] | None = None,
     stage: str = "finetune",
+    extension: Extension | None = None,
 ) -> None:
     """Train `model` in place (see `smelt.compress.train.run.train`).
 
     score: of the model as it is at the moment; higher is better. None: the validation loss decides.
     """
+    extension = extension or Extension()
     plan = plan_batches(
         rows,
         settings.batch_size,
@@ -208,14 +200,17 @@ def run_training(
         stack.enter_context(threads(ctx.threads))
         args = _arguments(settings, folder, ctx)
         precision = pick_precision(settings.precision, args.device)
+        stack.enter_context(attached(model, extension.modules))
         stack.enter_context(training_state(model, settings.dropout, args.device))
-        keeper = Keeper(model, settings.ema, ctx.progress)
+        stack.enter_context(extension.around())
+        keeper = Keeper(model, settings.ema, ctx.progress, extension)
         loop = Loop(model, args, rows, plan=plan, objective=objective, keeper=keeper, precision=precision)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.tokens_per_batch, None)
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
-            keeper.evals, keeper.score = settings.evals, score
+            keeper.evals = settings.evals
+            keeper.score = None if score is None else partial(_without_extension, model, score)
         require_training_memory(
             model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
         )
@@ -232,8 +227,15 @@ def run_training(
         "kept_step": keeper.best.step if keeper.best else int(loop.state.global_step),
         "validations": keeper.told(),
     }
+    if set(losses := keeper.recent_losses()) != {LOSS}:
+        ctx.facts["training"]["train_losses"] = losses
     if warning := keeper.gave_nothing(settings.select):
         ctx.warnings.append(f"{stage}: {warning}")
+
+
+def _without_extension(model: nn.Module, score: Callable[[], float]) -> float:
+    with detached(model):
+        return score()
 
 
 def _require_finite(model: nn.Module, keeper: Keeper) -> None:

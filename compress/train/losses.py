@@ -1,7 +1,7 @@
-"""Cross-entropy and distillation over large vocabularies, value and gradient in one pass.
+"""Cross-entropy and distillation (both ways) over large vocabularies, value and gradient in one pass.
 
 Autograd keeps several float32 copies of [N, V]: log-probabilities of both models, their
-exponentials, the gradient. Both losses have a gradient that is known in closed form, so it is
+exponentials, the gradient. These losses have a gradient that is known in closed form, so it is
 computed together with the value in blocks of rows, and one [N, V] tensor in the logits' own dtype
 is all that is kept.
 
@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 IGNORE = -100
+_FLOOR = -1e4  # of log-probabilities: where a teacher forbids a word, the loss is large and not infinite
 _BLOCK_BYTES = 8 * 2**20  # of float32 per block: small enough for the caches, large enough for threads
 
 
 class _BlockLoss(torch.autograd.Function):
+    """Returns the mixed loss, then its three parts, through which no gradient flows."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -27,13 +30,13 @@ class _BlockLoss(torch.autograd.Function):
         labels: Tensor,
         teacher: Tensor | None,
         temperature: float,
-        logits_weight: float,
-        labels_weight: float,
+        weights: tuple[float, float, float],
         smoothing: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
+        logits_weight, labels_weight, reverse_weight = weights
         kept = labels != IGNORE
-        count = int(kept.sum())
-        total = logits.new_zeros((), dtype=torch.float64)
+        count = max(1, int(kept.sum()))
+        sums = logits.new_zeros(3, dtype=torch.float64)
         gradient = torch.zeros_like(logits) if logits.requires_grad else None
         size = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
         for at in range(0, logits.shape[0], size):
@@ -41,27 +44,29 @@ class _BlockLoss(torch.autograd.Function):
             mask = kept[rows]
             if not bool(mask.any()):
                 continue
-            value, slope = torch.zeros_like(total), None
             z, y = logits[rows].float(), labels[rows].clamp(min=0)
+            slope: Tensor | None = None
             if labels_weight:
                 value, slope = _cross_entropy(z, y, mask, smoothing=smoothing, weight=labels_weight)
-            if teacher is not None and logits_weight:
-                more, steeper = _divergence(
-                    z, teacher[rows].float(), mask, temperature=temperature, weight=logits_weight
-                )
-                value = value + more
-                slope = steeper if slope is None else slope.add_(steeper)
-            total += value
+                sums[1] += value
+            for place, weight, part in ((0, logits_weight, _divergence), (2, reverse_weight, _reverse)):
+                if teacher is None or not weight:
+                    continue
+                value, more = part(z, teacher[rows].float(), mask, temperature=temperature, weight=weight)
+                sums[place] += value
+                slope = more if slope is None else slope.add_(more)
             if gradient is not None and slope is not None:
-                gradient[rows] = (slope.mul_(mask.unsqueeze(1)) / max(1, count)).to(gradient.dtype)
+                gradient[rows] = (slope.mul_(mask.unsqueeze(1)) / count).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
-        return (total / max(1, count)).float()
+        parts = tuple((sums / count).float())
+        ctx.mark_non_differentiable(*parts)
+        return ((sums.sum() / count).float(), *parts)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None, None
+        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None
 
 
 def _cross_entropy(
@@ -95,6 +100,20 @@ def _divergence(
     return weight * temperature**2 * terms[mask].double().sum(), slope
 
 
+def _reverse(z: Tensor, t: Tensor, mask: Tensor, temperature: float, weight: float) -> tuple[Tensor, Tensor]:
+    """Return w T^2 KL(softmax(z/T) || softmax(t/T)) summed over kept rows, and its slope in z.
+
+    With q of the student: d/dz T^2 KL = T q (log q - log p - KL).
+    """
+    logq = (z / temperature).log_softmax(dim=1)
+    logp = (t / temperature).log_softmax(dim=1).clamp_(min=_FLOOR)
+    q = logq.exp()
+    ratio = logq.sub_(logp)
+    each = (q * ratio).sum(dim=1)
+    slope = ratio.sub_(each.unsqueeze(1)).mul_(q).mul_(weight * temperature)
+    return weight * temperature**2 * each[mask].double().sum(), slope
+
+
 def mixed_loss(
     logits: Tensor,
     labels: Tensor,
@@ -103,13 +122,17 @@ def mixed_loss(
     temperature: float = 1.0,
     logits_weight: float = 0.0,
     labels_weight: float = 1.0,
+    reverse_weight: float = 0.0,
     smoothing: float = 0.0,
+    told: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return labels_weight * CE(logits, labels) + logits_weight * T^2 * KL(teacher || student).
 
     Both are means over the rows whose label is not -100 (Hinton et al. 2015, arXiv:1503.02531; T^2
     keeps the gradient's scale when T changes; padding is left out before averaging as in DistilBERT's
-    distiller.py). A weight of 0 leaves a part out.
+    distiller.py), as is reverse_weight * T^2 * KL(student || teacher), which draws the student to what the
+    teacher finds likely instead of to all of it (Gu et al. 2024, MiniLLM, arXiv:2306.08543, here word by
+    word on the training rows). A weight of 0 leaves a part out.
 
     Args:
         logits: float [..., V] of the student.
@@ -118,14 +141,20 @@ def mixed_loss(
         temperature: T.
         logits_weight: weight of the distillation loss.
         labels_weight: weight of the cross-entropy.
+        reverse_weight: weight of the divergence the other way round.
         smoothing: label smoothing of the cross-entropy.
+        told: gets the parts that count by name, detached float32 scalars that add up to the result.
 
     Returns:
         float32 scalar, nats.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     other = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
-    loss: Tensor = _BlockLoss.apply(  # type: ignore[no-untyped-call]
-        flat, labels.reshape(-1), other, temperature, logits_weight, labels_weight, smoothing
+    weights = (logits_weight, labels_weight, reverse_weight)
+    found: tuple[Tensor, ...] = _BlockLoss.apply(  # type: ignore[no-untyped-call]
+        flat, labels.reshape(-1), other, temperature, weights, smoothing
     )
-    return loss
+    if told is not None:
+        names = ("logits", "labels", "reverse_logits")
+        told.update({n: part for n, part, weight in zip(names, found[1:], weights, strict=True) if weight})
+    return found[0]

@@ -17,7 +17,8 @@ from smelt.core.stage import Context
 
 if TYPE_CHECKING:
     from smelt.compress.train.data import Row
-    from smelt.compress.train.loop import Objective
+    from smelt.compress.train.extension import Extension
+    from smelt.compress.train.terms import Objective
     from smelt.runtime.models.structure import Edit
 
 
@@ -47,6 +48,7 @@ def train(
     objective: Objective | None = None,
     edits: list[Edit] | None = None,
     stage: str = "finetune",
+    extension: Extension | None = None,
 ) -> None:
     """Train `model` in place on `ctx.data["train"]`; afterwards it is float32, on the CPU, in eval mode.
 
@@ -55,11 +57,12 @@ def train(
         src: where the tokenizer lies.
         settings: length, batches, optimizer.
         ctx: data, seed, progress; gets the facts (`train_loss`, `validation_loss`, `kept_step`,
-            `steps`, `precision`, `validations`) and the warnings (rows that were cut, a training that
-            gave nothing).
+            `steps`, `precision`, `validations`; `train_losses` where the loss has parts) and the
+            warnings (rows that were cut, a training that gave nothing).
         objective: what is minimised; unless given the loss with the labels, or with the scores of pairs.
         edits: the model's structure, with which a checkpoint is stored to be scored (`select`).
         stage: the stage's word, for messages.
+        extension: what the technique adds.
 
     Raises:
         InputError: no training rows, no validation rows to select by, or a label that the model does
@@ -111,6 +114,7 @@ def train(
         ctx=ctx,
         score=score,
         stage=stage,
+        extension=extension,
     )
     if rounding is not None and rounding.before:
         share = rounding.share()

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.core.errors import InputError
 from smelt.families.registry import family_of
+from smelt.runtime.backends.device import bf16_works
 
 
 @contextlib.contextmanager
@@ -23,6 +25,34 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def pick_precision(wanted: str, device: torch.device) -> str:
+    """Return fp32 or bf16; `auto` is bf16 where the processor multiplies bf16 natively.
+
+    Raises:
+        InputError: bf16 is asked for on a processor that cannot do it.
+    """
+    if wanted == "fp32" or device.type not in {"cpu", "cuda"}:
+        return wanted if wanted != "auto" else "fp32"
+    if device.type == "cuda":
+        return (
+            "bf16" if wanted == "bf16" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        )
+    # torch has no public question for this; without native products bf16 is slower than fp32
+    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if (native or wanted == "bf16") and bf16_works():
+        return "bf16"
+    if wanted == "bf16":
+        raise InputError(
+            "precision: bf16 products end this processor's process; set precision: fp32 (or auto)."
+        )
+    return "fp32"
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context in which products run in bf16, or one that changes nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row
-from smelt.compress.train.loop import label_objective, pick_precision, run_training
+from smelt.compress.train.loop import label_objective, run_training
 from smelt.compress.train.run import train
+from smelt.compress.train.state import pick_precision
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.errors import InputError, RunError
@@ -290,9 +291,9 @@ def test_cut_rows_are_counted(classifier, tmp_path):
 
 def test_auto_precision_never_kills_the_process(monkeypatch):
     device = torch.device("cpu")
-    monkeypatch.setattr("smelt.compress.train.loop.bf16_works", lambda: False)
+    monkeypatch.setattr("smelt.compress.train.state.bf16_works", lambda: False)
     assert pick_precision("auto", device) == "fp32"
     with pytest.raises(InputError, match="precision: fp32"):
         pick_precision("bf16", device)
-    monkeypatch.setattr("smelt.compress.train.loop.bf16_works", lambda: True)
+    monkeypatch.setattr("smelt.compress.train.state.bf16_works", lambda: True)
     assert pick_precision("bf16", device) == "bf16"

@@ -11,6 +11,7 @@ from smelt.core.stage import Stage
 TABLE: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
     "distill": "smelt.compress.distill.logits:Distill",
+    "depth": "smelt.compress.depth.stage:Depth",
     "prune": "smelt.compress.prune.structured:Prune",
     "factorize": "smelt.compress.factorize.svd:Factorize",
     "share": "smelt.compress.share.layers:Share",

@@ -1,0 +1,183 @@
+"""Depth pruning: whole layers go, those without which the model computes nearly the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from smelt.compress.depth.fit import STACKS, check_depth, fraction_kept, layers_kept
+from smelt.compress.train.run import scores_lacking
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TASKS, Split, Task
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, Need, Settings, StoredDtype
+from smelt.families.registry import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    from smelt.families.family import Stack
+
+Layers = int | list[int]
+_LOOKS = ("block-influence", "loss")
+
+
+class DepthSettings(Settings):
+    """Settings of `depth`. A stack is given by `keep`, or by its own word: a number, or a list of places."""
+
+    keep: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of each stack's layers that stays; 0.5 if nothing is said",
+    )
+    encoder_layers: Layers | None = Field(
+        default=None, description="encoder of an encoder-decoder: how many stay, or which, counted from 0"
+    )
+    decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder: the same")
+    layers: Layers | None = Field(default=None, description="models of one stack: the same")
+    importance: Literal["block-influence", "loss", "alternate", "first", "last", "random"] = Field(
+        default="block-influence",
+        description="which stay: those that change their states most; greedily, those without which the loss"
+        " on rows is highest; evenly spread ones, as distill's choose: spread; one end; drawn by the seed",
+    )
+    rows: int = Field(default=128, ge=1, description="rows that block-influence and loss look at")
+    batch_size: int = Field(default=16, ge=1, description="rows per batch that loss looks at")
+    dtype: StoredDtype = "keep"
+
+    @field_validator("encoder_layers", "decoder_layers", "layers")
+    @classmethod
+    def _positive(cls, value: Layers | None) -> Layers | None:
+        if (isinstance(value, int) and value < 1) or value == []:
+            raise ValueError("at least one layer of a stack stays")
+        return value
+
+
+class Depth:
+    """Remove whole layers, those that change their hidden states least.
+
+    Saves time and bytes in proportion: a layer that is gone is neither computed nor stored, and the
+    Hugging Face config says how many are left. Importance is the block influence of a layer,
+    1 - mean cos(states in, states out) on calibration rows; `loss` drops one after another the layer
+    without which the loss is smallest, which costs a pass over the rows for each that is tried.
+    A decoder's layer saves time in every step of generation, an encoder's once a text. Quality falls at
+    once; follow with distill (or finetune).
+
+        - depth: {keep: 0.5}
+        - depth: {decoder_layers: 1, importance: loss}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "depth"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    source: ClassVar[str] = (
+        "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; alternate, first, last: Shleifer & Rush"
+        " 2020, arXiv:2010.13002, Sajjad et al. 2020, arXiv:2004.03844"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[DepthSettings]] = DepthSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def needs_with(cls, settings: DepthSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs: two kinds of importance look at rows, for calibration if there are any."""
+        if settings.importance not in _LOOKS:
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_rows(
+        cls, settings: DepthSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
+        found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
+        looks = settings.importance == "loss"
+        return [("importance", f"{text} Or take block-influence.") for _, text in found] if looks else []
+
+    @classmethod
+    def check_model(
+        cls, settings: DepthSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        return check_depth(settings, config)
+
+    def __call__(self, src: Artifact, settings: DepthSettings, ctx: Context) -> None:
+        """Choose the layers of `src` that go, drop them, and write the model to `ctx.out`."""
+        from smelt.compress.distill.student import keep_layers
+        from smelt.compress.train.state import threads
+        from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+
+        with threads(ctx.threads):
+            model, edits = load_model(src.path)
+            stacks = _stacks(model, settings)
+            kept = _choose(model, stacks, src, settings, ctx)
+            for stack in stacks:
+                edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
+            ctx.facts["kept_layers"] = kept
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            ctx.facts["parameters_before"] = count_parameters(src.path)
+            ctx.facts["parameters_after"] = count_parameters(ctx.out)
+
+
+def _stacks(model: Any, settings: DepthSettings) -> list[Stack]:
+    """Return the stacks of `model`.
+
+    Raises:
+        InputError: a family that smelt does not know, or layers that it does not have.
+    """
+    family, config = family_of(model), model.config.to_dict()
+    if family is None:
+        raise InputError(
+            f"depth: the layers of a {model.config.model_type} model are not known."
+            f" Known: {', '.join(FAMILIES)}."
+        )
+    mistakes, _ = check_depth(settings, config)
+    if mistakes:
+        raise InputError("depth: " + " ".join(f"{setting}: {message}" for setting, message in mistakes))
+    return list(family.stacks(config))
+
+
+def _choose(
+    model: Any, stacks: list[Stack], src: Artifact, settings: DepthSettings, ctx: Context
+) -> dict[str, list[int]]:
+    """Return by stack the numbers of the layers that stay; tell the facts what decided."""
+    from smelt.compress.depth.choose import by_influence, by_loss
+
+    there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
+    wanted = layers_kept(settings, there)
+    ctx.warnings.extend(_nothing_goes(wanted, there, settings))
+    kept = {name: choice for name, choice in wanted.items() if isinstance(choice, list)}
+    kept |= {name: list(range(count)) for name, count in there.items() if wanted[name] == count}
+    numbers = {name: c for name, c in wanted.items() if isinstance(c, int) and name not in kept}
+    if not numbers:
+        return kept
+    if settings.importance == "block-influence":
+        return kept | by_influence(model, stacks, numbers, src, settings, ctx)
+    if settings.importance == "loss":
+        return kept | by_loss(model, stacks, kept, numbers, src, settings, ctx)
+    return kept | {name: _by_place(count, there[name], settings, ctx) for name, count in numbers.items()}
+
+
+def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: DepthSettings) -> list[str]:
+    """Say where `keep` is below 1 and yet all layers stay."""
+    keep = fraction_kept(settings)
+    told = [name for name in STACKS if getattr(settings, name) is not None]
+    whole = [name for name, choice in wanted.items() if choice == there[name] and name not in told]
+    if keep == 1:
+        return []
+    return [
+        f"depth: keep {keep:g} of the {there[name]} {name} is, to the nearest whole number and at least one,"
+        " all of them; none goes."
+        for name in whole
+    ]
+
+
+def _by_place(count: int, there: int, settings: DepthSettings, ctx: Context) -> list[int]:
+    from smelt.compress.distill.student import spread
+
+    if settings.importance == "random":
+        return sorted(random.Random(ctx.seed).sample(range(there), count))
+    return spread(count, there, "spread" if settings.importance == "alternate" else settings.importance)

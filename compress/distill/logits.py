@@ -15,6 +15,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import SIMILARITY, TASKS, Split, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context, Need, Settings, StepName
+from smelt.core.text import article
 
 if TYPE_CHECKING:
     from smelt.compress.train.loop import Objective
@@ -205,7 +206,9 @@ def _check_outputs(model: Any, teacher: Any, settings: DistillSettings) -> None:
         return
     ours, theirs = model.config, teacher.config
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
-        raise InputError(f"distill: a {theirs.model_type} teacher cannot teach a {ours.model_type} student.")
+        raise InputError(
+            f"distill: {article(theirs.model_type)} teacher cannot teach {article(ours.model_type)} student."
+        )
     words, known = (getattr(c, "decoder_vocab_size", None) or c.vocab_size for c in (ours, theirs))
     if (ours.is_encoder_decoder or is_causal(ours.to_dict())) and words != known:
         raise InputError(

@@ -10,6 +10,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
+from smelt.core.text import count
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
 from smelt.runtime.schemes.scheme import Scheme
 
@@ -126,8 +127,9 @@ def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
     if not settings.observes:
         what, why = "largest activations of each channel", "other texts may have larger ones"
     return (
-        f"quantize: the {what} were found on {rows.rows} rows of {rows.origin}, which have {rows.tokens}"
-        f" tokens; {why}. Give {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
+        f"quantize: the {what} were found on {count(rows.rows, 'row')} of {rows.origin}, which"
+        f" {'has' if rows.rows == 1 else 'have'} {count(rows.tokens, 'token')}; {why}. Give"
+        f" {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
         " {calibration: FILE}."
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
+from smelt.core.text import article
 from smelt.export.package.form import Form
 
 
@@ -15,7 +16,7 @@ def refusal(form: Form, artifact: Artifact) -> str | None:
     takes, manifest = form.takes, artifact.manifest
     made, target = artifact.format, manifest.facts.get("target")
     if made not in takes.formats:
-        return f"it is a {made} artifact; this form takes {_listed(takes.formats)}. {takes.mend}"
+        return f"it is {article(made)} artifact; this form takes {_listed(takes.formats)}. {takes.mend}"
     if takes.targets is not None and target not in takes.targets:
         return f"it was exported for {target}; this form takes {_listed(takes.targets)}. {takes.mend}"
     if takes.tasks is not None and manifest.task not in takes.tasks:

@@ -13,6 +13,7 @@ from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
 from smelt.core.stage import Progress, silent
 from smelt.core.store.store import Store
+from smelt.core.text import count
 from smelt.look.machine import device_of
 from smelt.recipe.problem import AGREEMENT
 from smelt.runtime.backends.registry import find_runtime
@@ -65,7 +66,7 @@ class Scorer:
             too_long = _count_too_long(runner, split.examples, self.task)
             if too_long and self.strict:
                 raise InputError(
-                    f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true)."
+                    f"{split.origin}: {count(too_long, 'text')} longer than the model's limit (strict: true)."
                 )
             value = _SCORED[self.task](self, runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
@@ -75,8 +76,9 @@ class Scorer:
                 scored["signature"] += f"|device:{runner.device}"
         warnings = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
         if too_long:
+            were = "was" if too_long == 1 else "were"
             warnings.insert(
-                0, f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"
+                0, f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} cut"
             )
         value["warnings"] = warnings
         self.store.write_score(self._key(artifact, split), value)

@@ -16,6 +16,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
 from smelt.core.rows.reading import read_file
+from smelt.core.text import article
 from smelt.families.registry import FAMILIES
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.model import ModelLook, look
@@ -138,13 +139,15 @@ def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]
     family = FAMILIES[seen.family]
     if family.languages != "codes":
         if any(wishes.languages):
-            raise InputError(f"--source-language, --target-language: a {seen.family} model takes none.")
+            raise InputError(
+                f"--source-language, --target-language: {article(seen.family)} model takes none."
+            )
         return None, None
     source, target = (mine or its for mine, its in zip(wishes.languages, seen.languages, strict=True))
     if source is None or target is None:
         raise InputError(
-            f"a {seen.family} model has to be told its languages, as its tokenizer writes them, for instance:"
-            f" --source-language {family.codes[0]} --target-language {family.codes[1]}."
+            f"{article(seen.family)} model has to be told its languages, as its tokenizer writes them, for"
+            f" instance: --source-language {family.codes[0]} --target-language {family.codes[1]}."
         )
     return source, target
 

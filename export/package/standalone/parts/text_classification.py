@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 
 from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import answer_all
+from smelt.export.package.standalone.parts.lines import print_answers, read_texts
 from smelt.export.package.standalone.parts.session import open_graph
 
 
@@ -93,5 +93,6 @@ def line(label: Any, chances: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
+    texts = read_texts(__doc__)
     model = Classifier()
-    answer_all(lambda texts: [line(*found) for found in model(map(pair, texts))], model)
+    print_answers([line(*found) for found in model(map(pair, texts))], model)

@@ -16,6 +16,7 @@ from smelt.core.store.store import Store
 from smelt.core.text import count
 from smelt.look.machine import device_of
 from smelt.recipe.problem import AGREEMENT
+from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
 
@@ -241,7 +242,13 @@ def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[str]:
 def _of_device(artifact: Artifact, device: str) -> list[str]:
     """Say where a graph was not scored on what it was made for."""
     facts = artifact.manifest.facts
-    if device != "cpu" or facts.get("target") != "ort-cuda":
+    target = facts.get("target")
+    if device == "cpu" and target in PROVIDERS:
+        return [
+            "this graph is for TensorRT and was run on the CPU, without it: scores and times of its engines"
+            " may be others"
+        ]
+    if device != "cpu" or target != "ort-cuda":
         return []
     half = facts.get("dtype") == "fp16"
     how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""

@@ -18,13 +18,15 @@ from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
-from smelt.runtime.schemes.scheme import TARGETS
+from smelt.runtime.schemes.scheme import TARGETS, graphs_for
 
 _RUNTIMES = {
     "ort-cpu": "ONNX Runtime",
     "ort-cuda": "ONNX Runtime on CUDA",
     "tensorrt": "TensorRT",
     "openvino": "OpenVINO",
+    "ort-tensorrt": "TensorRT in ONNX Runtime",
+    "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
 }
 
 
@@ -314,6 +316,7 @@ def _scheme(draft: _Draft) -> str:
 
 def _refused(quantized: _Draft, target: str) -> str | None:
     """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
+    target = graphs_for(target)
     if quantized.wrong & {"scheme", "vocabulary"}:
         all_refuse = all(target in scheme.refused for scheme in SCHEMES.values())
         return "quantized layers" if all_refuse else None

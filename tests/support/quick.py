@@ -11,6 +11,7 @@ from pathlib import Path
 ROOMS: dict[str, str] = {
     "benchmarks": "test_peers test_gpu",
     "compress": "test_float_model",
+    "compress/calibration": "test_statistics::test_a_sum",
     "compress/distill": "test_fit",
     "compress/factorize": "test_svd",
     "compress/prune": "test_fit test_structured::test_counts_that_stay",

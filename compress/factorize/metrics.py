@@ -101,7 +101,8 @@ def _warn_of_few(inputs: Mapping[str, InputStatistics], rows: CalibrationRows, c
     few = [name for name, seen in inputs.items() if seen.second is not None and 0 < seen.tokens < seen.width]
     if few:
         ctx.warnings.append(
-            f"factorize: {rows.rows} rows of {rows.origin} have fewer tokens than {len(few)} layers have inputs"
-            f" ({few[0]}: {inputs[few[0]].tokens} of {inputs[few[0]].width}), so other texts may lose more."
-            " Raise rows, or name more rows with data: {calibration: FILE}."
+            f"factorize: {rows.origin}: the rows that it looked at ({rows.rows}) have fewer tokens than"
+            f" layers have inputs ({few[0]}: {inputs[few[0]].tokens} of {inputs[few[0]].width}, and so"
+            f" {len(few)} layers), so other texts may lose more. Raise rows, or name more rows with"
+            " data: {calibration: FILE}."
         )

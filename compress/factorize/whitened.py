@@ -17,7 +17,7 @@ from torch import Tensor
 from smelt.compress.factorize.svd import Metric
 
 # Of the mean eigenvalue: what is added to all, so that directions that few rows have are not lost altogether.
-_RIDGE = 1e-3
+_RIDGE = 0.1
 
 
 def whitened(moment: Tensor, total: Tensor, tokens: int, *, bias: bool) -> Metric:

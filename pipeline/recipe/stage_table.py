@@ -12,7 +12,7 @@ TABLE: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
     "distill": "smelt.compress.distill.logits:Distill",
     "prune": "smelt.compress.prune.structured:Prune",
-    "factorize": "smelt.compress.factorize.svd:Factorize",
+    "factorize": "smelt.compress.factorize.stage:Factorize",
     "share": "smelt.compress.share.layers:Share",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",

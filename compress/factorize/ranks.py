@@ -140,8 +140,8 @@ def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str
     wanted = parameters * whole
     if (least := sum(_cost(layer, 1) for layer in layers.values())) > wanted:
         raise InputError(
-            f"factorize: budget: parameters: {parameters:g} of the weights of {len(layers)} layers is less than"
-            f" rank 1 of each takes. Say at least {math.ceil(1000 * least / whole) / 1000:g}."
+            f"factorize: budget: parameters: {parameters:g} of the weights of {len(layers)} layers is less"
+            f" than rank 1 of each takes. Say at least {math.ceil(1000 * least / whole) / 1000:g}."
         )
     errors = {name: _errors(layer) for name, layer in layers.items()}
     low, high = 0.0, max(float(layer.weight) for layer in layers.values()) + 1.0

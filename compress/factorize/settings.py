@@ -17,11 +17,13 @@ DEFAULT_ENERGY = 0.95
 class Budget(Settings):
     """One budget over all layers that are chosen; it gives each of them its rank."""
 
-    parameters: float = Field(gt=0, lt=1, description="fraction of the weights of the chosen layers that stays")
+    parameters: float = Field(
+        gt=0, lt=1, description="fraction of the weights of the chosen layers that stays"
+    )
     by: Literal["error", "damage"] = Field(
         default="error",
-        description="what is made smallest: the sum of the layers' relative squared errors (error), or of what"
-        " they do to the model's outputs (damage: each layer is measured alone)",
+        description="what is made smallest: the sum of the layers' relative squared errors (error), or of"
+        " what they do to the model's outputs (damage: each layer is measured alone)",
     )
 
 

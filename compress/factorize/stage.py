@@ -41,8 +41,8 @@ class Factorize:
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "svd: Eckart & Young 1936, Psychometrika 1(3), Denton et al. 2014, arXiv:1404.0736; whitened-svd:"
-        " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd: Hsu et"
-        " al. 2022, arXiv:2207.00112"
+        " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd:"
+        " Hsu et al. 2022, arXiv:2207.00112"
     )
     version: ClassVar[int] = 3
     needs_float: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class Factorize:
 
     @classmethod
     def needs_with(cls, settings: FactorizeSettings, given: Collection[str]) -> frozenset[Need]:
-        """Return what it needs: rows where inputs or a loss are looked at, for calibration if there are any."""
+        """Return what it needs: rows where it looks at any, those for calibration if there are any."""
         if not settings.reads_rows:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -120,9 +120,7 @@ def _replace(
         rows, columns = layer.weight.shape
         if saves(ranks[name], rows, columns):
             pair, error = thin_pair(layer, ranks[name], metrics.of(name, layer))
-            replace_layer(
-                model, edits, name, pair, {"op": "low_rank", "module": name, "rank": ranks[name]}
-            )
+            replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": ranks[name]})
             done[name], errors[name] = ranks[name], round(error, 4)
         else:
             alone[name] = (

@@ -89,7 +89,9 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     Factorize()(
-        tiny.artifact(tmp_path / "whole"), FactorizeSettings(method="svd", rank=RANK), harness.context(tmp_path / "pairs")
+        tiny.artifact(tmp_path / "whole"),
+        FactorizeSettings(method="svd", rank=RANK),
+        harness.context(tmp_path / "pairs"),
     )
     ids = torch.arange(5, 25).view(2, 10)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}

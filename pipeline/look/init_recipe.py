@@ -265,7 +265,10 @@ def _trained(seen: ModelLook) -> Iterator[_Step]:
 
 def _untrained() -> Iterator[_Step]:
     yield _Step(
-        "factorize", "{energy: 0.98}", "needs no training rows; with some: prune, then distill", "small"
+        "factorize",
+        "{method: svd, energy: 0.98}",
+        "needs no training rows; with some: prune, then distill",
+        "small",
     )
 
 

@@ -13,7 +13,7 @@ TABLE: dict[str, str] = {
     "distill": "smelt.compress.distill.logits:Distill",
     "depth": "smelt.compress.depth.stage:Depth",
     "prune": "smelt.compress.prune.structured:Prune",
-    "factorize": "smelt.compress.factorize.svd:Factorize",
+    "factorize": "smelt.compress.factorize.stage:Factorize",
     "share": "smelt.compress.share.layers:Share",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",

@@ -4,14 +4,15 @@ import every_family
 import pytest
 import what_follows
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 
 STAGES = {
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize(), FactorizeSettings(rank=6)),
+    "factorize": (Factorize(), FactorizeSettings(method="svd", rank=6)),
     "share": (Share(), ShareSettings()),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
 }

@@ -1,0 +1,79 @@
+"""Ranks by rule and from one budget, against trying all of them."""
+
+import itertools
+
+import pytest
+import torch
+
+from smelt.compress.factorize.ranks import Spectrum, rank_of_energy, saves, shared_budget
+from smelt.core.errors import InputError
+
+
+def test_the_rank_is_the_smallest_that_holds_the_energy():
+    sigma = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)  # squares 16, 9, 4, 1 of 30
+    for energy, rank in ((0.5, 1), (0.54, 2), (0.83, 2), (0.84, 3), (0.96, 3), (0.97, 4), (1.0, 4)):
+        assert rank_of_energy(sigma, energy) == rank
+
+
+def test_a_pair_saves_below_the_product_of_the_sizes_over_their_sum():
+    assert saves(14, 24, 40)
+    assert not saves(15, 24, 40)  # 24 * 40 / 64 = 15: costs the same
+
+
+def layers_of(*sizes):
+    torch.manual_seed(1)
+    made = {}
+    for at, (rows, columns, decay) in enumerate(sizes):
+        sigma = torch.logspace(0, -decay, min(rows, columns), dtype=torch.float64)
+        made[f"layer{at}"] = Spectrum(sigma, rows, columns)
+    return made
+
+
+def cost(layer, rank):
+    whole = layer.rows * layer.columns
+    return rank * (layer.rows + layer.columns) if saves(rank, layer.rows, layer.columns) else whole
+
+
+def error(layer, rank):
+    if not saves(rank, layer.rows, layer.columns):
+        return 0.0
+    squares = layer.sigma.square()
+    return float(layer.weight * squares[rank:].sum() / squares.sum())
+
+
+@pytest.mark.parametrize("parameters", [0.3, 0.5, 0.8])
+def test_a_budget_is_kept_and_no_other_ranks_that_cost_no_more_have_less_error(parameters):
+    layers = layers_of((6, 8, 0.5), (8, 8, 2), (12, 6, 1))
+    ranks = shared_budget(layers, parameters)
+    spent = sum(cost(layer, ranks[name]) for name, layer in layers.items())
+    assert spent <= parameters * sum(layer.rows * layer.columns for layer in layers.values())
+    made = sum(error(layer, ranks[name]) for name, layer in layers.items())
+    choices = [range(1, min(layer.rows, layer.columns) + 1) for layer in layers.values()]
+    for others in itertools.product(*choices):
+        pairs = list(zip(layers.values(), others, strict=True))
+        if sum(cost(layer, rank) for layer, rank in pairs) <= spent:
+            assert sum(error(layer, rank) for layer, rank in pairs) >= made - 1e-12
+
+
+def test_a_layer_whose_error_costs_more_gets_the_larger_rank():
+    layers = layers_of((16, 16, 1), (16, 16, 1))
+    even = shared_budget(layers, 0.5)
+    assert even["layer0"] == even["layer1"]
+    torch.manual_seed(1)
+    layers["layer1"] = Spectrum(layers["layer1"].sigma, 16, 16, weight=20.0)
+    uneven = shared_budget(layers, 0.5)
+    assert uneven["layer1"] > uneven["layer0"]
+
+
+def test_a_budget_below_one_rank_each_is_refused_with_the_least_that_works():
+    layers = layers_of((16, 16, 1), (16, 16, 1))
+    with pytest.raises(InputError, match=r"0.1 of the weights of 2 layers .* Say at least 0.125\."):
+        shared_budget(layers, 0.1)
+    assert shared_budget(layers, 0.125) == {"layer0": 1, "layer1": 1}
+
+
+def test_layers_of_one_output_stay_whole():
+    layers = {"one": Spectrum(torch.ones(1).double(), 1, 32), **layers_of((16, 16, 1))}
+    ranks = shared_budget(layers, 0.7)
+    assert not saves(ranks["one"], 1, 32)
+    assert saves(ranks["layer0"], 16, 16)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import placed_batches
 from smelt.compress.train.data import TensorBatch
-from smelt.compress.train.loop import Objective
 from smelt.compress.train.state import threads
+from smelt.compress.train.terms import Objective, total_of
 from smelt.core.errors import RunError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
@@ -86,7 +86,7 @@ def _summed(
     found = {key: torch.zeros_like(p, dtype=torch.float32) for key, p in parameters.items()}
     for done, batch in enumerate(batches, start=1):
         model.zero_grad(set_to_none=True)
-        objective(model, batch).backward()
+        total_of(objective(model, batch)).backward()
         for key, parameter in parameters.items():
             if parameter.grad is not None:
                 found[key].addcmul_(parameter.grad, parameter.grad, value=1 / len(batches))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smelt.compress.calibrate import calibration_rows
+from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
 from smelt.compress.depth.rows import labelled_batches
 from smelt.compress.train.data import TensorBatch

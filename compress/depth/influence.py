@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from smelt.compress.calibrate import outputs
+from smelt.compress.calibration.rows import outputs
 from smelt.compress.train.data import TensorBatch
 from smelt.families.family import Stack
 

@@ -21,9 +21,9 @@ class Budget(Settings):
         gt=0, lt=1, description="fraction of the weights of the chosen layers that stays"
     )
     by: Literal["error", "damage"] = Field(
-        default="error",
-        description="what is made smallest: the sum of the layers' relative squared errors (error), or of"
-        " what they do to the model's outputs (damage: each layer is measured alone)",
+        default="damage",
+        description="what is made smallest: what the layers do to the model's outputs (damage: each is"
+        " measured alone), or the sum of their relative squared errors (error)",
     )
 
 

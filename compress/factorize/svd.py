@@ -45,7 +45,8 @@ def scaled(weight: Tensor, metric: Metric) -> Tensor:
 
 def spectrum(weight: Tensor, metric: Metric) -> Tensor:
     """Return the singular values of D W L, float64, falling."""
-    return torch.linalg.svdvals(scaled(weight, metric))
+    values: Tensor = torch.linalg.svdvals(scaled(weight, metric))
+    return values
 
 
 @torch.no_grad()

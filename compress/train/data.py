@@ -96,8 +96,8 @@ def encode_split(
         labels = classifier_targets(examples, config, split.origin)
         rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
     if cut:
-        texts = f"{count(cut, 'text')} of {len(examples)} rows"
-        ctx.warnings.append(f"{what}: {texts} {'was' if cut == 1 else 'were'} cut at {limit} tokens")
+        those = f"{count(cut, 'text')} of {len(examples)} rows"
+        ctx.warnings.append(f"{what}: {those} {'was' if cut == 1 else 'were'} cut at {limit} tokens")
     return rows
 
 

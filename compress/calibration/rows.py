@@ -1,7 +1,7 @@
 """The rows that a model is looked at with, drawn by the recipe's seed.
 
-Rows of equal lengths share a batch, so that nothing is padded and no value has to be left out; a batch holds
-a bounded number of tokens. A translator is fed its targets (teacher forcing), a language model windows of
+Unless asked for otherwise, rows of equal lengths share a batch, so that nothing is padded and no value has to
+be left out; a batch holds a bounded number of tokens. A translator is fed its targets (teacher forcing), a language model windows of
 running text.
 
 Shapes: B = batch, L = source length, T = target length.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.train.data import (
+    IGNORE,
     Row,
     TensorBatch,
     collate,
@@ -38,9 +39,10 @@ _PAIRS = 16
 
 @dataclass(frozen=True)
 class CalibrationRows:
-    """Inputs of a model, in batches without padding.
+    """Inputs of a model, in batches.
 
-    origin: of the split, for messages. rows: how many texts (or pairs of them) or windows. tokens: of all.
+    origin: of the split, for messages. rows: how many texts (or pairs of them) or windows. tokens: of all,
+    without padding.
     """
 
     origin: str
@@ -56,7 +58,14 @@ class CalibrationRows:
 
 
 def calibration_rows(
-    model: Any, src: Artifact, wanted: int, ctx: Context, stage: str, *, labels: bool = False
+    model: Any,
+    src: Artifact,
+    wanted: int,
+    ctx: Context,
+    stage: str,
+    *,
+    labels: bool = False,
+    padded: bool = False,
 ) -> CalibrationRows:
     """Return `wanted` rows of the split `calibration`, else of `train`; all where there are fewer.
 
@@ -69,6 +78,9 @@ def calibration_rows(
         labels: whether batches have their `labels` besides (see `collate`), from which a loss follows. Pairs
             that are read one by one stay together then, and several in a batch, which is padded: their loss
             compares them.
+        padded: whether rows of similar lengths share a batch, for who leaves padding out (`observe` does); of
+            short texts there are far fewer batches then. Batches have their `labels` besides, which tell the
+            padding of a target.
 
     Raises:
         InputError: there are no such rows.
@@ -85,9 +97,13 @@ def calibration_rows(
     if labels and any(row.second is not None for row in rows):
         groups = group_by_length(rows, _PAIRS, None, None)
         batches = [collate([rows[i] for i in group], model.config) for group in groups]
+    elif padded:
+        single = _single(rows)
+        groups = group_by_length(single, len(single), 2 * _TOKENS, None)
+        batches = [collate([single[i] for i in group], model.config) for group in groups]
     else:
         batches = list(_batches(_single(rows), model.config))
-    if not labels:
+    if not labels and not padded:
         for batch in batches:
             del batch["labels"]
     return CalibrationRows(split.origin, batches, len(rows), sum(map(_tokens, batches)))
@@ -119,7 +135,13 @@ def _batches(rows: Sequence[Row], config: Any) -> Iterator[TensorBatch]:
 
 
 def _tokens(batch: TensorBatch) -> int:
-    return sum(value.numel() for name, value in batch.items() if name.endswith("input_ids"))
+    """Return how many tokens are in `batch`, those of either side, without padding."""
+    labels = batch.get("labels")
+    targets = batch.get("decoder_input_ids")
+    count = int(batch["attention_mask"].sum())
+    if targets is None:
+        return count
+    return count + (targets.numel() if labels is None else int((labels != IGNORE).sum()))
 
 
 @torch.inference_mode()

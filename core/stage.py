@@ -63,6 +63,8 @@ class Context:
     score: quality of an artifact on the validation data, or on a second argument's rows of them, by metric
         name; higher is better.
     device: auto, cpu or cuda: where to train; auto is CUDA where torch sees one.
+    kept: gives what a function makes (JSON), made once for all that it depends on, and kept beside the
+        artifacts: what a teacher says of all rows serves more than one step.
     warnings, facts: what the report should tell of this step; the stage adds to them.
     """
 
@@ -75,6 +77,7 @@ class Context:
     progress: Progress = silent
     threads: int | None = None
     device: str = "auto"
+    kept: Callable[[Mapping[str, Any], Callable[[], Any]], Any] = lambda what, make: make()
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 

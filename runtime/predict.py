@@ -14,6 +14,7 @@ from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import is_causal
+from smelt.runtime.generate.loop import generate_best
 from smelt.runtime.generate.prompts import Cut, continue_texts
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.runner import Runner
@@ -133,6 +134,36 @@ def generate_texts(
         progress(done, len(texts), "sentences")
     if stopped is not None:
         stopped(endless, decoding.longest(1) - 1)
+    return results
+
+
+def generate_candidates(
+    runner: Runner,
+    texts: Sequence[str],
+    generation: Generation,
+    count: int,
+    batch_size: int = 32,
+    progress: Progress = silent,
+) -> list[list[str]]:
+    """Return the `count` best texts of a beam search for each of `texts`, best first, in their order.
+
+    Args:
+        runner: of an encoder with a decoder.
+        texts: as in `generate_texts`.
+        generation: with at least `count` beams.
+        count: how many; equal ones are all given.
+        batch_size: texts at once.
+        progress: is told of each batch.
+    """
+    tools = runner.text
+    decoding = tools.decoding(generation, runner)
+    results: list[list[str]] = [[] for _ in texts]
+    done = 0
+    for rows, batch in _batches(tools, texts, batch_size, None, None):
+        for i, found in zip(rows, generate_best(runner, batch, decoding, count), strict=True):
+            results[i] = list(tools.tokenizer.decode_rows(found))
+        done += len(rows)
+        progress(done, len(texts), "sentences")
     return results
 
 

@@ -1,11 +1,14 @@
-"""Which layers a student can copy from a model, known from its config alone (no torch)."""
+"""What a student can copy from a model and be compared in, known from its config alone (no torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from smelt.compress.distill.layer_map import check_map
+from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import nearest
+from smelt.core.labels import REGRESSION
 from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
@@ -53,6 +56,28 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
                 mistakes.append((name, reason))
             after[stack.setting] = len(choice)
     return mistakes, after
+
+
+def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong) where a loss cannot be had of a student with this config."""
+    family, found = find_family(config), check_map(settings.layer_map, config, None)
+    for number, training in enumerate(settings.trainings()):
+        place = "losses" if settings.phases is None else f"phases.{number}.losses"
+        inner = training.losses.of_inner()
+        if family is None and inner:
+            kind = config.get("model_type")
+            found.append((place, f"smelt does not know where a {kind} model has {', '.join(inner)}."))
+        stacks = family.stacks(config) if family else ()
+        if "attention" in inner and not all(a.interface for s in stacks for a in s.attentions):
+            found.append((f"{place}.attention", no_scores(str(config.get("model_type")))))
+        if training.losses.reverse_logits and config.get("problem_type") == REGRESSION:
+            found.append((f"{place}.reverse_logits", "numbers have no divergence to turn round."))
+    return found
+
+
+def no_scores(kind: str) -> str:
+    """Return the sentence that says that the attention scores of a family cannot be read."""
+    return f"a {kind} model makes its attention scores where they cannot be read; take relations instead."
 
 
 def _first_missing(family: Family | None, choice: int | list[int], there: int, choose: str) -> str | None:

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, field_validator
-
-from smelt.compress.distill.fit import check_student
-from smelt.compress.distill.weights import LossWeights
+from smelt.compress.distill.fit import check_losses, check_student
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.train.run import train
-from smelt.compress.train.settings import TrainingSettings, training_needs
+from smelt.compress.train.settings import training_needs
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import SIMILARITY, TASKS, Split, Task
+from smelt.core.data import SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError, nearest
-from smelt.core.stage import Context, Need, Settings, StepName
+from smelt.core.stage import Context, Need
 from smelt.core.text import article
 
 if TYPE_CHECKING:
-    from smelt.compress.train.loop import Objective
-
-Layers = int | list[int]
-
-
-class StudentSettings(Settings):
-    """Which layers the student copies: a number, or a list of their places counted from 0."""
-
-    encoder_layers: Layers | None = Field(default=None, description="encoder of an encoder-decoder")
-    decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder")
-    layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
-    choose: Literal["spread", "first", "last"] = Field(
-        default="spread", description="which ones, where a number is given; spread: see docs/distill.md"
-    )
-
-    @field_validator("encoder_layers", "decoder_layers", "layers")
-    @classmethod
-    def _positive(cls, value: Layers | None) -> Layers | None:
-        if (isinstance(value, int) and value < 1) or value == []:
-            raise ValueError("a student keeps at least one layer")
-        return value
-
-
-class DistillSettings(TrainingSettings):
-    """Settings of `distill`."""
-
-    student: StudentSettings | None = Field(
-        default=None, description="layers to keep; without it the model trains as it is (recovery)"
-    )
-    teacher: StepName = Field(
-        default="model", description="name of an earlier torch step; `model` is the untouched one"
-    )
-    temperature: float = Field(default=2.0, gt=0, description="softens both distributions")
-    losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
+    from smelt.runtime.models.structure import Edit
 
 
 class Distill:
@@ -63,10 +29,13 @@ class Distill:
     logits * T^2 * KL(softmax(teacher / T) || softmax(student / T)) + labels * cross-entropy.
     A classifier with several classes a text compares sigmoids class by class, one that gives a number
     takes mean squared errors instead of both parts; a sentence embedder learns the teacher's vectors and
-    their cosines with each other, which needs only texts. After `quantize` the student trains through its
-    codes, which are decided again at the end.
+    their cosines with each other, which needs only texts. Further parts look inside both models: hidden
+    states, embeddings, attention scores, relations; `layer_map` says of which layers, `phases` in which
+    order. After `quantize` the student trains through its codes, which are decided again at the end.
 
         - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
+        - distill: {sequences: {beams: 5}, losses: {logits: 0, labels: 1}, select: bleu}    # Kim & Rush
+        - distill: {phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]}  # TinyBERT
         - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
     """
 
@@ -76,7 +45,9 @@ class Distill:
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = (
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
-        " masking: transformers-research-projects distillation/distiller.py"
+        " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
+        " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
+        " sequences: Kim & Rush 2016, arXiv:1606.07947"
     )
     version: ClassVar[int] = 2
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
@@ -85,17 +56,20 @@ class Distill:
     @classmethod
     def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs with these settings."""
-        return training_needs(settings)
+        return frozenset().union(*(training_needs(training) for training in settings.trainings()))
 
     @classmethod
     def check_model(
         cls, settings: DistillSettings, config: Mapping[str, Any]
     ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
-        if settings.student is None:
-            return [], dict(config)
-        found, after = check_student(settings.student, config)
-        return [(f"student.{setting}", message) for setting, message in found], after
+        found: list[tuple[str, str]] = []
+        after = dict(config)
+        if settings.student is not None:
+            wrong, after = check_student(settings.student, config)
+            found = [(f"student.{setting}", message) for setting, message in wrong]
+        # the layers of a student that cannot be are not counted
+        return found + ([] if found else check_losses(settings, after)), after
 
     @classmethod
     def check_rows(
@@ -103,9 +77,14 @@ class Distill:
     ) -> list[tuple[str, str]]:
         """Return what of the settings does not fit the task or the rows, by setting."""
         found = settings.losses.unfit(task)
+        if settings.sequences is not None and task not in TEXT_TO_TEXT:
+            found.append(("sequences", f"a teacher writes no targets for {task}; leave it out."))
+        for number, phase in enumerate(settings.phases or ()):
+            found += [(f"phases.{number}.{place}", message) for place, message in phase.losses.unfit(task)]
         lack = [data[n] for n in ("train", "validation") if n in data and not data[n].labelled]
-        if task == SIMILARITY and settings.losses.of_vectors()["scores"] and lack:
-            found.append(("losses.scores", f"the rows of {lack[0].origin} have no scores (column 'label')."))
+        if task == SIMILARITY and any(t.losses.of_vectors()["scores"] for t in settings.trainings()) and lack:
+            place = "losses.scores" if settings.phases is None else "phases"
+            found.append((place, f"the rows of {lack[0].origin} have no scores (column 'label')."))
         return found
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
@@ -115,7 +94,13 @@ class Distill:
 
         teacher = _load_teacher(settings.teacher, ctx)
         model, edits = load_trainable(src, ctx)
-        _check_outputs(model, teacher, settings)
+        for training in settings.trainings():
+            _check_outputs(model, teacher, training)
+        if settings.sequences is not None:
+            from smelt.compress.distill.sequences import taught_rows
+
+            rows = taught_rows(ctx.ancestors[settings.teacher], settings.sequences, ctx)
+            ctx = replace(ctx, data={**ctx.data, "train": rows})  # facts and warnings stay the same objects
         if settings.student is not None:
             from smelt.compress.distill.student import keep_layers
 
@@ -125,45 +110,38 @@ class Distill:
                     edits, kept = keep_layers(model, edits, stack, choice, choose=settings.student.choose)
                     ctx.facts[f"kept_{stack}"] = kept
         ctx.facts["teacher"] = settings.teacher
-        objective = distill_objective(teacher, settings)
-        train(model, src, settings, ctx, objective=objective, edits=edits, stage=self.name)
+        _train(model, teacher, src, settings, ctx, edits)
         settle(model, ctx)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
-def distill_objective(teacher: Any, settings: DistillSettings) -> Objective:
-    """Return the mixed loss of `settings` with `teacher` (eval mode) run on the same batch."""
-    import torch
+def _train(
+    model: Any, teacher: Any, src: Artifact, settings: DistillSettings, ctx: Context, edits: list[Edit]
+) -> None:
+    """Train `model` in place, phase by phase."""
+    from smelt.compress.distill.objective import distill_objective, inner_of
+    from smelt.compress.train.extension import Extension
 
-    from smelt.runtime.models.sentence_model import is_sentence_model
-
-    if is_sentence_model(teacher):
-        from smelt.compress.distill.sentences import vectors_objective
-
-        return vectors_objective(teacher, settings.losses)
-
-    from smelt.compress.train.classifier_losses import training_loss
-    from smelt.compress.train.loop import logits_of
-
-    weights = settings.losses
-
-    def objective(model: Any, batch: Any) -> Any:
-        target = None
-        if weights.logits:
-            with torch.no_grad():
-                target = logits_of(teacher.to(batch["labels"].device), batch)
-        return training_loss(
-            getattr(model, "module", model).config,
-            logits_of(model, batch),
-            batch["labels"],
-            target,
-            temperature=settings.temperature,
-            logits_weight=weights.logits,
-            labels_weight=weights.labels,
-            smoothing=settings.label_smoothing if model.training else 0.0,
+    told = []
+    trainings = settings.trainings()
+    inners = [inner_of(model, teacher, training, ctx.seed) for training in trainings]  # refuse before work
+    for training, inner in zip(trainings, inners, strict=True):
+        objective = distill_objective(teacher, training, inner)
+        extension = Extension(modules=inner.modules, around=inner.around) if inner else None
+        train(
+            model,
+            src,
+            training,
+            ctx,
+            objective=objective,
+            edits=edits,
+            stage=Distill.name,
+            extension=extension,
         )
-
-    return objective
+        told.append(ctx.facts["training"])
+    if len(told) > 1:
+        ctx.facts["phases"] = told
+        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # each phase reads the same rows
 
 
 def _load_teacher(name: str, ctx: Context) -> Any:
@@ -199,12 +177,17 @@ def _check_outputs(model: Any, teacher: Any, settings: DistillSettings) -> None:
     from smelt.runtime.causal import is_causal
     from smelt.runtime.models.sentence_model import is_sentence_model
 
+    ours, theirs = model.config, teacher.config
+    if ours.vocab_size != theirs.vocab_size:
+        raise InputError(
+            f"distill: the teacher's vocabulary has {theirs.vocab_size} tokens, the student's"
+            f" {ours.vocab_size}. Both are given the same tokens, so the vocabulary must be the same."
+        )
     if is_sentence_model(model):
         from smelt.compress.distill.sentences import require_fit
 
         require_fit(model, teacher, settings.losses)
         return
-    ours, theirs = model.config, teacher.config
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
         raise InputError(
             f"distill: {article(theirs.model_type)} teacher cannot teach {article(ours.model_type)} student."

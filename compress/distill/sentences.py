@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
 from smelt.core.text import article
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from smelt.compress.distill.weights import LossWeights
-    from smelt.compress.train.loop import Objective
+    from smelt.compress.train.terms import Term
 
 
-def vectors_objective(teacher: Any, weights: LossWeights) -> Objective:
-    """Return the weighted sum of `distance_loss`, `similarity_loss` and, with scores, `order_loss`.
+def vectors_terms(
+    found: Tensor, wanted: Tensor | None, scores: Tensor, parts: Mapping[str, float]
+) -> dict[str, Term]:
+    """Return `distance_loss`, `similarity_loss` and `order_loss` by name, those whose weight is not 0.
 
     Args:
-        teacher: a sentence embedder in eval mode, run on the same batch.
-        weights: of the parts; what is not said has its default for this task.
+        found: the student's vectors, float [T, D].
+        wanted: the teacher's, float [T, any width]; None where they are not compared.
+        scores: float [B, 1], of pairs.
+        parts: the weights.
     """
-    import torch
+    from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss
+    from smelt.compress.train.terms import Term
 
-    from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss, vectors_of
-
-    parts = weights.of_vectors()
-
-    def objective(model: Any, batch: Any) -> Any:
-        found = vectors_of(model, batch)
-        loss = found.new_zeros(())
-        if parts["embedding"] or parts["similarity"]:
-            with torch.no_grad():
-                wanted = vectors_of(teacher.to(found.device), batch)
-            if parts["embedding"]:
-                loss = loss + parts["embedding"] * distance_loss(found, wanted)
-            if parts["similarity"]:
-                loss = loss + parts["similarity"] * similarity_loss(found, wanted)
-        if parts["scores"]:
-            loss = loss + parts["scores"] * order_loss(found, batch["labels"])
-        return loss
-
-    return objective
+    terms = {}
+    if wanted is not None and parts["embedding"]:
+        terms["embedding"] = Term(parts["embedding"] * distance_loss(found, wanted))
+    if wanted is not None and parts["similarity"]:
+        terms["similarity"] = Term(parts["similarity"] * similarity_loss(found, wanted))
+    if parts["scores"]:
+        terms["scores"] = Term(parts["scores"] * order_loss(found, scores))
+    return terms
 
 
 def require_fit(model: Any, teacher: Any, weights: LossWeights) -> None:

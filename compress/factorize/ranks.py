@@ -52,7 +52,8 @@ def find_ranks(
         ctx: its `progress` is told; `facts["damage"]` says what the layers did alone, if that was measured.
     """
     if settings.rank is not None or settings.ratio is not None:
-        return {name: _given_rank(layer.out_features, layer.in_features, settings) for name, layer in layers.items()}
+        sizes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+        return {name: _given_rank(*size, settings) for name, size in sizes.items()}
     found: dict[str, Spectrum] = {}
     for at, (name, layer) in enumerate(layers.items(), start=1):
         sigma = spectrum(layer.weight, metrics.of(name, layer))

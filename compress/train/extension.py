@@ -54,6 +54,7 @@ class Extension:
         not saved: projections, scores of masks, multipliers.
     groups: parameters of the model or of `modules` with a learning rate or weight decay of their own.
     around: entered when the model is ready to train, left afterwards (hooks that read what it computes).
+    stored: entered while a checkpoint is written, and makes of the model what will be stored.
     before_step, after_step: called with the number of the update, from 1, and how many there will be; after
         the update's weights are there, and before they are averaged or validated.
     eligible: whether the weights after this update (0: before the first) may be those that are kept: while
@@ -63,6 +64,7 @@ class Extension:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    stored: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     before_step: Callable[[int, int], None] = _nothing
     after_step: Callable[[int, int], None] = _nothing
     eligible: Callable[[int], bool] = _always

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from smelt.runtime.models.sentence_model import is_sentence_model
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
-def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
+def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return float [B, T, V] for a translator or language model, [B, C] for a classifier.
 
     `labels` are not fed.
@@ -57,13 +57,13 @@ def logits_of(model: nn.Module, batch: TensorBatch) -> Tensor:
     return logits
 
 
-def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, TensorBatch], Tensor]:
+def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
     """Return the mean loss with the labels (see `training_loss`), smoothed only while the model trains.
 
     Of a sentence embedder it is `order_loss` with the scores.
     """
 
-    def objective(model: nn.Module, batch: TensorBatch) -> Tensor:
+    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         plain: Any = getattr(model, "module", model)
         if is_sentence_model(plain):
             return order_loss(vectors_of(model, batch), batch["labels"])
@@ -210,7 +210,7 @@ def run_training(
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
             keeper.evals = settings.evals
-            keeper.score = None if score is None else partial(_without_extension, model, score)
+            keeper.score = None if score is None else partial(_as_stored, model, extension, score)
         require_training_memory(
             model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
         )
@@ -233,8 +233,8 @@ def run_training(
         ctx.warnings.append(f"{stage}: {warning}")
 
 
-def _without_extension(model: nn.Module, score: Callable[[], float]) -> float:
-    with detached(model):
+def _as_stored(model: nn.Module, extension: Extension, score: Callable[[], float]) -> float:
+    with detached(model), extension.stored():
         return score()
 
 

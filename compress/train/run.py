@@ -7,6 +7,7 @@ so that the table of stages is quick to read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.train.settings import LOSS, TrainingSettings
@@ -18,6 +19,7 @@ from smelt.core.stage import Context
 if TYPE_CHECKING:
     from smelt.compress.train.data import Row
     from smelt.compress.train.extension import Extension
+    from smelt.compress.train.lora import Adapters
     from smelt.compress.train.terms import Objective
     from smelt.runtime.models.structure import Edit
 
@@ -70,6 +72,7 @@ def train(
         RunError: the loss became infinite or not a number.
     """
     from smelt.compress.train.data import encode_split, spread_out
+    from smelt.compress.train.extension import Extension
     from smelt.compress.train.loop import label_objective, run_training
     from smelt.compress.train.rounding import Rounding
     from smelt.compress.train.score import CheckpointScore
@@ -105,6 +108,9 @@ def train(
             " FILE}."
         )
     rounding = Rounding(model, src.path) if settings.dtype == "keep" else None
+    adapters = _adapters(model, settings, ctx)
+    if adapters is not None:
+        extension = replace(extension or Extension(), stored=adapters.stored)
     run_training(
         model,
         rows,
@@ -116,8 +122,25 @@ def train(
         stage=stage,
         extension=extension,
     )
+    if adapters is not None:
+        adapters.settle()
     if rounding is not None and rounding.before:
         share = rounding.share()
         ctx.facts["training"]["rounding"] = round(share, 5)
         if warning := rounding.warning(share):
             ctx.warnings.append(f"{stage}: {warning}")
+
+
+def _adapters(model: Any, settings: TrainingSettings, ctx: Context) -> Adapters | None:
+    """Put low-rank adapters on `model` where the settings ask for them, and tell the report."""
+    if settings.lora is None:
+        return None
+    import torch
+
+    from smelt.compress.train.lora import Adapters
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(ctx.seed)
+        found = Adapters(model, settings.lora)
+    ctx.facts["lora"] = found.facts()
+    return found

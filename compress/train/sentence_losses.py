@@ -5,6 +5,7 @@ Shapes: B = pairs or texts, T = texts of a batch (2 B for pairs: first all first
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 SCALE = 20.0  # of cosines, as sentence-transformers' CoSENTLoss has it
 
 
-def vectors_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def vectors_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the vectors of a batch's texts, float32 [T, D]; `labels` are not fed."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     out: Any = model(**inputs)

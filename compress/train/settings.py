@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from smelt.core.stage import Need, Settings, StoredDtype
 
 LOSS = "loss"  # what `select` says where no metric decides
+
+
+PEFT = "0.18"  # the oldest release whose adapters are taken
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters that train instead of the weights, and become part of them."""
+
+    rank: int = Field(default=16, ge=1, description="of each adapter: its inner width")
+    alpha: int = Field(default=32, ge=1, description="what an adapter gives counts alpha / rank")
+    targets: tuple[Literal["attention", "ffn"], ...] = Field(
+        default=("attention", "ffn"), min_length=1, description="whose linear layers, in each block"
+    )
 
 
 class TrainingSettings(Settings):
@@ -63,10 +76,22 @@ class TrainingSettings(Settings):
         lt=1,
         description="decay of a moving average that replaces the weights",
     )
+    lora: LoraSettings | None = Field(
+        default=None, description="train low-rank adapters, which are merged before storing; else all weights"
+    )
     dtype: StoredDtype = "keep"
     report_to: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
         default=[], description="experiment trackers that the loss is sent to"
     )
+
+    # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
+    unsaid: ClassVar[frozenset[str]] = frozenset({"lora"})
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        plain = {name: type(self).model_fields[name].default for name in self.unsaid}
+        return {name: value for name, value in found.items() if name not in plain or value != plain[name]}
 
     @model_validator(mode="after")
     def _selects(self) -> Self:

@@ -224,6 +224,7 @@ class Workshop:
             progress=self.display.progress,
             threads=self.threads,
             device=self.device,
+            kept=self._kept,
         )
         started = time.monotonic()
         with _captured() as chatter:
@@ -251,6 +252,20 @@ class Workshop:
             warnings=ctx.warnings,
             seconds=round(time.monotonic() - started, 3),
         )
+
+    def _kept(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+        """Return what `make` makes, from the store where it was made before of the same things."""
+        key = hash_of({"kept": dict(what), "libraries": dict(self.versions)})
+
+        def waiting(holder: str) -> None:
+            self.display.line(f"waits for {holder}, which is making the same rows")
+
+        with self.store.lock(key, waiting):
+            found = self.store.read_score(key)
+            if found is None:
+                found = {"artifact": what.get("artifact"), "made": make()}
+                self.store.write_score(key, found)
+        return found["made"]
 
     def _validate(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
         scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.stage import Stage
+from smelt.core.stage import Settings, Stage
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, lack_of
 
 _SECONDS_TO_MAKE_A_BUILDER = 60
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
-def unavailable_reason(stage: type[Stage[Any]], target: str | None = None) -> str | None:
+def unavailable_reason(
+    stage: type[Stage[Any]], target: str | None = None, settings: Settings | None = None
+) -> str | None:
     """Say why `stage` cannot run on this machine, or None where nothing speaks against it.
 
     target: of its settings, if it has one.
@@ -27,6 +29,8 @@ def unavailable_reason(stage: type[Stage[Any]], target: str | None = None) -> st
     An engine is built where TensorRT finds a GPU, or where it can build ahead of time; to run one is
     another matter: see `unscored_reason`.
     """
+    if getattr(settings, "lora", None) is not None and find_spec("peft") is None:
+        return "the adapters of lora are peft's, which is not installed (pip install 'smelt[lora]')."
     if target == "openvino" and find_spec("openvino") is None:
         return "OpenVINO is not installed (pip install 'openvino>=2026')."
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):

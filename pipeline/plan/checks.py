@@ -157,7 +157,7 @@ class Checker:
                 self.mistakes.add(path, f"{word} needs {what} data; name a file with data: {{{name}: FILE}}.")
         self._check_references(draft)
         self._check_selection(draft)
-        draft.unavailable = unavailable_reason(draft.cls, draft.target)
+        draft.unavailable = unavailable_reason(draft.cls, draft.target, draft.settings)
         draft.unscored = unscored_reason(
             draft.cls.produces, draft.target, getattr(draft.settings, "dtype", None)
         )
@@ -215,6 +215,12 @@ class Checker:
             self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
             return
         quantized = next((d for d in above if d.entry.word == "quantize"), None)
+        if quantized and getattr(draft.settings, "lora", None) is not None:
+            self.mistakes.add(
+                (*path, "lora"),
+                f"adapters beside the {_scheme(quantized)} codes of '{quantized.name}' would be lost in them;"
+                f" move {word} before '{quantized.name}', or leave lora out, which trains through the codes.",
+            )
         if quantized and getattr(draft.cls, "needs_float", False):
             self.mistakes.add(
                 path,

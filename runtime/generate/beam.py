@@ -66,14 +66,19 @@ class _Candidates:
 
 
 def beam_search(runner: Runner, batch: Batch, rules: Rules) -> list[list[int]]:
-    """Return the new tokens of the best text of each row, the end-of-sequence token included.
+    """Return the new tokens of the best text of each row, the end-of-sequence token included."""
+    return [texts[0] for texts in best_texts(runner, batch, rules, 1)]
+
+
+def best_texts(runner: Runner, batch: Batch, rules: Rules, count: int) -> list[list[list[int]]]:
+    """Return the new tokens of the `count` best texts of each row, at most as many as beams, best first.
 
     A sentence whose finished texts nothing can beat any more is settled: its beams leave the batch once an
     eighth of all sentences are.
     """
     beams, start = rules.decoding.beams, rules.prompt_length
     running, finished = _begin(rules)
-    found: list[list[int]] = [[] for _ in running.texts]
+    found: list[list[list[int]]] = [[] for _ in running.texts]
     places = np.arange(len(found))  # of the sentences that are still in the batch
     improvable = np.ones((len(found), 1), dtype=bool)
     state = runner.encode(batch)
@@ -95,14 +100,14 @@ def beam_search(runner: Runner, batch: Batch, rules: Rules) -> list[list[int]]:
         old = sentences.repeat(beams, axis=1) if length == start else sentences * beams + chosen
         if np.count_nonzero(settled) >= max(1, len(settled) // 8):
             for place, texts in zip(places[settled], finished.texts[settled], strict=True):
-                found[place] = rules.new_tokens(texts[0])
+                found[place] = [rules.new_tokens(text) for text in texts[:count]]
             kept = (~settled).nonzero()[0]
             running, finished = running.of(kept), finished.of(kept)
             places, improvable, old = places[kept], improvable[kept], old[kept]
             rules.keep(kept)
         state = runner.reorder(state, old.ravel())
     for place, texts in zip(places, finished.texts, strict=True):
-        found[place] = rules.new_tokens(texts[0])
+        found[place] = [rules.new_tokens(text) for text in texts[:count]]
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from smelt.runtime.batch import Batch, Logits, Tokens
-from smelt.runtime.generate.beam import beam_search
+from smelt.runtime.generate.beam import beam_search, best_texts
 from smelt.runtime.generate.decoding import Decoding, settle
 from smelt.runtime.generate.rules import Rules
 from smelt.runtime.generate.sampling import draw, narrow
@@ -36,13 +36,21 @@ def generate(runner: Runner, batch: Batch, generation: Generation, part: int = 0
     return generate_with(runner, batch, settle(generation, runner), part)
 
 
+def generate_best(runner: Runner, batch: Batch, decoding: Decoding, count: int) -> list[list[list[int]]]:
+    """Return the new tokens of the `count` best texts of a beam search for each row, best first."""
+    return best_texts(runner, batch, _rules(batch, decoding), count)
+
+
+def _rules(batch: Batch, decoding: Decoding) -> Rules:
+    if decoding.start is None:
+        return Rules(decoding, batch.input_ids, batch.attention_mask)
+    start = np.full((batch.input_ids.shape[0], 1), decoding.start, dtype=np.int64)
+    return Rules(decoding, start, None)
+
+
 def generate_with(runner: Runner, batch: Batch, decoding: Decoding, part: int = 0) -> list[list[int]]:
     """As `generate`, with settings whose gaps are filled already."""
-    if decoding.start is None:
-        rules = Rules(decoding, batch.input_ids, batch.attention_mask)
-    else:
-        start = np.full((batch.input_ids.shape[0], 1), decoding.start, dtype=np.int64)
-        rules = Rules(decoding, start, None)
+    rules = _rules(batch, decoding)
     if decoding.beams > 1:
         return beam_search(runner, batch, rules)
     if not decoding.do_sample:

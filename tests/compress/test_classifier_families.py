@@ -7,7 +7,8 @@ import tiny
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings

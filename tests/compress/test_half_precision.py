@@ -14,7 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings

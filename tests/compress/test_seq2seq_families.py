@@ -7,7 +7,8 @@ import tiny
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.student import keep_layers
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize

@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from smelt.compress.distill.fit import STACKS, check_student
-from smelt.compress.distill.logits import StudentSettings
+from smelt.compress.distill.settings import StudentSettings
 from smelt.compress.distill.student import _stack, keep_layers
 from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES

@@ -9,7 +9,10 @@ from pydantic import ValidationError
 from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
-from smelt.compress.distill.logits import Distill, DistillSettings, distill_objective
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.objective import distill_objective
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.train.terms import total_of
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
@@ -78,7 +81,7 @@ def test_the_objective_is_the_formula(tmp_path):
         kl = F.kl_div((zs / 3).log_softmax(-1), (zt / 3).softmax(-1), reduction="batchmean")
         wanted = 0.8 * 9 * kl + 0.3 * F.cross_entropy(zs, batch()["labels"])
     torch.testing.assert_close(
-        distill_objective(teacher, settings)(student, batch()), wanted, rtol=1e-5, atol=1e-6
+        total_of(distill_objective(teacher, settings)(student, batch())), wanted, rtol=1e-5, atol=1e-6
     )
 
 
@@ -106,7 +109,7 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
 
     def distance(model):
         with torch.no_grad():
-            return float(distill_objective(teacher, settings)(model, batch()))
+            return float(total_of(distill_objective(teacher, settings)(model, batch())))
 
     assert distance(student) < 0.2 * distance(untrained)
 

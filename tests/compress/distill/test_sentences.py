@@ -4,9 +4,10 @@ import pytest
 import sentences
 import torch
 
-from smelt.compress.distill.sentences import vectors_objective
-from smelt.compress.distill.weights import LossWeights
+from smelt.compress.distill.objective import distill_objective
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss
+from smelt.compress.train.terms import total_of
 from smelt.runtime.models.checkpoint import load_model
 
 
@@ -29,7 +30,7 @@ def test_parts_are_weighed_and_have_their_defaults_where_nothing_is_said(said, t
         "labels": torch.tensor([[1.0], [0.0], [2.0]]),
     }
     with torch.no_grad():
-        loss = vectors_objective(teacher, LossWeights(**said))(student, batch)
+        loss = total_of(distill_objective(teacher, DistillSettings(losses=said))(student, batch))
         own, wanted = (m(ids).sentence_embedding for m in (student, teacher))
     weights = {"embedding": 1.0, "similarity": 1.0, "scores": 0.0} | said
     expected = (

@@ -7,7 +7,8 @@ import tiny
 import torch
 from torch import nn
 
-from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.coding import fake_activations, quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings

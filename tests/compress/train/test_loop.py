@@ -12,7 +12,8 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from smelt.compress.distill.logits import DistillSettings, distill_objective
+from smelt.compress.distill.objective import distill_objective
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row, collate

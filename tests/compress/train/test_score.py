@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import smelt
-from smelt.compress.distill.logits import DistillSettings
+from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable, settle

@@ -1,0 +1,131 @@
+"""The settings of `distill`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from smelt.compress.distill.layer_map import LayerMap
+from smelt.compress.distill.weights import LossWeights, PhaseWeights
+from smelt.compress.train.settings import LOSS, TrainingSettings
+from smelt.core.stage import Settings, StepName
+
+Layers = int | list[int]
+
+
+class StudentSettings(Settings):
+    """Which layers the student copies: a number, or a list of their places counted from 0."""
+
+    encoder_layers: Layers | None = Field(default=None, description="encoder of an encoder-decoder")
+    decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder")
+    layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
+    choose: Literal["spread", "first", "last"] = Field(
+        default="spread", description="which ones, where a number is given; spread: see docs/distill.md"
+    )
+
+    @field_validator("encoder_layers", "decoder_layers", "layers")
+    @classmethod
+    def _positive(cls, value: Layers | None) -> Layers | None:
+        if (isinstance(value, int) and value < 1) or value == []:
+            raise ValueError("a student keeps at least one layer")
+        return value
+
+
+class SequenceSettings(Settings):
+    """Targets that the teacher writes, for text to text."""
+
+    beams: int = Field(default=5, ge=1, le=64, description="with which the teacher decodes the training rows")
+    mix: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the rows that have their own target",
+    )
+    best_of: int | None = Field(
+        default=None,
+        ge=2,
+        le=64,
+        description="of so many candidates the one most like the target is taken",
+    )
+    max_new_tokens: int | None = Field(default=None, ge=1, le=4096, description="else the teacher's own")
+    length_penalty: float | None = Field(default=None, ge=-10, le=10, description="likewise")
+    batch_size: int = Field(default=32, ge=1, description="texts that are decoded at once")
+
+    @model_validator(mode="after")
+    def _among_beams(self) -> Self:
+        if self.best_of is not None and self.best_of > self.beams:
+            raise ValueError(f"best_of: {self.best_of} candidates need as many beams; beams is {self.beams}")
+        if self.beams == 1 and self.length_penalty is not None:
+            raise ValueError("length_penalty means nothing without beams above 1")
+        return self
+
+
+class PhaseSettings(Settings):
+    """One training of several; what it does not say is as the step says."""
+
+    losses: PhaseWeights = Field(description="weights of the loss's parts; those that are not named are 0")
+    epochs: float | None = Field(default=None, gt=0, description="passes over the training rows")
+    max_steps: int | None = Field(default=None, ge=1, description="number of updates; wins over epochs")
+    learning_rate: float | None = Field(default=None, gt=0, description="highest learning rate of AdamW")
+    select: str | None = Field(
+        default=None, description="which checkpoint is kept: by loss, or a metric; of all but the last: loss"
+    )
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class DistillSettings(TrainingSettings):
+    """Settings of `distill`."""
+
+    student: StudentSettings | None = Field(
+        default=None, description="layers to keep; without it the model trains as it is (recovery)"
+    )
+    teacher: StepName = Field(
+        default="model", description="name of an earlier torch step; `model` is the untouched one"
+    )
+    temperature: float = Field(default=2.0, gt=0, description="softens both distributions")
+    losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
+    layer_map: LayerMap = Field(
+        default="uniform",
+        description="which of the teacher's layers go with the student's: uniform, last, or {student's:"
+        " teacher's} (0: embeddings), for all stacks or each by its name",
+    )
+    relation_heads: int | None = Field(
+        default=None, ge=1, description="of the loss `relations`; by default the teacher's heads"
+    )
+    sequences: SequenceSettings | None = Field(
+        default=None,
+        description="the teacher writes the targets of the training rows",
+    )
+    phases: tuple[PhaseSettings, ...] | None = Field(
+        default=None, min_length=1, description="trainings one after the other, each with losses of its own"
+    )
+
+    unsaid: ClassVar[frozenset[str]] = TrainingSettings.unsaid | {
+        "layer_map",
+        "relation_heads",
+        "sequences",
+        "phases",
+    }
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.phases is not None and "losses" in self.model_fields_set:
+            raise ValueError("the losses of phases stand in each of them; leave out `losses` beside `phases`")
+        return self
+
+    def trainings(self) -> list[DistillSettings]:
+        """Return the settings of each training, in order: of each phase, else the one of the step."""
+        if self.phases is None:
+            return [self]
+        found = []
+        for number, phase in enumerate(self.phases, 1):
+            said = phase.model_dump(exclude={"losses"}, exclude_none=True)
+            # a metric of texts says nothing of a model whose inner states are still being fitted
+            judge = {} if number == len(self.phases) else {"select": LOSS}
+            found.append(self.model_copy(update={**judge, **said, "losses": phase.losses, "phases": None}))
+        return found

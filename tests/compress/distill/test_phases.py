@@ -1,0 +1,104 @@
+"""Trainings one after the other, and what the plan says of losses that cannot be."""
+
+import harness
+import pytest
+import tiny
+from pydantic import ValidationError
+
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+
+SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+
+
+def test_inner_losses_come_first_then_the_words(tmp_path, rows):
+    source = tiny.marian(tmp_path / "model")
+    said = {
+        "student": {"decoder_layers": 1},
+        "phases": [
+            {"losses": {"hidden": 1, "attention": 1}, "max_steps": 30},
+            {"losses": {"logits": 1}, "learning_rate": 1e-3},
+        ],
+    }
+    settings = DistillSettings.model_validate(SHORT | said)
+    ctx = harness.run(Distill(), settings, source, tmp_path / "out", data=rows)
+    first, second = ctx.facts["phases"]
+    parts = {
+        f"{what}.{stack}"
+        for what in ("hidden", "attention")
+        for stack in ("encoder_layers", "decoder_layers")
+    }
+    assert (first["steps"], set(first["train_losses"])) == (30, parts)
+    assert (second["steps"], set(second["train_losses"])) == (20, {"logits"})
+    assert ctx.facts["training"] == second
+    for phase in (first, second):
+        start, *later = [found["loss"] for found in phase["validations"]]
+        assert min(later) < 0.7 * start
+    assert not [m for m in harness.model_of(ctx).modules() if "projection" in type(m).__name__.lower()]
+
+
+def test_what_a_phase_does_not_say_is_as_the_step_says():
+    said = DistillSettings.model_validate(
+        {
+            "epochs": 3,
+            "select": "bleu",
+            "phases": [{"losses": {"hidden": 1}, "epochs": 1}, {"losses": {"logits": 2}}],
+        }
+    )
+    first, second = said.trainings()
+    assert (first.epochs, first.select, first.losses.logits, first.losses.hidden) == (1, "loss", 0, 1)
+    assert (second.epochs, second.select, second.losses.logits, second.losses.labels) == (3, "bleu", 2, 0)
+    with pytest.raises(ValidationError, match="leave out `losses` beside `phases`"):
+        DistillSettings.model_validate({"losses": {"logits": 1}, "phases": [{"losses": {"logits": 1}}]})
+    with pytest.raises(ValidationError, match="at least one weight"):
+        DistillSettings.model_validate({"phases": [{"losses": {"logits": 0}}]})
+
+
+def test_settings_of_before_have_the_keys_of_before():
+    plain = DistillSettings().model_dump(mode="json")
+    assert not {"layer_map", "phases", "relation_heads"} & set(plain)
+    assert set(plain["losses"]) == {"logits", "labels"}
+    again = DistillSettings.model_validate(
+        {"layer_map": {1: 2}, "phases": [{"losses": {"hidden": 1}, "epochs": 1}]}
+    ).model_dump(mode="json")
+    assert again["phases"] == [{"losses": {"logits": 0.0, "labels": 0.0, "hidden": 1.0}, "epochs": 1.0}]
+    assert again["layer_map"] == {"1": 2}
+
+
+@pytest.mark.parametrize(
+    ("said", "setting", "message"),
+    [
+        ({"losses": {"hidden": 1}, "layer_map": {4: 1}}, "layer_map", "says 4."),
+        ({"losses": {"hidden": 1}, "student": {"layers": 1}, "layer_map": {2: 1}}, "layer_map", "says 2."),
+        ({"losses": {"reverse_logits": 1}}, "losses.reverse_logits", "numbers have no divergence"),
+        ({"phases": [{"losses": {"reverse_logits": 1}}]}, "phases.0.losses.reverse_logits", "numbers"),
+    ],
+)
+def test_the_plan_knows_what_a_student_does_not_have(said, setting, message):
+    config = {"model_type": "bert", "num_hidden_layers": 3, "problem_type": "regression"}
+    (found,), _ = Distill.check_model(DistillSettings.model_validate(said), config)
+    assert found[0] == setting
+    assert message in found[1]
+
+
+def test_the_plan_names_families_whose_scores_cannot_be_read():
+    config = {"model_type": "mpnet", "num_hidden_layers": 3}
+    (found,), _ = Distill.check_model(DistillSettings.model_validate({"losses": {"attention": 1}}), config)
+    assert found[0] == "losses.attention"
+    assert "a mpnet model makes its attention scores where they cannot be read; take relations" in found[1]
+
+
+def test_vocabularies_that_differ_are_refused(tmp_path, rows):
+    source, other = tiny.bert(tmp_path / "a"), tiny.bert(tmp_path / "b", vocab_size=50)
+    artifact = tiny.artifact(source, "text-classification")
+    ancestors = {"model": artifact, "big": tiny.artifact(other, "text-classification")}
+    ctx = harness.context(tmp_path / "out", "text-classification", rows, ancestors=ancestors)
+    with pytest.raises(InputError, match=r"the teacher's vocabulary has 50 tokens, the student's"):
+        Distill()(artifact, DistillSettings(teacher="big"), ctx)

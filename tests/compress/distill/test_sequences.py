@@ -1,0 +1,133 @@
+"""Targets that a teacher wrote: which rows get them, of what candidates, and never twice."""
+
+import harness
+import pytest
+import sacrebleu
+import tiny
+from pydantic import ValidationError
+
+import smelt
+from smelt.compress.distill import sequences
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.sequences import nearest_to, shares, taught_rows
+from smelt.compress.distill.settings import DistillSettings, SequenceSettings
+from smelt.core.data import Columns, read_split
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.predict import generate_candidates
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    return tiny.artifact(tiny.marian(tmp_path / "teacher"))
+
+
+def transformers_texts(folder, texts, **how):
+    import torch
+    from transformers import AutoTokenizer, MarianMTModel
+
+    model, words = MarianMTModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for text in texts:  # one by one: no padding
+        with torch.no_grad():
+            ids = model.generate(**words(text, return_tensors="pt"), max_new_tokens=6, **how)
+        found.append(words.batch_decode(ids, skip_special_tokens=True))
+    return found
+
+
+def test_the_candidates_are_those_of_transformers(teacher):
+    texts = tiny.SENTENCES[:4]
+    with open_runner(teacher, 1, "cpu") as runner:
+        found = generate_candidates(runner, texts, Generation(beams=4, max_new_tokens=6), 3, batch_size=4)
+    assert found == transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=3)
+    assert any(len(set(candidates)) > 1 for candidates in found)
+
+
+def test_the_student_is_given_what_the_teacher_writes(tmp_path, teacher, rows):
+    ctx = harness.context(tmp_path / "out", data=rows)
+    made = taught_rows(teacher, SequenceSettings(beams=2, max_new_tokens=6), ctx)
+    texts = [e.text for e in rows.examples]
+    expected = [best for (best,) in transformers_texts(teacher.path, texts, num_beams=2)]
+    assert [(e.text, *e.references) for e in made.examples] == list(zip(texts, expected, strict=True))
+    assert ctx.facts["sequences"] == {"written_by_the_teacher": len(rows), "with_their_own_target": 0}
+
+
+def test_best_of_takes_what_is_most_like_the_reference(tmp_path, teacher, rows):
+    ctx = harness.context(tmp_path / "out", data=rows)
+    settings = SequenceSettings(beams=4, best_of=4, max_new_tokens=6)
+    made = taught_rows(teacher, settings, ctx)
+    texts = [e.text for e in rows.examples]
+    lists = transformers_texts(teacher.path, texts, num_beams=4, num_return_sequences=4)
+    for example, row, candidates in zip(made.examples, rows.examples, lists, strict=True):
+        scores = [sacrebleu.sentence_bleu(text, list(row.references)).score for text in candidates]
+        assert example.references == (candidates[scores.index(max(scores))],)
+    assert nearest_to(["a man walks"], ["a man", "a man walks", "a man runs"]) == "a man walks"
+
+
+@pytest.mark.parametrize(
+    ("rows", "mix", "expected"),
+    [(100, 0.0, (0, 100)), (100, 0.5, (100, 100)), (100, 0.2, (25, 100)), (100, 0.8, (100, 25))],
+)
+def test_the_mix_is_a_fraction_of_all_rows(rows, mix, expected):
+    assert shares(rows, rows, mix) == expected
+
+
+def test_own_targets_are_mixed_in_and_empty_texts_left_out(tmp_path, teacher, rows, monkeypatch):
+    texts = [f"text {n}" for n in range(len(rows))]
+    texts[0] = ""
+    monkeypatch.setattr(sequences, "_decode", lambda *args: texts)
+    ctx = harness.context(tmp_path / "out", data=rows)
+    made = taught_rows(teacher, SequenceSettings(mix=0.5), ctx)
+    own = [e for e in made.examples if e in rows.examples]
+    assert (len(own), len(made)) == (len(rows) - 1, 2 * len(rows) - 2)
+    assert ctx.warnings == [f"distill: sequences: the teacher wrote nothing for 1 of {len(rows)} rows"]
+
+
+def test_a_second_run_decodes_nothing_again(tmp_path, monkeypatch):
+    tiny.marian(tmp_path / "model")
+    tiny.pairs(tmp_path / "rows.jsonl")
+    recipe = tmp_path / "recipe.yaml"
+
+    data = "{train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}"
+    taught = "sequences: {beams: 2, max_new_tokens: 4, mix: 0.5}, losses: {logits: 0, labels: 1}"
+
+    def write(rate):
+        recipe.write_text(
+            f"model: model\ntask: translation\ndata: {data}\nthreads: 1\n"
+            "score: {latency: false, quality: [bleu], generation: {max_new_tokens: 4}}\nstages:\n"
+            f"  - distill: {{{taught}, max_steps: 1, evals: 0, precision: fp32, learning_rate: {rate}}}\n"
+        )
+
+    decoded, real = [], sequences._decode
+    monkeypatch.setattr(sequences, "_decode", lambda *args: decoded.append(1) or real(*args))
+    for rate in (1e-4, 2e-4):
+        write(rate)
+        result = smelt.run(recipe, out=tmp_path / "run", store=tmp_path / "store", quiet=True)
+        assert [step["status"] for step in result.report["steps"]][-1] == "done"
+    assert decoded == [1]
+    harness.smelt("store", "check", "--store", tmp_path / "store", code=0)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"beams": 3, "best_of": 4}, "best_of: 4 candidates need as many beams; beams is 3"),
+        ({"beams": 1, "length_penalty": 1.0}, "length_penalty means nothing"),
+        ({"mix": 1}, "less than 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(said, message):
+    with pytest.raises(ValidationError, match=message):
+        SequenceSettings.model_validate(said)
+
+
+def test_only_texts_can_be_written():
+    settings = DistillSettings(sequences={"beams": 2})
+    ((setting, message),) = Distill.check_rows(settings, "text-classification", {})
+    assert (setting, message[:27]) == ("sequences", "a teacher writes no targets")
+    assert Distill.check_rows(settings, "translation", {}) == []

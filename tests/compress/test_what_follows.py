@@ -4,12 +4,15 @@ import every_family
 import pytest
 import what_follows
 
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
 from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 
 STAGES = {
+    "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
     "factorize": (Factorize(), FactorizeSettings(rank=6)),
     "share": (Share(), ShareSettings()),
@@ -18,7 +21,8 @@ STAGES = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")]
+    ("stage", "family"),
+    [("depth", "t5"), ("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")],
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
     made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
 from smelt.compress.depth.rows import labelled_batches
+from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.train.data import TensorBatch
 from smelt.compress.train.loop import label_objective, mean_loss
 from smelt.core.artifact import Artifact
@@ -18,9 +19,6 @@ from smelt.core.stage import Context
 from smelt.families.family import Stack
 from smelt.families.registry import family_of
 from smelt.runtime.backends.device import torch_device
-
-if TYPE_CHECKING:
-    from smelt.compress.depth.stage import DepthSettings
 
 
 def by_influence(

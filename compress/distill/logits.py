@@ -89,11 +89,15 @@ class Distill:
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
+        from smelt.compress.distill.words import speak_as
         from smelt.compress.quantize.through_codes import load_trainable, settle
         from smelt.runtime.models.checkpoint import save_model
 
         teacher = _load_teacher(settings.teacher, ctx)
         model, edits = load_trainable(src, ctx)
+        common = speak_as(teacher, ctx.ancestors[settings.teacher].path, model, src.path)
+        if common is not None:
+            ctx.facts["words_of_teacher"] = common
         for training in settings.trainings():
             _check_outputs(model, teacher, training)
         if settings.sequences is not None:

@@ -267,13 +267,17 @@ class Checker:
                     f"{where}: the {scheme.name} weights of '{d.name}' were not trained and say little;"
                     f" put a distill after '{d.name}', which trains through the codes."
                 )
-        if draft.entry.word == "distill" and draft.entry.settings.get("student"):
-            late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
-            if late:
-                self.warnings.append(
-                    f"{where}: choosing a student's layers after {late} throws part of that work away;"
-                    " distil to fewer layers first."
-                )
+        student = draft.entry.word == "distill" and draft.entry.settings.get("student")
+        late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
+        if late and student:
+            self.warnings.append(
+                f"{where}: choosing a student's layers after {late} throws part of that work away;"
+                " distil to fewer layers first."
+            )
+        if late and draft.entry.word == "depth":
+            self.warnings.append(
+                f"{where}: layers that go after {late} take part of that work with them; put depth first."
+            )
 
     def _above(self, draft: _Draft) -> list[_Draft]:
         """Return the steps above `draft`, the nearest first."""

@@ -11,6 +11,7 @@ from smelt.core.stage import Stage
 TABLE: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
     "distill": "smelt.compress.distill.logits:Distill",
+    "vocabulary": "smelt.compress.vocabulary.stage:Vocabulary",
     "depth": "smelt.compress.depth.stage:Depth",
     "prune": "smelt.compress.prune.structured:Prune",
     "factorize": "smelt.compress.factorize.stage:Factorize",

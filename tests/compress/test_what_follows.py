@@ -4,6 +4,8 @@ import every_family
 import pytest
 import what_follows
 
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
@@ -11,6 +13,7 @@ from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 
 STAGES = {
+    "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
     "factorize": (Factorize(), FactorizeSettings(method="svd", rank=6)),
     "share": (Share(), ShareSettings()),
@@ -19,7 +22,8 @@ STAGES = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")]
+    ("stage", "family"),
+    [("depth", "t5"), ("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")],
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
     made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out

@@ -64,6 +64,8 @@ CASES: dict[str, Case] = {
     "distill marian": Case("distill", "marian", TRAINING),
     "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
     "distill marian, through codes": Case("distill", "marian", TRAINING, (("quantize", BINARY),)),
+    "depth bert": Case("depth", "bert"),
+    "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
     "prune bert": Case("prune", "bert"),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from smelt.compress.depth.fit import check_depth, layers_kept
-from smelt.compress.depth.stage import DepthSettings
+from smelt.compress.depth.settings import DepthSettings
 
 MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
 BERT = {"model_type": "bert", "num_hidden_layers": 12}

@@ -9,7 +9,8 @@ import tiny
 import torch
 import transformers
 
-from smelt.compress.depth.stage import Depth, DepthSettings
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.core.errors import InputError

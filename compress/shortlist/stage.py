@@ -84,8 +84,8 @@ class ShortlistStage:
         ctx.facts.update(rows=len(rows), **_sizes(shortlist, model.config.to_dict()))
         if len(rows) < _MEAGRE:
             ctx.warnings.append(
-                f"the shortlist was learned from {count(len(rows), 'row')}, and lacks what they lack: its score"
-                " says little. A run with --limit learns from those rows alone"
+                f"the shortlist was learned from {count(len(rows), 'row')}, and lacks what they lack: its"
+                " score says little. A run with --limit learns from those rows alone"
             )
         if "validation" not in ctx.data:
             ctx.warnings.append(

@@ -65,7 +65,7 @@ class HuggingFace:
             parts = [_cause(op, count) for op, count in found.items()]
             raise InputError(
                 f"config.json of transformers has no words for {'; '.join(parts)}. Package a step before it,"
-                " or export with `onnx` and take another form."
+                " or export it (`- onnx: {target: ort-cpu}`) for a form of graphs, such as standalone."
             )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:

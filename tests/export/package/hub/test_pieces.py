@@ -80,8 +80,8 @@ def test_words_of_the_target_alone_are_cut_as_sentencepiece_cuts(words, source, 
         "two dogs\u00e4 run",
         "\u00e4",
         "dogs\u00e4",
-        "a\u00e4s\u00e4b dogs",
-        "\u00f6 s\u00f6\u6f22",
+        "a\u00e4s\u00e4s dogs",
+        "\u00f6 s\u00f6 \u6f22",
         "dogs",
     ):
         cut = reader.encode(text, out_type=str)

@@ -6,7 +6,7 @@ from typing import Any
 
 import others
 import pytest
-from google.protobuf import json_format, text_format
+from google.protobuf import text_format
 from triton_parts import ENUMS, SCHEMA, parsed
 
 from smelt.export.package.triton.config import Tensor, model_config
@@ -65,5 +65,5 @@ def test_the_schema_of_the_tests_is_that_of_triton_s_client() -> None:
 
 @pytest.mark.peers
 def test_triton_s_client_reads_what_is_written_as_the_tests_do() -> None:
-    config = text_format.Parse(said(), others.triton_schema().ModelConfig())
-    assert json_format.MessageToDict(config) == json_format.MessageToDict(parsed(said()))
+    kind = others.triton_schema().ModelConfig
+    assert kind.FromString(parsed(said()).SerializeToString()) == text_format.Parse(said(), kind())

@@ -77,9 +77,9 @@ class TransformersJs:
             write_json(folder / "generation_config.json", generation)
         code = shlex.quote(_code(kind, source, "; "))
         return HowTo(
-            run=f"npm install {_PACKAGE} && node --input-type=module -e {code}",
+            install=f"npm install {_PACKAGE}",
+            run=f"node --input-type=module -e {code}",
             load=(("javascript", _code(kind, source, "\n")),),
-            requirements=(_PACKAGE,),
             notes=(*_notes(kind, source, dtype), *notes_on_texts(source)),
         )
 

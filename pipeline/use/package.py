@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from os import PathLike
 from pathlib import Path
@@ -36,6 +37,8 @@ def package_artifact(
     from smelt.export.package.registry import FORMS, find_form
     from smelt.export.package.write import write_package
 
+    if out is not None and not os.fspath(out).strip():
+        raise InputError("--out: it is empty. Name the folder to write, or leave --out away.")
     path, chosen = Path(given).expanduser(), find_form(form)
     artifact = read_artifact(path)
     run = run_of(path, artifact)
@@ -56,6 +59,7 @@ def package_lines(package: Package) -> list[str]:
     folder = shlex.quote(str(package.folder))
     return [
         f"Wrote {package.folder} ({package.size_bytes:,} bytes). Its README.md says how it is used.",
+        f"Install what it needs: (cd {folder} && {package.how.install})",
         f"Run it: (cd {folder} && {package.how.run})",
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import print_answers, read_texts
+from smelt.export.package.standalone.parts.lines import answer_all
 from smelt.export.package.standalone.parts.search import new_tokens, search
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
@@ -37,8 +37,8 @@ class Writer:
 
     def asked(self, prompt: int) -> int:
         """Return how many new tokens are asked for behind a prompt of so many."""
-        by_length = (self.generation["max_length"] or 0) - prompt
-        return int(self.generation["max_new_tokens"] or (by_length if by_length > 0 else 128))
+        by_length = max(0, (self.generation["max_length"] or 0) - prompt)
+        return int(self.generation["max_new_tokens"] or by_length or 128)
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of `text`; of a long one the end, behind the token that texts begin with."""
@@ -51,6 +51,4 @@ class Writer:
 
 
 if __name__ == "__main__":
-    texts = read_texts(__doc__)
-    model = Writer()
-    print_answers(model(texts), model.tokenizer)
+    answer_all(Writer, Writer.__call__, __doc__)

@@ -5,30 +5,19 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def read_texts(about: str | None) -> list[str]:
-    """Return the words of the command line, or else the lines of standard input; refuse what is no text."""
+def answer_all(make: Callable[[], Any], answer: Callable[[Any, list[str]], list[str]], about: Any) -> None:
+    """Print an answer to each word of the command line, or else to each line of standard input."""
     parser = argparse.ArgumentParser(prog="infer.py", description=about)
-    parser.add_argument("text", nargs="*", help="one each; without any, each line of standard input is one")
-    words: list[str] = parser.parse_args().text
-    given = b"" if words or not sys.stdin else sys.stdin.buffer.read()
-    try:
-        "".join(words).encode()
-        lines = io.StringIO(given.decode("utf-8-sig"), newline=None).readlines()
-    except UnicodeEncodeError:
-        parser.error("a text of the command line is not UTF-8")
-    except UnicodeDecodeError as error:
-        line = given.count(b"\n", 0, error.start) + 1
-        parser.error(f"line {line} of standard input is not UTF-8")
-    return words or [line.removesuffix("\n") for line in lines]
-
-
-def print_answers(answers: list[str], counter: Any) -> None:
-    """Print a line for each answer; say how many texts were too long."""
-    for found in answers:
-        sys.stdout.buffer.write(f"{found}\n".encode())
-    if counter.cut:
-        said = "1 text was" if counter.cut == 1 else f"{counter.cut} texts were"
-        print(f"warning: {said} longer than the model takes; cut.", file=sys.stderr)
+    parser.add_argument("text", nargs="*", help="without any, each line of standard input is one")
+    stream = sys.stdin and io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", "surrogateescape")
+    texts = parser.parse_args().text or [line.removesuffix("\n") for line in stream or ()]
+    if wrong := next((text for text in texts if text != text.encode(errors="replace").decode()), None):
+        parser.error(f"this text is not UTF-8: {wrong!r}")
+    model = make()
+    sys.stdout.buffer.write("".join(f"{found}\n" for found in answer(model, texts)).encode())
+    if cut := model.cut if hasattr(model, "cut") else model.tokenizer.cut:
+        print(f"warning: texts longer than the model takes, which were cut: {cut}", file=sys.stderr)

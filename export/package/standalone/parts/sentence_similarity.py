@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import print_answers, read_texts
+from smelt.export.package.standalone.parts.lines import answer_all
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
 
@@ -49,6 +49,4 @@ def lines(model: Embedder, texts: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    texts = read_texts(__doc__)
-    model = Embedder()
-    print_answers(lines(model, texts), model.tokenizer)
+    answer_all(Embedder, lines, __doc__)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from smelt.export.package.standalone.parts.batches import batches
-from smelt.export.package.standalone.parts.lines import print_answers, read_texts
+from smelt.export.package.standalone.parts.lines import answer_all
 from smelt.export.package.standalone.parts.search import new_tokens, search
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
@@ -34,6 +34,4 @@ class Translator:
 
 
 if __name__ == "__main__":
-    texts = read_texts(__doc__)
-    model = Translator()
-    print_answers(model(texts), model.tokenizer)
+    answer_all(Translator, Translator.__call__, __doc__)

@@ -76,6 +76,27 @@ def test_texts_are_those_of_smelt(kind, wishes, request):
     assert len(set(expected)) > 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "wishes"), [("mbart", "greedy"), ("mbart", "beams"), ("m2m_100", "rules"), ("pegasus", "beams")]
+)
+def test_other_families_say_what_smelt_says_in_the_language_that_was_asked(kind, wishes, request):
+    generation = GENERATIONS[wishes]
+    expected = loaded(kind, lambda model: model.generate(TEXTS, **generation))
+    folder = written(kind, generation)
+    forced = json.loads((folder / "infer.json").read_text())["generation"]["forced_bos"]
+    words = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    names = {word["id"]: word["content"] for word in words}
+    language = {"mbart": ["de_DE"], "m2m_100": ["deu_Latn"], "pegasus": []}[kind]
+    assert [names[token] for token in forced] == language
+    model = request.getfixturevalue("opened")(folder)
+    assert model(TEXTS) == expected
+    assert len(set(expected)) > 3
+    if forced:
+        model.search["forced_tokens"][:] = -1  # nothing is forced, so the texts are others
+        model.search["rule_biases"][:] = 0
+        assert model(TEXTS) != expected
+
+
 @pytest.mark.parametrize("kind", ["classifier", "roberta"])
 def test_classes_are_those_of_smelt(kind, request):
     long = " ".join(tiny.SENTENCES * 3)
@@ -147,15 +168,9 @@ def test_the_command_line_prints_what_smelt_predict_prints(kind):
     expected = harness.smelt("predict", exported.artifact(kind), *texts, *more, code=0).stdout.splitlines()
     found, said = command(folder, *texts)
     assert found == expected
-    assert said == "warning: 1 text was longer than the model takes; cut.\n"
+    assert said == "warning: texts longer than the model takes, which were cut: 1\n"
     lines = ("\ufeff" + "\r\n".join(texts[:2]) + "\n").encode()
     assert command(folder, lines=lines) == (expected_of_lines(kind, texts[:2], more), "")
-
-
-def test_texts_that_were_cut_are_counted_in_english():
-    texts = [" ".join(tiny.SENTENCES * 3)] * 2
-    said = command(written("classifier"), *texts)[1]
-    assert said == "warning: 2 texts were longer than the model takes; cut.\n"
 
 
 @pytest.mark.parametrize("kind", ["translator", "classifier"])
@@ -176,13 +191,13 @@ def test_words_with_a_dash_are_texts_behind_two_dashes_and_unknown_options_are_n
 @pytest.mark.parametrize(
     ("words", "lines", "said"),
     [
-        ((), b"two dogs\r\na \xff man\n", "line 2 of standard input is not UTF-8"),
-        ((b"two dogs", b"a \xff man"), None, "a text of the command line is not UTF-8"),
+        ((), b"two dogs\r\na \xff man\n", r"'a \udcff man'"),
+        ((b"two dogs", b"a \xff man"), None, r"'a \udcff man'"),
     ],
 )
 def test_bytes_that_are_no_text_are_told_without_a_traceback(words, lines, said):
     found, told = command(written("translator"), *words, lines=lines, code=2)
-    assert (found, told.splitlines()[-1]) == ([], f"infer.py: error: {said}")
+    assert (found, told.splitlines()[-1]) == ([], f"infer.py: error: this text is not UTF-8: {said}")
 
 
 def expected_of_lines(kind, texts, more):

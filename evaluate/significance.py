@@ -26,9 +26,9 @@ _CELLS = 4_000_000  # weights held at a time: 32 MB
 
 Array = NDArray[np.float64]
 # whose rows are a prediction and what it should have been, right or wrong
-_HITS = frozenset({"accuracy", "subset_accuracy"})
+_HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
-_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement"})
+_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement", "relative_error"})
 
 
 class Statistics(BaseModel):
@@ -39,8 +39,9 @@ class Statistics(BaseModel):
     in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label;
     f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
     the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
-    where a row is a text: the cosine with the baseline's vector; perplexity and bits_per_byte, where a row is
-    a window: nats, tokens, bytes.
+    where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the untouched
+    one's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
+    bits_per_byte, where a row is a window: nats, tokens, bytes.
     examples: a hash of the references or gold labels; only equal ones can be compared in pairs.
     """
 

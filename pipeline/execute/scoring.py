@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Example, Split, Task, texts_read
+from smelt.core.data import SIMILARITY, TENSORS, TEXT_TO_TEXT, Example, Split, Task, texts_read
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
@@ -31,7 +31,8 @@ class Scorer:
     """Scores artifacts on one split with fixed metrics, decoding and batches.
 
     reference: the artifact whose vectors others are compared with (`agreement`); None as long as there is
-    none, and then the metric is left out. vectors: of the reference, by the rows that they are of.
+    none, and then the metric is left out. Of the outputs of graphs the untouched one. vectors: of the
+    reference, by the rows that they are of.
     """
 
     store: Store
@@ -48,7 +49,7 @@ class Scorer:
     @property
     def compares(self) -> bool:
         """Whether a score depends on the reference too."""
-        return self.task == SIMILARITY and AGREEMENT in self.metrics
+        return self.task == TENSORS or (self.task == SIMILARITY and AGREEMENT in self.metrics)
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
@@ -187,6 +188,31 @@ class Scorer:
             ]
         return value
 
+    def _arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.tensor_quality import score_outputs
+        from smelt.runtime.foreign.runner import by_row
+
+        assert split.arrays is not None
+        assert self.reference is not None  # the run's root is scored first, `smelt eval` asks for it
+        got = by_row(runner, split.arrays, self.batch_size, progress)
+        key = hash_of([self.reference.key, split.fingerprint])
+        if self.reference.path == runner.folder:
+            self.vectors[key] = got
+        elif key not in self.vectors:
+            self.vectors[key] = self._reference_outputs(self.reference, split, progress)
+        scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
+        return {**_dump(scores), "predictions": []}
+
+    def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
+        """Return the outputs of the untouched graph, which an earlier run scored."""
+        from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.foreign.runner import GraphRunner, by_row
+
+        assert split.arrays is not None
+        with open_runner(reference, self.threads, self.device) as runner:
+            assert isinstance(runner, GraphRunner)
+            return by_row(runner, split.arrays, self.batch_size, progress)
+
     def _reference_vectors(self, reference: Artifact, texts: Sequence[str], progress: Progress) -> Any:
         """Return the vectors that the reference, which an earlier run scored, makes of `texts`."""
         from smelt.runtime.backends.open_runner import open_runner
@@ -202,6 +228,7 @@ _SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = 
     "text-classification": Scorer._labels,
     "language-modeling": Scorer._windows,
     "sentence-similarity": Scorer._vectors,
+    "tensors": Scorer._arrays,
 }
 _METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
 
@@ -264,6 +291,8 @@ def scores_of(split: Split) -> list[float] | None:
 def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
     from smelt.runtime.predict import encode_texts
 
+    if task == TENSORS:
+        return 0
     if task == "language-modeling":  # running text is cut in windows, so none of it is too long
         return 0
     texts, pairs = texts_read(examples, task)

@@ -19,6 +19,8 @@ from smelt.core.rows.reading import read_file
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES
 from smelt.look.data import DataLook, look_at_data
+from smelt.look.foreign import is_onnx
+from smelt.look.init_foreign import graph_recipe
 from smelt.look.model import ModelLook, look
 from smelt.recipe.problem import METRICS_OF
 from smelt.recipe.stage_table import load_stage
@@ -114,6 +116,8 @@ def init_recipe(
         InputError: no model that smelt can start from, unusable data, or the file exists.
     """
     wishes = wishes or Wishes(task)
+    if is_onnx(model, Path.cwd()):
+        return _of_graph(model, data, out, task or wishes.task, force)
     seen = look(model, task or wishes.task)
     seen = replace(seen, languages=_languages(seen, wishes))
     found = look_at_data(data, seen.task, wishes.columns) if data else None
@@ -128,6 +132,22 @@ def init_recipe(
     base = (path.parent if path is not None else Path()).resolve()
     text = recipe_text(model, seen, found, look_at_machine(), base, path or Path("RECIPE.yaml"))
     if found:
+        _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
+    if path is not None:
+        write_atomically(path, text)
+    return text, path
+
+
+def _of_graph(
+    model: str, data: Sequence[Path], out: str | None, task: Task | None, force: bool
+) -> tuple[str, Path | None]:
+    """As `init_recipe`, for an ONNX graph."""
+    path = None if out == "-" else Path(out or f"{Path(_stem(model)).stem}.yaml")
+    if path is not None and path.exists() and not force:
+        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
+    base = (path.parent if path is not None else Path()).resolve()
+    text = graph_recipe(model, data, task, path or Path("RECIPE.yaml"), base)
+    if data:
         _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
     if path is not None:
         write_atomically(path, text)

@@ -68,11 +68,15 @@ class _Draft:
 class Checker:
     """Checks one recipe; mistakes go to `mistakes`, advice to `warnings` and `notes`.
 
-    bad: what is wrong already, as dotted paths, and of which nothing more is said.
+    bad: what is wrong already, as dotted paths, and of which nothing more is said. begins_as: the format of
+    the untouched model.
     """
 
-    def __init__(self, recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
+    def __init__(
+        self, recipe: Recipe, mistakes: Mistakes, bad: set[str], begins_as: Format = "torch"
+    ) -> None:
         self.recipe, self.mistakes, self.bad = recipe, mistakes, bad
+        self._begins_as: Format = begins_as
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self.drafts: dict[str, _Draft] = {}
@@ -143,7 +147,8 @@ class Checker:
         """Check order, task, data and machine for one step whose parents were checked."""
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
-        if "task" not in self.bad and self.recipe.task not in draft.cls.tasks:
+        elsewhere = self._begins_as not in draft.cls.accepts and self._begins_as == "onnx"  # said below
+        if "task" not in self.bad and self.recipe.task not in draft.cls.tasks and not elsewhere:
             tasks = ", ".join(sorted(draft.cls.tasks))
             self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
         given = self.recipe.data.splits()
@@ -207,7 +212,7 @@ class Checker:
         word, path = draft.entry.word, draft.entry.path
         above = self._above(draft)
         parent = above[0] if above else None
-        given: Format | None = parent.format if parent else "torch"
+        given: Format | None = parent.format if parent else self._begins_as
         if given is not None and given not in draft.cls.accepts:
             accepts = " or ".join(sorted(draft.cls.accepts))
             advice = self._advice(draft, given, above)
@@ -289,12 +294,18 @@ class Checker:
         return found
 
     def _format(self, name: str) -> Format | None:
-        return "torch" if name == ROOT else self.drafts[name].format
+        return self._begins_as if name == ROOT else self.drafts[name].format
 
     def _advice(self, draft: _Draft, given: Format, above: list[_Draft]) -> str:
         """Say how `draft` comes to a parent whose format it accepts."""
         assert draft.cls is not None
         accepts = draft.cls.accepts
+        if self._begins_as == "onnx" and given == "onnx":
+            fitting = [w for w in stage_table.TABLE if "onnx" in stage_table.load_stage(w).accepts]
+            return (
+                f"what can follow an ONNX model: {', '.join(fitting)}. For {draft.entry.word} start from the"
+                " folder with weights that it was exported from"
+            )
         ways = []
         turned = [d for d in above if d.format == given]
         if turned and turned[-1].parent is not None and self._format(turned[-1].parent) in accepts:

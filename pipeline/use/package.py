@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.data import TENSORS
 from smelt.core.errors import InputError
 from smelt.use.package_origin import artifacts_of, origin_of, run_of
 
@@ -41,6 +42,11 @@ def package_artifact(
         raise InputError("--out: it is empty. Name the folder to write, or leave --out away.")
     path, chosen = Path(given).expanduser(), find_form(form)
     artifact = read_artifact(path)
+    if artifact.manifest.task == TENSORS:
+        raise InputError(
+            f"{given}: a graph of arrays needs no package: ONNX Runtime opens its model.onnx as it is. Copy"
+            f" the folder: cp -rL {shlex.quote(str(given))} NEW"
+        )
     run = run_of(path, artifact)
     others = {} if run is None else {n: a for n, a in artifacts_of(run[0]).items() if n != run[1]}
     require_fit(chosen, artifact, str(given), FORMS.values(), others)

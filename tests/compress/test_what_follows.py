@@ -11,7 +11,7 @@ from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 
 STAGES = {
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize(), FactorizeSettings(rank=6)),
+    "factorize": (Factorize(), FactorizeSettings(aim="size", rank=6)),
     "share": (Share(), ShareSettings()),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
 }

@@ -38,7 +38,9 @@ def small(request, tmp_path_factory):
     source = tiny.artifact(folder / "m", TASK)
     settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)
-    thin, _ = step(folder, "thin", Factorize, FactorizeSettings(rank=6, include=["*.0.*"]), pruned)
+    thin, _ = step(
+        folder, "thin", Factorize, FactorizeSettings(aim="size", rank=6, include=["*.0.*"]), pruned
+    )
     return folder, thin
 
 

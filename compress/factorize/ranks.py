@@ -1,12 +1,14 @@
 """Which rank each layer gets: by a rule of its own, or from one budget over all layers.
 
+A layer gains below a limit, and stays whole at it and above: see `limits_of`.
+
 Shapes: M = outputs, K = inputs of a layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.calibration.rows import outputs
+from smelt.compress.factorize.by_time import largest_rank, reading_texts
 from smelt.compress.factorize.metrics import Metrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import spectrum, thin_pair
@@ -30,23 +33,31 @@ _DAMAGE_ROWS = 32
 class Spectrum:
     """A layer of a budget: its singular values (float64, falling), its sizes, and what its error costs.
 
-    weight: what a relative squared error of 1 would cost, in a unit that all layers have in common.
+    limit: the rank from which it stays whole. weight: what a relative squared error of 1 would cost, in a
+    unit that all layers have in common.
     """
 
     sigma: Tensor
     rows: int
     columns: int
+    limit: float
     weight: float = 1.0
 
 
 def find_ranks(
-    model: Any, layers: Mapping[str, nn.Linear], metrics: Metrics, settings: FactorizeSettings, ctx: Context
+    model: Any,
+    layers: Mapping[str, nn.Linear],
+    limits: Mapping[str, float],
+    metrics: Metrics,
+    settings: FactorizeSettings,
+    ctx: Context,
 ) -> dict[str, int]:
-    """Return the rank of each layer; a rank that saves nothing leaves its layer alone.
+    """Return the rank of each layer, that which is asked for; a layer stays whole from its limit on.
 
     Args:
         model: left as it was.
         layers: of it, by name.
+        limits: see `limits_of`.
         metrics: in what their errors are measured.
         settings: rank, ratio, energy or budget.
         ctx: its `progress` is told; `facts["damage"]` says what the layers did alone, if that was measured.
@@ -57,7 +68,7 @@ def find_ranks(
     found: dict[str, Spectrum] = {}
     for at, (name, layer) in enumerate(layers.items(), start=1):
         sigma = spectrum(layer.weight, metrics.of(name, layer))
-        found[name] = Spectrum(sigma, *layer.weight.shape)
+        found[name] = Spectrum(sigma, layer.out_features, layer.in_features, limits[name])
         ctx.progress(at, len(layers), f"spectrum of {name}")
     if settings.budget is None:
         energy = settings.energy or DEFAULT_ENERGY
@@ -69,9 +80,30 @@ def find_ranks(
     return shared_budget(found, settings.budget.parameters)
 
 
-def saves(rank: int, rows: int, columns: int) -> bool:
-    """Say whether a pair of `rank` has fewer weights than the matrix [rows, columns]."""
-    return rank * (rows + columns) < rows * columns
+def saving(rows: int, columns: int) -> float:
+    """Return below which rank a pair has fewer weights than the matrix [rows, columns]."""
+    return rows * columns / (rows + columns)
+
+
+def limits_of(
+    model: Any, layers: Mapping[nn.Linear, Sequence[str]], settings: FactorizeSettings
+) -> dict[str, float]:
+    """Return below which rank each layer gains what `settings` aim at, by its first name.
+
+    Args:
+        model: that they are of.
+        layers: with all the names that they have.
+        settings: with their aim.
+    """
+    many = reading_texts(model)
+    found = {}
+    for layer, names in layers.items():
+        rows, columns = layer.weight.shape
+        limit = saving(rows, columns)
+        if settings.aim == "latency":
+            limit = min(limit, largest_rank(rows, columns, not many.isdisjoint(names)))
+        found[names[0]] = limit
+    return found
 
 
 def _given_rank(rows: int, columns: int, settings: FactorizeSettings) -> int:
@@ -123,9 +155,9 @@ def damages(
 def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str, int]:
     """Give each layer the rank that makes the sum of weighted relative squared errors smallest.
 
-    A rank r of a layer costs r (M + K) weights, the whole layer M K and no error. For a price of a weight,
-    each layer's best choice is its own; the price is found by bisection (the Lagrangian of the problem, as
-    rate-distortion optimization does it), so that all of them together stay within the budget.
+    A rank r below the layer's limit costs r (M + K) weights, the whole layer M K and no error. For a price of
+    a weight, each layer's best choice is its own; the price is found by bisection (the Lagrangian of the
+    problem, as rate-distortion optimization does it), so that all of them together stay within the budget.
 
     Args:
         layers: by name.
@@ -135,14 +167,16 @@ def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str
         ranks; of a layer that stays whole, min(M, K).
 
     Raises:
-        InputError: rank 1 everywhere is more than the budget.
+        InputError: rank 1 wherever a pair gains is more than the budget.
     """
     whole = sum(layer.rows * layer.columns for layer in layers.values())
     wanted = parameters * whole
     if (least := sum(_cost(layer, 1) for layer in layers.values())) > wanted:
+        gaining = sum(layer.limit > 1 for layer in layers.values())
         raise InputError(
             f"factorize: budget: parameters: {parameters:g} of the weights of {len(layers)} layers is less"
-            f" than rank 1 of each takes. Say at least {math.ceil(1000 * least / whole) / 1000:g}."
+            f" than rank 1 leaves where a pair gains ({gaining} of them). Say at least"
+            f" {math.ceil(1000 * least / whole) / 1000:g}; with aim: size more layers gain."
         )
     errors = {name: _errors(layer) for name, layer in layers.items()}
     low, high = 0.0, max(float(layer.weight) for layer in layers.values()) + 1.0
@@ -168,7 +202,7 @@ def _errors(layer: Spectrum) -> Tensor:
 def _best(layer: Spectrum, errors: Tensor, price: float) -> int:
     """Return the rank whose error and price are least; that of the whole layer where that is it."""
     ranks = torch.arange(len(errors))
-    pays = ranks * (layer.rows + layer.columns) < layer.rows * layer.columns
+    pays = ranks < layer.limit
     pays[0] = False  # a layer without any weight is another technique's
     cost = ranks * float(layer.rows + layer.columns)
     total = torch.where(pays, errors + price * cost, torch.inf)
@@ -178,6 +212,6 @@ def _best(layer: Spectrum, errors: Tensor, price: float) -> int:
 
 
 def _cost(layer: Spectrum, rank: int) -> int:
-    if saves(rank, layer.rows, layer.columns):
+    if rank < layer.limit:
         return rank * (layer.rows + layer.columns)
     return layer.rows * layer.columns

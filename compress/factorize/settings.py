@@ -52,6 +52,10 @@ class FactorizeSettings(Settings):
         default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
         description="patterns of names to leave alone",
     )
+    aim: Literal["latency", "size"] = Field(
+        default="latency",
+        description="what must gain, or a layer stays whole: latency (in int8 on a CPU), size (weights)",
+    )
     dtype: StoredDtype = "keep"
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ LABELS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SEN
 SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "learning_rate": 1e-3, "evals": 1}
 STAGES = {
     "prune": (Prune, PruneSettings, {"keep": 0.5, "importance": "magnitude"}),
-    "factorize": (Factorize, FactorizeSettings, {"rank": 4}),
+    "factorize": (Factorize, FactorizeSettings, {"rank": 4, "aim": "size"}),
     "finetune": (Finetune, FinetuneSettings, SHORT),
     "distill": (Distill, DistillSettings, SHORT),
     "quantize": (Quantize, QuantizeSettings, {"scheme": "int4", "group_size": 16}),

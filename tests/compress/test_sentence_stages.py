@@ -27,7 +27,7 @@ STAGES = {
     "distill": (Distill, DistillSettings(student={"layers": 1}, **SHORT)),
     "prune": (Prune, PruneSettings(keep=0.5, rows=8, batch_size=4)),
     "magnitude": (Prune, PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize, FactorizeSettings(method="svd", rank=8)),
+    "factorize": (Factorize, FactorizeSettings(method="svd", aim="size", rank=8)),
     "share": (Share, ShareSettings()),
     "int8": (Quantize, QuantizeSettings()),
     "int4": (Quantize, QuantizeSettings(scheme="int4", group_size=32)),

@@ -194,7 +194,7 @@ def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
 
 
 def test_factorized_model_is_loaded_as_it_was(folder, tmp_path):
-    ctx = run(Factorize(), folder, FactorizeSettings(method="svd", rank=4), tmp_path / "out")
+    ctx = run(Factorize(), folder, FactorizeSettings(method="svd", aim="size", rank=4), tmp_path / "out")
     assert ctx.facts["ranks"]
     assert not any("lm_head" in name or "relative" in name for name in ctx.facts["ranks"])
     model, _ = load_model(ctx.out)

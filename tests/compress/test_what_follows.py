@@ -15,7 +15,7 @@ from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 STAGES = {
     "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize(), FactorizeSettings(method="svd", rank=6)),
+    "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
     "share": (Share(), ShareSettings()),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
 }

@@ -69,8 +69,12 @@ CASES: dict[str, Case] = {
     "prune bert": Case("prune", "bert"),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
-    "factorize marian, one budget": Case("factorize", "marian", {"budget": {"parameters": 0.5}}),
-    "factorize bert, plain, by energy": Case("factorize", "bert", {"method": "svd", "energy": 0.5}),
+    "factorize marian, one budget": Case(
+        "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}
+    ),
+    "factorize bert, plain, by energy": Case(
+        "factorize", "bert", {"method": "svd", "energy": 0.5, "aim": "size"}
+    ),
     "share bert": Case("share", "bert"),
     "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
     "shortlist marian": Case("shortlist", "marian", LISTED),

@@ -144,9 +144,7 @@ def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
     shared = every_family.run(
         Share(), ShareSettings(groups=1), every_family.of_layers("bert", 3), "bert", tmp_path / "shared"
     ).out
-    ctx = harness.run(
-        Depth(), DepthSettings(layers=[1, 2]), shared, tmp_path / "out", "text-classification"
-    )
+    ctx = harness.run(Depth(), DepthSettings(layers=[1, 2]), shared, tmp_path / "out", "text-classification")
     layers = harness.model_of(ctx).bert.encoder.layer
     assert layers[0].attention.self.query is layers[1].attention.self.query
     whole = load_model(shared)[0].bert.encoder.layer

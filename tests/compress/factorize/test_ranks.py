@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from smelt.compress.factorize.ranks import Spectrum, rank_of_energy, saves, shared_budget
+from smelt.compress.factorize.ranks import Spectrum, rank_of_energy, saving, shared_budget
 from smelt.core.errors import InputError
 
 
@@ -16,8 +16,7 @@ def test_the_rank_is_the_smallest_that_holds_the_energy():
 
 
 def test_a_pair_saves_below_the_product_of_the_sizes_over_their_sum():
-    assert saves(14, 24, 40)
-    assert not saves(15, 24, 40)  # 24 * 40 / 64 = 15: costs the same
+    assert saving(24, 40) == 15  # 24 * 40 / 64: rank 15 has as many weights
 
 
 def layers_of(*sizes):
@@ -25,17 +24,16 @@ def layers_of(*sizes):
     made = {}
     for at, (rows, columns, decay) in enumerate(sizes):
         sigma = torch.logspace(0, -decay, min(rows, columns), dtype=torch.float64)
-        made[f"layer{at}"] = Spectrum(sigma, rows, columns)
+        made[f"layer{at}"] = Spectrum(sigma, rows, columns, saving(rows, columns))
     return made
 
 
 def cost(layer, rank):
-    whole = layer.rows * layer.columns
-    return rank * (layer.rows + layer.columns) if saves(rank, layer.rows, layer.columns) else whole
+    return rank * (layer.rows + layer.columns) if rank < layer.limit else layer.rows * layer.columns
 
 
 def error(layer, rank):
-    if not saves(rank, layer.rows, layer.columns):
+    if rank >= layer.limit:
         return 0.0
     squares = layer.sigma.square()
     return float(layer.weight * squares[rank:].sum() / squares.sum())
@@ -60,20 +58,24 @@ def test_a_layer_whose_error_costs_more_gets_the_larger_rank():
     even = shared_budget(layers, 0.5)
     assert even["layer0"] == even["layer1"]
     torch.manual_seed(1)
-    layers["layer1"] = Spectrum(layers["layer1"].sigma, 16, 16, weight=20.0)
+    layers["layer1"] = Spectrum(layers["layer1"].sigma, 16, 16, 8, weight=20.0)
     uneven = shared_budget(layers, 0.5)
     assert uneven["layer1"] > uneven["layer0"]
 
 
 def test_a_budget_below_one_rank_each_is_refused_with_the_least_that_works():
     layers = layers_of((16, 16, 1), (16, 16, 1))
-    with pytest.raises(InputError, match=r"0.1 of the weights of 2 layers .* Say at least 0.125\."):
+    with pytest.raises(
+        InputError, match=r"0.1 of the weights of 2 layers .*\(2 of them\)\. Say at least 0.125;"
+    ):
         shared_budget(layers, 0.1)
     assert shared_budget(layers, 0.125) == {"layer0": 1, "layer1": 1}
 
 
-def test_layers_of_one_output_stay_whole():
-    layers = {"one": Spectrum(torch.ones(1).double(), 1, 32), **layers_of((16, 16, 1))}
+def test_layers_at_their_limit_stay_whole():
+    layers = {"one": Spectrum(torch.ones(1).double(), 1, 32, saving(1, 32)), **layers_of((16, 16, 1))}
+    layers["slow"] = Spectrum(layers["layer0"].sigma, 16, 16, 3.5)
     ranks = shared_budget(layers, 0.7)
-    assert not saves(ranks["one"], 1, 32)
-    assert saves(ranks["layer0"], 16, 16)
+    assert ranks["one"] == 1
+    assert ranks["layer0"] < 8
+    assert ranks["slow"] < 3.5 or ranks["slow"] == 16

@@ -59,7 +59,11 @@ def context(tmp_path):
 
 def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
     ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(method="svd", rank=18, exclude=["lm_head", "model.decoder.*"]), ctx)
+    Factorize()(
+        source,
+        FactorizeSettings(method="svd", aim="size", rank=18, exclude=["lm_head", "model.decoder.*"]),
+        ctx,
+    )
     # 32 x 32 breaks even at 16, 64 x 32 at 21.3
     chosen = {f"model.encoder.layers.{i}.{n}" for i in (0, 1) for n in ("fc1", "fc2")}
     assert ctx.facts["ranks"] == dict.fromkeys(chosen, 18)
@@ -77,9 +81,47 @@ def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
     torch.testing.assert_close(fc1(x), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
+    """Decoders get one token a step, encoders whole texts, and so do keys and values of cross-attention."""
+    folder = tiny.marian(tmp_path / "model", d_model=128, encoder_ffn_dim=256, decoder_ffn_dim=256)
+    include = ["*.0.fc1", "*.1.fc1", "*.0.encoder_attn.*"]
+    ctx = harness.run(
+        Factorize(), FactorizeSettings(method="svd", rank=36, include=include), folder, tmp_path / "out"
+    )
+    pairs = {f"model.encoder.layers.{n}.fc1" for n in range(2)}
+    pairs |= {f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in "kv"}
+    assert ctx.facts["ranks"] == dict.fromkeys(pairs, 36)
+    told = ctx.facts["left_alone"]
+    assert told["model.decoder.layers.0.fc1"] == (
+        "rank 36 of 256 x 128 would be slower in int8, as every rank would"
+    )
+    assert told.keys() == {
+        *(f"model.decoder.layers.{n}.fc1" for n in range(2)),
+        *(f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in ("q", "out")),
+    }
+    wide = FactorizeSettings(method="svd", rank=76, include=include)
+    told = harness.run(Factorize(), wide, folder, tmp_path / "wide").facts["left_alone"]
+    # (0.9 * 256 * 128 - 5000) / 384 = 63.8; 256 * 128 / 384 = 85.3; 128 * 128 / 256 = 64
+    assert told["model.encoder.layers.0.fc1"] == (
+        "rank 76 of 256 x 128 would be slower in int8; it would have to be below 63.8"
+    )
+    assert told["model.decoder.layers.0.encoder_attn.k_proj"] == (
+        "rank 76 of 128 x 128 saves nothing; it would have to be below 64.0"
+    )
+
+
+def test_nothing_that_is_faster_is_a_warning_that_names_the_other_aim(source, tmp_path):
+    ctx = context(tmp_path)
+    Factorize()(source, FactorizeSettings(method="svd", rank=15, include=["model.decoder.*.fc1"]), ctx)
+    assert ctx.facts["ranks"] == {}
+    [warning] = ctx.warnings
+    assert "no rank saves time in int8" in warning
+    assert "or give aim: size for what saves weights" in warning
+
+
 def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
     ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(method="svd", rank=8), ctx)
+    Factorize()(source, FactorizeSettings(method="svd", aim="size", rank=8), ctx)
     again = context(tmp_path / "out")
     with pytest.raises(InputError, match="choose no linear layer"):
         Factorize()(Artifact(ctx.out, source.manifest), FactorizeSettings(method="svd", rank=4), again)
@@ -87,7 +129,7 @@ def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
 
 def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path):
     ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(method="svd", energy=1.0), ctx)
+    Factorize()(source, FactorizeSettings(method="svd", aim="size", energy=1.0), ctx)
     assert ctx.facts["ranks"] == {}
     assert len(ctx.warnings) == 1
     assert "left all 32 layers alone" in ctx.warnings[0]
@@ -112,7 +154,9 @@ def rows(tmp_path_factory):
 
 
 def run(marian, split, tmp_path, **settings):
-    return harness.run(Factorize(), FactorizeSettings(**settings), marian, tmp_path / "out", data=split)
+    return harness.run(
+        Factorize(), FactorizeSettings(**({"aim": "size"} | settings)), marian, tmp_path / "out", data=split
+    )
 
 
 def change(marian, ctx):

@@ -43,7 +43,9 @@ def both(request, tmp_path):
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     source = tiny.artifact(tmp_path / "whole")
-    Factorize()(source, FactorizeSettings(method="svd", rank=RANK), harness.context(tmp_path / "pairs"))
+    Factorize()(
+        source, FactorizeSettings(method="svd", aim="size", rank=RANK), harness.context(tmp_path / "pairs")
+    )
     return tmp_path / "whole", tmp_path / "pairs"
 
 
@@ -90,7 +92,7 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     save_model(model, edits, tmp_path / "whole", folder)
     Factorize()(
         tiny.artifact(tmp_path / "whole"),
-        FactorizeSettings(method="svd", rank=RANK),
+        FactorizeSettings(method="svd", aim="size", rank=RANK),
         harness.context(tmp_path / "pairs"),
     )
     ids = torch.arange(5, 25).view(2, 10)

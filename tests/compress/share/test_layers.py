@@ -113,7 +113,11 @@ def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
 
 def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
     pairs = every_family.run(
-        Factorize(), FactorizeSettings(method="svd", rank=4), folder_of("bert"), "bert", tmp_path / "pairs"
+        Factorize(),
+        FactorizeSettings(method="svd", aim="size", rank=4),
+        folder_of("bert"),
+        "bert",
+        tmp_path / "pairs",
     ).out
     model, edits = load_model(pairs)
     known = len(edits)

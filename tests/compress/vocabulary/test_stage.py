@@ -83,9 +83,7 @@ def _logits(folder, ids):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
-    source, ctx = _run(
-        family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), round_to=1
-    )
+    source, ctx = _run(family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), round_to=1)
     kept = read_kept(ctx.out).ids
     assert ctx.facts["vocabulary_after"] == len(kept) < ctx.facts["vocabulary_before"]
     new = {old: at for at, old in enumerate(kept)}
@@ -96,7 +94,9 @@ def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_pat
     assert ctx.facts["validation"]["unknown_after"] == ctx.facts["validation"]["unknown"]
     assert after.convert_ids_to_tokens(list(range(len(kept)))) == before.convert_ids_to_tokens(kept)
     assert after.all_special_tokens == before.all_special_tokens
-    (was, whole), (now, small) = (_logits(f, row[0][:9]) for f, row in ((source, rows[0]), (ctx.out, rows[1])))
+    (was, whole), (now, small) = (
+        _logits(f, row[0][:9]) for f, row in ((source, rows[0]), (ctx.out, rows[1]))
+    )
     assert torch.allclose(now, was[..., kept] if whole.can_generate() else was, atol=1e-4)
     assert small.get_input_embeddings().num_embeddings == len(kept)
     assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
@@ -118,7 +118,13 @@ def test_transformers_loads_what_is_left_and_generates_the_same_words(family, tm
     assert torch.equal(harness.logits(plain), harness.logits(harness.model_of(ctx)))
     kept = read_kept(ctx.out).ids
     whole, _ = load_model(source)
-    for word in ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id"):
+    for word in (
+        "pad_token_id",
+        "eos_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "forced_eos_token_id",
+    ):
         for old, new in _configs(whole, plain):
             number = getattr(old, word, None)
             if isinstance(number, int) and 0 <= number < whole.config.vocab_size:
@@ -248,7 +254,7 @@ def test_what_cannot_be_is_said(tmp_path):
 
 def test_a_factorized_head_is_refused_by_name(tmp_path):
     source = every_family.of_layers("llama", 2)
-    settings = FactorizeSettings(rank=6, exclude=[])
+    settings = FactorizeSettings(method="svd", aim="size", rank=6, exclude=[])
     thin = every_family.run(Factorize(), settings, source, "llama", tmp_path / "thin").out
     with pytest.raises(InputError, match="lm_head is a LowRankLinear, whose rows are no words any more"):
         _run("llama", tmp_path, source=thin)

@@ -40,7 +40,11 @@ def small(request, tmp_path_factory):
     settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)
     thin, _ = step(
-        folder, "thin", Factorize, FactorizeSettings(method="svd", rank=6, include=["*.0.*"]), pruned
+        folder,
+        "thin",
+        Factorize,
+        FactorizeSettings(method="svd", aim="size", rank=6, include=["*.0.*"]),
+        pruned,
     )
     return folder, thin
 

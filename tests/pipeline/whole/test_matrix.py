@@ -61,7 +61,7 @@ STAGES = {
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
-    "factorize": ["factorize: {rank: 6}"],
+    "factorize": ["factorize: {rank: 6, aim: size}"],
     "share": ["share: {}"],
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],

@@ -30,7 +30,7 @@ from smelt.compress.prune.cut import cut_heads, cut_neurons
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of
 from smelt.core.stage import Context
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.structure import Edit
+from smelt.runtime.models.structure import Edit, keeps_zeros
 
 # Groups that lose units, with those that stay, int64, rising.
 Chosen: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Tensor]]
@@ -43,8 +43,8 @@ def cut_units(
 ) -> dict[str, float]:
     """Take all other units out of the groups `chosen`; with `rows` refit what reads those that stay.
 
-    Then the model is gone through block by block: a product is fitted on what it is fed behind all cuts before
-    it, attentions before the feed-forward part.
+    Then the model is gone through block by block: a product is fitted on what it is fed behind all cuts
+    before it, attentions before the feed-forward part.
 
     Args:
         model: float32, in eval mode, on the CPU; changed in place.
@@ -120,6 +120,9 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
     lost = _error(old[:, gone], moment[gone][:, gone])
     left = old.clone()
     left[:, kept] -= fitted
+    if keeps_zeros(layer):
+        fitted *= layer.weight != 0
+        left[:, kept] = old[:, kept] - fitted
     layer.weight.copy_(fitted)
     if owner.bias is not None:
         mean = found.sums / max(1, found.tokens)

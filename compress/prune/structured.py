@@ -198,9 +198,7 @@ def _chosen(
     ]
 
 
-def _rows_to_fit(
-    model: Any, src: Artifact, settings: PruneSettings, ctx: Context
-) -> CalibrationRows | None:
+def _rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context) -> CalibrationRows | None:
     """Return the rows that what stays is refitted on; None where it is to be cut alone."""
     from smelt.compress.calibration.rows import calibration_rows
 

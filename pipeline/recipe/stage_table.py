@@ -12,6 +12,7 @@ TABLE: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
     "distill": "smelt.compress.distill.logits:Distill",
     "prune": "smelt.compress.prune.structured:Prune",
+    "sparsify": "smelt.compress.sparsify.stage:Sparsify",
     "factorize": "smelt.compress.factorize.svd:Factorize",
     "share": "smelt.compress.share.layers:Share",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",

@@ -8,9 +8,11 @@ from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 
 STAGES = {
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
+    "sparsify": (Sparsify(), SparsifySettings(rows=4)),
     "factorize": (Factorize(), FactorizeSettings(rank=6)),
     "share": (Share(), ShareSettings()),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
@@ -18,7 +20,14 @@ STAGES = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")]
+    ("stage", "family"),
+    [
+        ("prune", "bert"),
+        ("factorize", "gpt2"),
+        ("share", "mistral"),
+        ("sparsify", "qwen3"),
+        ("shortlist", "t5"),
+    ],
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
     made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out

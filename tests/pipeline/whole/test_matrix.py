@@ -60,6 +60,7 @@ STAGES = {
     "finetune": [f"finetune: {{{TRAIN}}}"],
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
+    "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "factorize": ["factorize: {rank: 6}"],
     "share": ["share: {}"],
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
@@ -76,6 +77,7 @@ STAGES["chain-static"] = [*STAGES["prune"], *STAGES["int8-static"], *STAGES["fin
 STAGES["chain-smooth"] = [*STAGES["factorize"], *STAGES["int8-smooth"], *STAGES["finetune"]]
 STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
+STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
@@ -92,6 +94,7 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
+FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse"), ("bert-embedder", "sparsify")}
 FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
 FAST |= {
     ("llama", "int8-groupwise"),

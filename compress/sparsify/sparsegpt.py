@@ -57,7 +57,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     diagonal[diagonal == 0] = 1.0
     diagonal.add_(_DAMP * float(diagonal.mean()))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
 
 
 def _block(columns: Tensor, factor: Tensor, pattern: Pattern) -> Tensor:

@@ -16,9 +16,9 @@ from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.families.registry import FAMILIES, find_family
 
 if TYPE_CHECKING:
-    from smelt.compress.calibration.blocks import DrivenBlock
     from smelt.compress.calibration.rows import CalibrationRows
     from smelt.compress.sparsify.method import Method
+    from smelt.runtime.models.streamed import StreamedModel
 
 _DEFAULT_SPARSITY = 0.5
 
@@ -124,8 +124,10 @@ class Sparsify:
         from smelt.compress.calibration.rows import calibration_rows
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import save_model
+        from smelt.runtime.models.streamed import open_streamed
 
-        model, edits = load_float(src, self.name)
+        streamed = open_streamed(src.path, ctx.out, settings.dtype) if _streams(ctx) else None
+        model, edits = (streamed.model, streamed.edits) if streamed else load_float(src, self.name)
         mistakes, _ = self.check_model(settings, model.config.to_dict())
         if mistakes:
             raise InputError(f"sparsify: {mistakes[0][1]}")
@@ -134,25 +136,44 @@ class Sparsify:
             if settings.reads_rows:
                 rows = calibration_rows(model, src, settings.rows, ctx, self.name, padded=True)
                 ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
-            _sparsify(model, rows, settings, ctx)
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            _sparsify(model, rows, settings, ctx, streamed)
+        if streamed is None:
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        else:
+            ctx.warnings.extend(streamed.finish(edits))
 
 
-def _sparsify(model: Any, rows: CalibrationRows | None, settings: SparsifySettings, ctx: Context) -> None:
+def _streams(ctx: Context) -> bool:
+    """Say whether a large model is taken block by block: where torch computes on the CPU."""
+    from smelt.runtime.backends.device import torch_device
+
+    return torch_device(ctx.device) == "cpu"
+
+
+def _sparsify(
+    model: Any,
+    rows: CalibrationRows | None,
+    settings: SparsifySettings,
+    ctx: Context,
+    streamed: StreamedModel | None,
+) -> None:
     """Sparsify the blocks of `model` in place; say what became of them in `ctx`."""
     import torch
 
-    from smelt.compress.calibration.blocks import drive
+    from smelt.compress.calibration.blocks import drive, nothing
     from smelt.compress.sparsify.layers import Sparsifier, layers_of
     from smelt.families.walk import blocks_of
 
-    sparsifier = Sparsifier(model, _method(settings), settings.zeros, torch.Generator().manual_seed(ctx.seed))
-    step: DrivenBlock
+    draw = torch.Generator().manual_seed(ctx.seed)
+    sparsifier = Sparsifier(model, _method(settings), settings.zeros, draw)
+    enter, leave = (streamed.enter, streamed.leave) if streamed else (nothing, nothing)
     if rows is None:
         for block in blocks_of(model):
+            enter(block)
             sparsifier.sparsify(layers_of(model, block, settings.what), None)
+            leave(block)
     else:
-        for step in drive(model, rows, ctx, stage="sparsify"):
+        for step in drive(model, rows, ctx, stage="sparsify", enter=enter, leave=leave):
             sparsifier.sparsify(layers_of(model, step.block, settings.what), step.observe)
     sparsifier.tell(rows, ctx)
 

@@ -91,8 +91,9 @@ def _hold_zeros(model: nn.Module) -> list[Any]:
     def within(mask: Tensor, gradient: Tensor) -> Tensor:
         return gradient * mask.to(gradient.device)
 
-    weights = {id(m.weight): m.weight for m in model.modules() if keeps_zeros(m)}
-    return [w.register_hook(partial(within, w.detach() != 0)) for w in weights.values() if w.requires_grad]
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and keeps_zeros(m)]
+    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}
+    return [weight.register_hook(partial(within, weight.detach() != 0)) for weight in weights.values()]
 
 
 def _hold_pad_rows(model: Any) -> list[Any]:

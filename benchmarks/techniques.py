@@ -31,7 +31,8 @@ def groups() -> dict[str, Any]:
     found = {}
     for path in sorted((HERE / "arms").glob("*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         found[path.stem] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return found

@@ -45,7 +45,7 @@ MEMORY_BYTES = 2**30
 Told = Callable[[Block], None]
 
 
-def _nothing(block: Block) -> None:
+def nothing(block: Block) -> None:
     """Be told of a block and do nothing."""
 
 
@@ -55,8 +55,8 @@ def drive(
     ctx: Context,
     *,
     stage: str = "calibration",
-    enter: Told = _nothing,
-    leave: Told = _nothing,
+    enter: Told = nothing,
+    leave: Told = nothing,
     limit_bytes: int = MEMORY_BYTES,
 ) -> Iterator[DrivenBlock]:
     """Yield each block of `model` once, in order, ready to be looked at and changed in place.
@@ -70,7 +70,7 @@ def drive(
         ctx: device, threads, progress; a temporary folder beside `ctx.out` where memory is short.
         stage: the stage's word, for messages.
         enter: called with a block before it runs for the first time.
-        leave: called with a block when it is not run any more.
+        leave: called with a block when it is not run any more; of a model whose blocks share no layer.
         limit_bytes: memory for the states between two blocks; beyond it they lie on disk.
 
     Raises:
@@ -85,8 +85,10 @@ def drive(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="states-", dir=ctx.out.parent)))
         stack.enter_context(threads(ctx.threads))
         device = torch_device(ctx.device)
-        stack.callback(model.to, "cpu")
-        walk = _Walk(model.to(device), placed_batches(rows, device), folder, limit_bytes)
+        if device != "cpu":
+            stack.callback(model.to, "cpu")
+            model.to(device)
+        walk = _Walk(model, placed_batches(rows, device), folder, limit_bytes)
         blocks = blocks_of(model)
         for done, block in enumerate(blocks, start=1):
             walk.reach(block)

@@ -1,8 +1,8 @@
 """The rows that a model is looked at with, drawn by the recipe's seed.
 
 Unless asked for otherwise, rows of equal lengths share a batch, so that nothing is padded and no value has to
-be left out; a batch holds a bounded number of tokens. A translator is fed its targets (teacher forcing), a language model windows of
-running text.
+be left out; a batch holds a bounded number of tokens. A translator is fed its targets (teacher forcing), a
+language model windows of running text.
 
 Shapes: B = batch, L = source length, T = target length.
 """

@@ -17,34 +17,41 @@ Shapes: N = outputs, K = inputs, k = kept ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.blocks import DrivenBlock, drive
+from smelt.compress.calibration.blocks import DrivenBlock, drive, nothing
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import InputStatistics, empty_statistics
 from smelt.compress.prune.cut import cut_heads, cut_neurons
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of
 from smelt.core.stage import Context
+from smelt.families.walk import Block, blocks_of
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.structure import Edit
+from smelt.runtime.models.streamed import StreamedModel
+from smelt.runtime.models.structure import Edit, keeps_zeros
 
-# Groups that lose units, with those that stay, int64, rising.
-Chosen: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Tensor]]
+# Groups that lose units, with what says which of them stay, int64, rising.
+Chosen: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]]
 # The part of M's mean diagonal that is added to it.
 DAMP = 0.01
 
 
 def cut_units(
-    model: Any, edits: list[Edit], chosen: Chosen, rows: CalibrationRows | None, ctx: Context
+    model: Any,
+    edits: list[Edit],
+    chosen: Chosen,
+    rows: CalibrationRows | None,
+    ctx: Context,
+    streamed: StreamedModel | None = None,
 ) -> dict[str, float]:
     """Take all other units out of the groups `chosen`; with `rows` refit what reads those that stay.
 
-    Then the model is gone through block by block: a product is fitted on what it is fed behind all cuts before
-    it, attentions before the feed-forward part.
+    Then the model is gone through block by block: a product is fitted on what it is fed behind all cuts
+    before it, attentions before the feed-forward part.
 
     Args:
         model: float32, in eval mode, on the CPU; changed in place.
@@ -52,24 +59,26 @@ def cut_units(
         chosen: each group once.
         rows: what it is fitted on; None: nothing is.
         ctx: device, threads, progress; gets a warning where rows have fewer tokens than a product inputs.
+        streamed: the model, where its blocks are read and written one by one.
 
     Returns:
         What `refit` returns, by the name of the product, rounded.
     """
+    enter, leave = (streamed.enter, streamed.leave) if streamed else (nothing, nothing)
     if rows is None:
-        for group, stay in chosen:
-            _cut(model, edits, group, stay)
+        for block in blocks_of(model):
+            enter(block)
+            for group, stay in _of(block, chosen):
+                _cut(model, edits, group, stay())
+            leave(block)
         return {}
     left: dict[str, float] = {}
     short = 0
-    for step in drive(model, rows, ctx, stage="prune"):
-        parts = [*step.block.attentions, step.block.feed_forward]
-        for group, stay in chosen:
-            if group.parts not in parts:
-                continue
+    for step in drive(model, rows, ctx, stage="prune", enter=enter, leave=leave):
+        for group, stay in _of(step.block, chosen):
             name = group.parts.products[-1]
             found, whole = inputs_of(step, model, name), columns_of(model, name).weight.detach()
-            kept = _cut(model, edits, group, stay)
+            kept = _cut(model, edits, group, stay())
             left[name] = round(refit(model, name, whole, kept, found), 4)
             short = max(short, len(kept)) if found.tokens < len(kept) else short
     if short:
@@ -78,6 +87,12 @@ def cut_units(
             " rows, or name more with data: {calibration: FILE}"
         )
     return left
+
+
+def _of(block: Block, chosen: Chosen) -> Chosen:
+    """Return those of `chosen` that are parts of `block`, attentions first."""
+    parts = [*block.attentions, block.feed_forward]
+    return [(group, stay) for group, stay in chosen if group.parts in parts]
 
 
 def _cut(model: Any, edits: list[Edit], group: AttentionGroup | FeedForwardGroup, stay: Tensor) -> Tensor:
@@ -120,6 +135,9 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
     lost = _error(old[:, gone], moment[gone][:, gone])
     left = old.clone()
     left[:, kept] -= fitted
+    if keeps_zeros(layer):
+        fitted *= layer.weight != 0
+        left[:, kept] = old[:, kept] - fitted
     layer.weight.copy_(fitted)
     if owner.bias is not None:
         mean = found.sums / max(1, found.tokens)
@@ -137,7 +155,7 @@ def least_squares(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) ->
     across = moment[gone][:, kept]
     if not float(within.diagonal().max()) > 0:  # nothing was ever fed to it
         return weight[:, kept]
-    solved = torch.linalg.solve(within, (weight[:, gone] @ across).t())
+    solved: Tensor = torch.linalg.solve(within, (weight[:, gone] @ across).t())
     return weight[:, kept] + solved.t()
 
 

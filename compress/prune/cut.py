@@ -17,7 +17,7 @@ from smelt.compress.prune.groups import (
 )
 from smelt.families.registry import family_of
 from smelt.families.relative_bias import RelativeBias
-from smelt.runtime.models.structure import Edit, replace_layer
+from smelt.runtime.models.structure import Edit, keep_zeros, keeps_zeros, replace_layer
 
 
 def cut_heads(model: Any, edits: list[Edit], group: AttentionGroup, stay: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, stay: Te
 
 
 def say_in_config(model: Any, edits: list[Edit]) -> list[Edit]:
-    """Return the edits that are left: where all blocks of a kind are equally wide, the config says so, without edits."""
+    """Return the edits that are left: where all blocks of a kind are equally wide, the config says so."""
     _, blocks = find_groups(model)
     for setting in {block.parts.setting for block in blocks}:
         kind = [block for block in blocks if block.parts.setting == setting]
@@ -82,6 +82,8 @@ def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> 
     if old.bias is not None:
         bias = old.bias.detach()
         new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
+    if keeps_zeros(old):
+        keep_zeros(new)
     path = path_of(model, name, "up" if dim == 0 else "down")
     sizes = {"in_features": new.in_features, "out_features": new.out_features}
     replace_layer(model, edits, path, new, {"op": "linear", "module": path, **sizes})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from smelt.compress.prune.compensate import Chosen
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
     from smelt.compress.prune.importance import Scores
+    from smelt.runtime.models.streamed import StreamedModel
 
 
 class PruneSettings(Settings):
@@ -119,23 +121,28 @@ class Prune:
         from smelt.compress.prune.groups import find_groups
         from smelt.runtime.models.checkpoint import save_model
 
-        model, edits = load_float(src, self.name)
+        streamed = _streamed(src, settings, ctx)
+        model, edits = (streamed.model, streamed.edits) if streamed else load_float(src, self.name)
         before = stored_parameters(model)
         attentions, blocks = find_groups(model)
         ctx.warnings.extend(heads_that_stay(settings.what, model.config.to_dict()))
         attentions = attentions if "heads" in settings.what else []
         blocks = blocks if "ffn" in settings.what else []
-        scores = _score(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        by_weights = settings.importance == "magnitude"
+        scores = None if by_weights else _score(model, src, settings, ctx, attentions, blocks)
         ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
         chosen = _chosen(model, attentions, blocks, scores, settings)
         rows = _rows_to_fit(model, src, settings, ctx) if chosen else None
-        ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx)
+        ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed)
         edits = say_in_config(model, edits)
         ctx.facts["kept_heads"] = {g.name: g.count(model) for g in attentions}
         ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
         ctx.facts["parameters_before"] = before
         ctx.facts["parameters_after"] = stored_parameters(model)
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        if streamed is None:
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        else:
+            ctx.warnings.extend(streamed.finish(edits))
 
 
 def heads_kept(count: int, settings: PruneSettings) -> int:
@@ -184,18 +191,41 @@ def _chosen(
     model: Any,
     attentions: list[AttentionGroup],
     blocks: list[FeedForwardGroup],
-    scores: Scores,
+    scores: Scores | None,
     settings: PruneSettings,
 ) -> Chosen:
-    """Return the units that stay, int64 rising, of each group that loses some."""
-    counts: list[tuple[AttentionGroup | FeedForwardGroup, Tensor, int]] = []
-    counts += [(g, scores.heads[g.name], heads_kept(g.count(model), settings)) for g in attentions]
-    counts += [(b, scores.neurons[b.name], neurons_kept(b.count(model), settings)) for b in blocks]
-    return [
-        (group, found.topk(kept).indices.sort().values)
-        for group, found, kept in counts
-        if kept < group.count(model)
-    ]
+    """Return each group that loses units, and what says which stay; without `scores` the weights do.
+
+    The weights are looked at when the group is cut, which is when a large model has them in memory.
+    """
+    from smelt.compress.prune.importance import magnitude_scores
+
+    def stay_of_heads(group: AttentionGroup) -> Tensor:
+        found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
+        return found.topk(heads_kept(len(found), settings)).indices.sort().values
+
+    def stay_of_neurons(block: FeedForwardGroup) -> Tensor:
+        found = (scores or magnitude_scores(model, [], [block])).neurons[block.name]
+        return found.topk(neurons_kept(len(found), settings)).indices.sort().values
+
+    chosen: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
+    for group in attentions:
+        if heads_kept(group.count(model), settings) < group.count(model):
+            chosen.append((group, partial(stay_of_heads, group)))
+    for block in blocks:
+        if neurons_kept(block.count(model), settings) < block.count(model):
+            chosen.append((block, partial(stay_of_neurons, block)))
+    return chosen
+
+
+def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be taken block by block; taylor's gradients need it whole."""
+    from smelt.runtime.backends.device import torch_device
+    from smelt.runtime.models.streamed import open_streamed
+
+    if settings.importance != "magnitude" or torch_device(ctx.device) != "cpu":
+        return None
+    return open_streamed(src.path, ctx.out, settings.dtype)
 
 
 def _rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context) -> CalibrationRows | None:
@@ -220,14 +250,10 @@ def _score(
     src: Artifact,
     settings: PruneSettings,
     ctx: Context,
-    *,
     attentions: list[AttentionGroup],
     blocks: list[FeedForwardGroup],
 ) -> Scores:
-    from smelt.compress.prune.importance import magnitude_scores, taylor_scores
-
-    if settings.importance == "magnitude":
-        return magnitude_scores(model, attentions, blocks)
+    from smelt.compress.prune.importance import taylor_scores
     from smelt.compress.train.data import collate, encode_split, group_by_length
     from smelt.compress.train.loop import label_objective
     from smelt.runtime.backends.device import torch_device

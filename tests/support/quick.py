@@ -19,6 +19,7 @@ ROOMS: dict[str, str] = {
     "compress/quantize": "test_coding test_settings",
     "compress/share": "test_layers::test_groups_are_neighbours",
     "compress/shortlist": "test_word_table",
+    "compress/sparsify": "test_pattern test_wanda test_sparsegpt",
     "compress/train": "test_losses test_classifier_losses",
     "configs": "test_phrases",
     "core": "test_artifact test_data test_errors test_hub test_labels test_shares test_text",

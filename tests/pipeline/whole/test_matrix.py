@@ -62,6 +62,7 @@ STAGES = {
     "depth": ["depth: {keep: 0.5, rows: 4}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
+    "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
@@ -78,6 +79,7 @@ STAGES["chain-smooth"] = [*STAGES["factorize"], *STAGES["int8-smooth"], *STAGES[
 STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
@@ -94,6 +96,7 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
+FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse"), ("bert-embedder", "sparsify")}
 FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
 FAST |= {
     ("llama", "int8-groupwise"),

@@ -11,7 +11,8 @@ from pathlib import Path
 ROOMS: dict[str, str] = {
     "benchmarks": "test_peers test_gpu",
     "compress": "test_float_model",
-    "compress/distill": "test_fit",
+    "compress/distill": "test_fit test_layer_map",
+    "compress/distill/losses": "test_hidden test_cosine test_attention test_relations",
     "compress/factorize": "test_svd",
     "compress/prune": "test_fit test_structured::test_counts_that_stay",
     "compress/quantize": "test_coding test_settings",

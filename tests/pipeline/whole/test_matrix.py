@@ -59,6 +59,8 @@ TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
 STAGES = {
     "finetune": [f"finetune: {{{TRAIN}}}"],
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
+    "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
+    "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "factorize": ["factorize: {rank: 6}"],
     "share": ["share: {}"],
@@ -75,6 +77,7 @@ STAGES["chain-shared"] = [*STAGES["share"], *STAGES["finetune"], *STAGES["prune"
 STAGES["chain-static"] = [*STAGES["prune"], *STAGES["int8-static"], *STAGES["finetune"]]
 STAGES["chain-smooth"] = [*STAGES["factorize"], *STAGES["int8-smooth"], *STAGES["finetune"]]
 STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-inside"] = [*STAGES["prune"], *STAGES["lora"], *STAGES["distill-inside"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
@@ -92,6 +95,7 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
+FAST |= {("t5-gated", "chain-inside"), ("qwen3", "chain-inside"), ("bert-embedder", "chain-inside")}
 FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
 FAST |= {
     ("llama", "int8-groupwise"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,12 +28,36 @@ class Settings(BaseModel):
             if any(isinstance(mark, _Reference) for mark in info.metadata)
         }
 
+    def paths(self) -> dict[tuple[str, ...], str]:
+        """Return the files and folders that these settings name, by setting."""
+        found: dict[tuple[str, ...], str] = {}
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Settings):
+                found |= {(name, *place): path for place, path in value.paths().items()}
+            elif value is not None and any(isinstance(mark, _Path) for mark in info.metadata):
+                found[name,] = value
+        return found
+
+    def below(self, base: Path) -> Self:
+        """Return the same with paths that are relative to `base` made absolute."""
+        changed: dict[str, Any] = {}
+        for name, *rest in self.paths():
+            value = getattr(self, name)
+            changed[name] = value.below(base) if rest else str((base / value).expanduser().resolve())
+        return self.model_copy(update=changed) if changed else self
+
+
+class _Path:
+    """Marks a setting that names a file or folder, relative to the recipe."""
+
 
 class _Reference:
     """Marks a setting whose value names an earlier torch step."""
 
 
 StepName = Annotated[str, _Reference()]
+RecipePath = Annotated[str | None, _Path()]
 # A setting of stages that write float weights; they compute in float32 whatever it is.
 StoredDtype = Annotated[
     Literal["keep", "fp32", "fp16", "bf16"],

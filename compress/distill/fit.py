@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smelt.compress.distill.layer_map import check_map
+from smelt.compress.distill.other_student import check_other
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import nearest
 from smelt.core.labels import REGRESSION
@@ -27,6 +28,8 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
     Returns:
         (setting, what is wrong with it) for each mistake, and the config of the student.
     """
+    if student.other:
+        return check_other(student, config)
     family, mistakes, after = find_family(config), [], dict(config)
     stacks = {stack.name: stack for stack in family.stacks(config)} if family else {}
     for name in STACKS if family else ():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.distill.fit import check_losses, check_student
@@ -35,6 +37,7 @@ class Distill:
 
         - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
         - distill: {sequences: {beams: 5}, losses: {logits: 0, labels: 1}, select: bleu}    # Kim & Rush
+        - distill: {student: {config: small.json}, losses: {logits: 1.0, hidden: 1.0}, epochs: 20}
         - distill: {phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]}  # TinyBERT
         - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
     """
@@ -90,33 +93,54 @@ class Distill:
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
         from smelt.compress.distill.words import speak_as
-        from smelt.compress.quantize.through_codes import load_trainable, settle
+        from smelt.compress.quantize.through_codes import settle
         from smelt.runtime.models.checkpoint import save_model
 
         teacher = _load_teacher(settings.teacher, ctx)
-        model, edits = load_trainable(src, ctx)
-        common = speak_as(teacher, ctx.ancestors[settings.teacher].path, model, src.path)
-        if common is not None:
-            ctx.facts["words_of_teacher"] = common
-        for training in settings.trainings():
-            _check_outputs(model, teacher, training)
-        if settings.sequences is not None:
-            from smelt.compress.distill.sequences import taught_rows
+        with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as space:
+            model, edits, home = _student(src, teacher, settings, Path(space), ctx)
+            common = speak_as(teacher, ctx.ancestors[settings.teacher].path, model, home)
+            if common is not None:
+                ctx.facts["words_of_teacher"] = common
+            for training in settings.trainings():
+                _check_outputs(model, teacher, training)
+            ctx.facts["teacher"] = settings.teacher
+            if settings.sequences is not None:
+                from smelt.compress.distill.sequences import taught_rows
 
-            rows = taught_rows(ctx.ancestors[settings.teacher], settings.sequences, ctx)
-            ctx = replace(ctx, data={**ctx.data, "train": rows})  # facts and warnings stay the same objects
-        if settings.student is not None:
-            from smelt.compress.distill.student import keep_layers
+                rows = taught_rows(ctx.ancestors[settings.teacher], settings.sequences, ctx)
+                ctx = replace(ctx, data={**ctx.data, "train": rows})
+            _train(model, teacher, Artifact(home, src.manifest), settings, ctx, edits)
+            settle(model, ctx)
+            ctx.warnings.extend(save_model(model, edits, ctx.out, home, settings.dtype))
 
-            for stack in ("encoder_layers", "decoder_layers", "layers"):
-                choice = getattr(settings.student, stack)
-                if choice is not None:
-                    edits, kept = keep_layers(model, edits, stack, choice, choose=settings.student.choose)
-                    ctx.facts[f"kept_{stack}"] = kept
-        ctx.facts["teacher"] = settings.teacher
-        _train(model, teacher, src, settings, ctx, edits)
-        settle(model, ctx)
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+def _student(
+    src: Artifact, teacher: Any, settings: DistillSettings, space: Path, ctx: Context
+) -> tuple[Any, list[Edit], Path]:
+    """Return the student, its edits, and the folder that says how its weights are stored.
+
+    space: an empty folder, where a student that is not cut out of `src` is made.
+    """
+    from smelt.compress.quantize.through_codes import load_trainable
+    from smelt.runtime.models.checkpoint import load_model
+
+    student = settings.student
+    if student is not None and student.other:
+        from smelt.compress.distill.other_student import make_other
+
+        make_other(student, src, teacher, space, ctx)
+        return *load_model(space), space
+    model, edits = load_trainable(src, ctx)
+    if student is not None:
+        from smelt.compress.distill.student import keep_layers
+
+        for stack in ("encoder_layers", "decoder_layers", "layers"):
+            choice = getattr(student, stack)
+            if choice is not None:
+                edits, kept = keep_layers(model, edits, stack, choice, choose=student.choose)
+                ctx.facts[f"kept_{stack}"] = kept
+    return model, edits, src.path
 
 
 def _train(

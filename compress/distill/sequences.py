@@ -88,7 +88,7 @@ def _decode(
 
 def nearest_to(references: Sequence[str], candidates: Sequence[str]) -> str:
     """Return the candidate with the highest sentence BLEU (sacrebleu's defaults); the first of equal ones."""
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     bleu = BLEU(effective_order=True)
     return max(candidates, key=lambda text: bleu.sentence_score(text, list(references)).score)

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
-from smelt.core.stage import Settings, StepName
+from smelt.core.stage import RecipePath, Settings, StepName
 
 Layers = int | list[int]
 
@@ -20,9 +20,30 @@ class StudentSettings(Settings):
     encoder_layers: Layers | None = Field(default=None, description="encoder of an encoder-decoder")
     decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder")
     layers: Layers | None = Field(default=None, description="classification, language modeling: of the model")
+    config: RecipePath = Field(
+        default=None, description="instead: a config.json (or its folder), whose weights are drawn"
+    )
+    model: RecipePath = Field(default=None, description="instead: a folder with a model that was trained")
     choose: Literal["spread", "first", "last"] = Field(
         default="spread", description="which ones, where a number is given; spread: see docs/distill.md"
     )
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        return {n: value for n, value in found.items() if n not in ("config", "model") or value is not None}
+
+    @property
+    def other(self) -> bool:
+        """Whether it is no cut of the model that the step gets."""
+        return self.config is not None or self.model is not None
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        said = sorted(self.model_fields_set - {"choose"})
+        if self.other and len(said) > 1:
+            raise ValueError(f"a student is told in one way: {' or '.join(said)}")
+        return self
 
     @field_validator("encoder_layers", "decoder_layers", "layers")
     @classmethod
@@ -111,6 +132,11 @@ class DistillSettings(TrainingSettings):
         "sequences",
         "phases",
     }
+
+    @field_validator("student", mode="before")
+    @classmethod
+    def _folder(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

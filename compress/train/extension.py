@@ -72,7 +72,7 @@ class Extension:
 
 @contextlib.contextmanager
 def attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let `modules` be part of `model` meanwhile; afterwards they are on the CPU, in eval mode."""
+    """Let `modules` be part of `model` meanwhile, so that they go where it goes."""
     if not modules:
         yield
         return
@@ -81,9 +81,6 @@ def attached(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Non
         yield
     finally:
         del model._modules[_NAME]
-        for module in modules.values():
-            module.zero_grad(set_to_none=True)
-            module.to("cpu").eval()
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
         self._put(self.average)
         found = Validation(step, self.evaluate(), self.score() if self.score else None)
         self.validations.append(found)
-        if found.beats(self.best):
+        if self.extension.eligible(step) and found.beats(self.best):
             self.best_weights, self.best = self._copy(), found
         self._put(last)
 

@@ -68,7 +68,8 @@ def _settings(model: type[BaseModel], indent: str) -> list[str]:
     lines = []
     for name, info in model.model_fields.items():
         parts = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not NoneType]
-        nested = [a for a in parts if isinstance(a, type) and issubclass(a, BaseModel)]
+        nested = [a for a in parts if _is_model(a)]
+        listed = [a for part in parts if get_origin(part) is tuple for a in get_args(part) if _is_model(a)]
         default = "required" if info.is_required() else f"default {_plain(_default(info))}"
         words = " | ".join(_kind(part) for part in parts if part not in nested)
         head = f"{name}: {_kind(info.annotation)} ({default})"
@@ -78,9 +79,13 @@ def _settings(model: type[BaseModel], indent: str) -> list[str]:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_on_hyphens=False
         )
-        for inner in nested:
+        for inner in (*nested, *listed):
             lines += _settings(inner, indent + "  ")
     return lines
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _default(info: FieldInfo) -> Any:

@@ -177,7 +177,7 @@ class Workshop:
                 "parent": parent.key,
                 "stage": step.stage,
                 "version": step.cls.version,
-                "settings": step.settings.model_dump(mode="json") | named,
+                "settings": _settings(step) | named,
                 "seed": self.seed,
                 "data": {n: s.fingerprint for n, s in self.data.items() if n != "test"},
                 "libraries": dict(self.versions),
@@ -195,6 +195,8 @@ class Workshop:
             found["device"] = trains_on(self.device)
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = multiplies_bf16()
+        if getattr(step.settings, "lora", None) is not None:
+            found["adapters"] = library_versions(("peft",))
         if getattr(step.settings, "measures", False):
             from smelt.export.tune.threads import cores
 
@@ -271,6 +273,18 @@ class Workshop:
         scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
         # stages choose what scores highest, so where less is better the number is turned round
         return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
+
+
+def _settings(step: Step) -> dict[str, Any]:
+    """Return a step's settings; a file or folder that they name counts by what it holds."""
+    found: dict[str, Any] = step.settings.model_dump(mode="json")
+    for (*above, last), name in step.settings.paths().items():
+        path, part = Path(name), found
+        for word in above:
+            part = part[word]
+        files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+        part[last] = hash_of([[p.name, sha256_of(p)] for p in files])
+    return found
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Format
@@ -142,6 +143,12 @@ class Checker:
         settings_type: type[Settings] = draft.cls.settings_type
         draft.settings, wrong = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
         draft.wrong = frozenset(str(place[0]) for place in wrong if place)
+        if draft.settings is not None:
+            draft.settings = draft.settings.below(self.recipe.base)
+            for place, path in draft.settings.paths().items():
+                if not Path(path).exists():
+                    self.mistakes.add((*draft.entry.path, *place), f"{path}: no such file or folder.")
+                    draft.wrong |= {place[0]}
 
     def _check(self, draft: _Draft) -> None:
         """Check order, task, data and machine for one step whose parents were checked."""

@@ -51,7 +51,7 @@ def check_fit(
         check = getattr(step.cls, "check_model", None)
         found, after = check(step.settings, before) if check else ([], before)
         for setting, message in found:
-            mistakes.add((*places[step.name], *setting.split(".")), message)
+            mistakes.add((*places[step.name], *_place(setting)), message)
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
@@ -96,4 +96,9 @@ def check_rows(
         check = getattr(step.cls, "check_rows", None)
         for setting, message in check(step.settings, task, splits) if check else ():
             if setting.split(".")[0] not in step.wrong:
-                mistakes.add((*places[step.name], *(setting.split(".") if setting else ())), message)
+                mistakes.add((*places[step.name], *_place(setting)), message)
+
+
+def _place(setting: str) -> tuple[str | int, ...]:
+    """Return where a setting stands, below its step: `phases.0.losses`."""
+    return tuple(int(word) if word.isdigit() else word for word in setting.split(".") if word)

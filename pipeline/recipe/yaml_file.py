@@ -159,6 +159,8 @@ class _Builder:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             key: Hashable = self._scalar(key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
+            if path and type(key) is int:  # a layer, say; at the top there are words alone
+                key = str(key)
             if not isinstance(key, str):
                 read = repr(key_node.value)[:60] if isinstance(key_node, yaml.ScalarNode) else "a structure"
                 self._note(path, f"a key must be a word, read {read}.", line)

@@ -52,6 +52,7 @@ class Case:
     before: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
+INSIDE: dict[str, Any] = {"hidden": 1, "embeddings": 1, "attention": 1, "cosine": 1, "relations": 1}
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
@@ -63,6 +64,7 @@ CASES: dict[str, Case] = {
     "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"accumulate": 2}),
     "distill marian": Case("distill", "marian", TRAINING),
     "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
+    "distill bert, inside": Case("distill", "bert", TRAINING | {"losses": INSIDE, "layer_map": {0: 0, 2: 1}}),
     "distill marian, through codes": Case("distill", "marian", TRAINING, (("quantize", BINARY),)),
     "depth bert": Case("depth", "bert"),
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),

@@ -60,6 +60,8 @@ STAGES = {
     "finetune": [f"finetune: {{{TRAIN}}}"],
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
+    "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
+    "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
@@ -77,6 +79,7 @@ STAGES["chain-shared"] = [*STAGES["share"], *STAGES["finetune"], *STAGES["prune"
 STAGES["chain-static"] = [*STAGES["prune"], *STAGES["int8-static"], *STAGES["finetune"]]
 STAGES["chain-smooth"] = [*STAGES["factorize"], *STAGES["int8-smooth"], *STAGES["finetune"]]
 STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-inside"] = [*STAGES["prune"], *STAGES["lora"], *STAGES["distill-inside"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
@@ -97,6 +100,7 @@ FAST |= {
     ("distilbert-embedder", "chain-shared"),
 }
 FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse"), ("bert-embedder", "sparsify")}
+FAST |= {("t5-gated", "chain-inside"), ("qwen3", "chain-inside"), ("bert-embedder", "chain-inside")}
 FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
 FAST |= {
     ("llama", "int8-groupwise"),

@@ -1,0 +1,110 @@
+"""Students that are not cut out of the model: of any config with new weights, or a checkpoint.
+
+The config alone is read before any work; nothing here imports torch before a student is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.compress.distill.settings import StudentSettings
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
+from smelt.core.stage import Context
+from smelt.families.registry import FAMILIES, find_family
+
+# What a student's outputs mean is what its teacher's mean.
+_OUTPUTS = ("id2label", "label2id", "problem_type")
+
+
+def config_of(student: StudentSettings) -> dict[str, Any]:
+    """Return the config of a student that is told by a file or folder; empty where it has none."""
+    path = Path(student.config or student.model or "")
+    return read_json(path if path.is_file() else path / "config.json")
+
+
+def check_other(
+    student: StudentSettings, config: Mapping[str, Any]
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Compare a student's config with that of the model that the step gets.
+
+    Returns:
+        (setting, what is wrong with it) for each mistake, and the config of the student.
+    """
+    word = "config" if student.config else "model"
+    if not Path(student.config or student.model or "").exists():
+        return [], {}  # the plan says so
+    try:
+        own = config_of(student)
+    except InputError as error:
+        return [(word, str(error))], {}
+    kind, teacher = find_family(own), find_family(config)
+    if kind is None:
+        known = ", ".join(FAMILIES)
+        return [(word, f"'{own.get('model_type')}' is no family that smelt knows; those are {known}.")], {}
+    if teacher is not None and kind.kind != teacher.kind:
+        found = f"a {kind.name} model is of another kind than the {teacher.name} model that it learns from."
+        return [(word, found)], {}
+    words, said = config.get("vocab_size"), own.get("vocab_size")
+    if student.model and None not in (words, said) and words != said:
+        found = f"its vocabulary has {said} tokens, the model's {words}; both are given the same tokens."
+        return [(word, found)], {}
+    outputs = {name: config[name] for name in _OUTPUTS if name in config}
+    return [], {**own, **outputs, "vocab_size": words or said}
+
+
+def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Path, ctx: Context) -> None:
+    """Write the student into the empty folder `space`, with the tokenizer of `src`.
+
+    Args:
+        student: of a config (weights are drawn by the seed) or a checkpoint.
+        src: what the step gets.
+        teacher: whose outputs it has.
+        space: becomes a model folder.
+        ctx: task and seed; gets warnings.
+
+    Raises:
+        InputError: no such model can be made, or its tokenizer is another one.
+    """
+    from smelt.compress.train.classifier_losses import problem_of
+    from smelt.runtime.models.checkpoint import copy_tokenizer
+    from smelt.runtime.models.import_model import import_model
+    from smelt.runtime.models.new_model import make_model
+
+    classifies = ctx.task == "text-classification"
+    labels = list(teacher.config.id2label.values()) if classifies else []
+    problem = problem_of(teacher.config) if classifies else None
+    sentences = getattr(teacher, "sentence_rules", None)
+    if student.config is not None:
+        notes = make_model(
+            config_of(student) | {"vocab_size": teacher.config.vocab_size}, src.path, space,
+            task=ctx.task, seed=ctx.seed, labels=labels, problem=problem, sentences=sentences,
+        )  # fmt: skip
+        ctx.warnings.extend(f"distill: student: {note}" for note in notes)
+        return
+    source = Path(student.model or "")
+    _require_same_words(source, src.path)
+    notes = import_model(source, space, labels or None, ctx.seed, problem, sentences)
+    copy_tokenizer(src.path, space)
+    ctx.warnings.extend(f"distill: student: {note}" for note in notes)
+
+
+def _require_same_words(own: Path, other: Path) -> None:
+    """Require that two folders' tokenizers know the same tokens by the same numbers.
+
+    Raises:
+        InputError: they do not.
+    """
+    from smelt.runtime.models.checkpoint import load_tokenizer
+
+    ours, theirs = load_tokenizer(own).get_vocab(), load_tokenizer(other).get_vocab()
+    strange = [word for word in ours if theirs.get(word) != ours[word]]
+    if strange or len(ours) != len(theirs):
+        word = strange[0] if strange else next(word for word in theirs if word not in ours)
+        raise InputError(
+            f"distill: the tokenizer of the student {own} is another one than the model's: '{word}' is"
+            f" {ours.get(word)} there and {theirs.get(word)} here. Both are given the same tokens."
+        )

@@ -1,0 +1,113 @@
+"""Students of another config, and students that were trained elsewhere."""
+
+import json
+import shutil
+
+import classifiers
+import harness
+import pytest
+import tiny
+from pydantic import ValidationError
+
+import smelt
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings, StudentSettings
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model
+
+SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
+SMALL = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 24, "max_position_embeddings": 32}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tiny.labelled(tmp_path / "rows.jsonl")
+    return read_split(str(file), "text-classification", Columns(), tmp_path)
+
+
+def run(tmp_path, rows, source, **said):
+    settings = DistillSettings.model_validate(SHORT | said)
+    return harness.run(Distill(), settings, source, tmp_path / "out", "text-classification", rows)
+
+
+def test_a_narrow_student_of_a_config_learns_through_a_projection(tmp_path, rows):
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    source = tiny.bert(tmp_path / "model")
+    losses = {"logits": 1, "labels": 0, "hidden": 1}
+    ctx = run(tmp_path, rows, source, student={"config": str(tmp_path / "small.json")}, losses=losses)
+    student, teacher = harness.model_of(ctx), load_model(source)[0]
+    assert (student.config.hidden_size, len(student.bert.encoder.layer)) == (16, 1)
+    assert student.config.vocab_size == teacher.config.vocab_size
+    assert student.config.id2label == teacher.config.id2label
+    start, *later = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    assert min(later) < 0.9 * start
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out", "rows.jsonl", "small.json"]
+
+
+def test_a_trained_student_of_another_family_is_taken_with_its_weights(tmp_path, rows):
+    source = tiny.bert(tmp_path / "model")
+    student = classifiers.distilbert(tmp_path / "student")
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        shutil.copyfile(source / name, student / name)
+    ctx = run(tmp_path, rows, source, student=str(student), max_steps=1, learning_rate=1e-12)
+    made, before = harness.model_of(ctx), load_model(student)[0]
+    assert made.config.model_type == "distilbert"
+    for name, parameter in made.named_parameters():
+        assert (parameter - before.get_parameter(name)).abs().max() < 1e-6
+
+
+def test_a_student_with_another_tokenizer_is_refused(tmp_path, rows):
+    source, student = tiny.bert(tmp_path / "model"), tiny.bert(tmp_path / "student")
+    words = (student / "vocab.txt").read_text().splitlines()
+    words[5], words[6] = words[6], words[5]
+    (student / "vocab.txt").write_text("\n".join(words) + "\n")
+    with pytest.raises(InputError, match=r"the tokenizer of the student .* is another one than the model's"):
+        run(tmp_path, rows, source, student=str(student))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "nothing"}, "'nothing' is no family that smelt knows"),
+        ({"model_type": "marian"}, "a marian model is of another kind than the bert model"),
+        ({"model_type": "bert", "vocab_size": 99}, "its vocabulary has 99 tokens, the model's 30"),
+    ],
+)
+def test_the_plan_reads_the_config_of_a_student(tmp_path, config, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = DistillSettings.model_validate({"student": str(tmp_path)})
+    ((setting, found),), _ = Distill.check_model(settings, {"model_type": "bert", "vocab_size": 30})
+    assert setting == "student.model"
+    assert message in found
+
+
+def test_a_student_is_told_in_one_way():
+    with pytest.raises(ValidationError, match="a student is told in one way: layers or model"):
+        StudentSettings(model="x", layers=2)
+    assert StudentSettings(layers=2).model_dump(mode="json").keys() == {
+        "encoder_layers", "decoder_layers", "layers", "choose",
+    }  # fmt: skip
+
+
+def test_in_a_recipe_the_path_is_the_recipes_and_the_key_is_what_the_file_holds(tmp_path):
+    tiny.bert(tmp_path / "model")
+    tiny.labelled(tmp_path / "rows.jsonl")
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: model\ntask: text-classification\nthreads: 1\nscore: {latency: false}\n"
+        "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\nstages:\n"
+        "  - distill: {student: {config: small.json}, max_steps: 1, evals: 0, precision: fp32}\n"
+    )
+    keys = []
+    for width in (16, 16, 32):
+        (tmp_path / "small.json").write_text(json.dumps(SMALL | {"intermediate_size": width}))
+        result = smelt.run(recipe, out=tmp_path / "run", quiet=True)
+        assert result.exit_code == 0
+        keys.append(result.report["steps"][-1]["key"])
+    assert keys[0] == keys[1] != keys[2]
+    recipe.write_text(recipe.read_text().replace("small.json", "smal.json"))
+    found = harness.smelt("plan", recipe, code=2)
+    assert "smal.json: no such file or folder." in found.output

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
@@ -112,9 +111,10 @@ def drop_by_loss(
 
 @contextmanager
 def _watched(model: Any, stacks: Sequence[Stack], see: See) -> Iterator[None]:
-    """Call `see` with each layer, the states that it was given and its result; what it returns counts instead.
+    """Call `see` with each layer, the states that it was given and its result.
 
-    A module that stands in several places of a stack is called once for each, in their order.
+    What it returns counts instead. A module that stands in several places of a stack is called once for each,
+    in their order.
     """
     handles = []
     for stack in stacks:

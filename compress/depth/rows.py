@@ -34,4 +34,3 @@ def labelled_batches(
     rows = [rows[i] for i in spread_out(len(rows), wanted, ctx.seed)]
     groups = group_by_length(rows, batch_size, None, None)
     return [collate([rows[i] for i in group], model.config) for group in groups]
-

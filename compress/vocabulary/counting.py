@@ -57,7 +57,10 @@ class Change:
 
 
 def change(
-    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], new: Mapping[int, int], unknown: int | None
+    before: Sequence[Sequence[int]],
+    after: Sequence[Sequence[int]],
+    new: Mapping[int, int],
+    unknown: int | None,
 ) -> Change:
     """Compare the ids of texts before and after.
 

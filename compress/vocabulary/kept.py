@@ -37,7 +37,9 @@ def read_kept(folder: Path) -> Kept | None:
     words, ids = data.get("words"), data.get("kept")
     whole = isinstance(words, int) and isinstance(ids, list) and all(isinstance(at, int) for at in ids)
     if not whole or not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < words:
-        raise InputError(f"{path}: not a list of words that this version of smelt reads; run the stage again.")
+        raise InputError(
+            f"{path}: not a list of words that this version of smelt reads; run the stage again."
+        )
     return Kept(words, ids)
 
 

@@ -10,8 +10,11 @@ from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.stage import Vocabulary
 
 STAGES = {
+    "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
     "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
     "factorize": (Factorize(), FactorizeSettings(rank=6)),
@@ -22,7 +25,14 @@ STAGES = {
 
 @pytest.mark.parametrize(
     ("stage", "family"),
-    [("depth", "t5"), ("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")],
+    [
+        ("vocabulary", "qwen2"),
+        ("depth", "t5"),
+        ("prune", "bert"),
+        ("factorize", "gpt2"),
+        ("share", "mistral"),
+        ("shortlist", "t5"),
+    ],
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
     made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out

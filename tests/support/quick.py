@@ -19,6 +19,7 @@ ROOMS: dict[str, str] = {
     "compress/share": "test_layers::test_groups_are_neighbours",
     "compress/shortlist": "test_word_table",
     "compress/train": "test_losses test_classifier_losses",
+    "compress/vocabulary": "test_kept",
     "configs": "test_phrases",
     "core": "test_artifact test_data test_errors test_hub test_labels test_shares test_text",
     "core/rows": "test_csv_rows test_json_rows",

@@ -21,7 +21,9 @@ def test_trimmed_twice_tells_of_the_first_vocabulary():
 
 
 def test_words_of_a_whole_teacher_and_of_one_that_was_trimmed_less(tmp_path):
-    student, teacher, whole = _folders(tmp_path, student=Kept(10, [1, 5]), teacher=Kept(10, [1, 3, 5]), whole=None)
+    student, teacher, whole = _folders(
+        tmp_path, student=Kept(10, [1, 5]), teacher=Kept(10, [1, 3, 5]), whole=None
+    )
     assert same_words(student, whole, 2, 10) == [1, 5]
     assert same_words(student, teacher, 2, 3) == [0, 2]
     assert same_words(student, student, 2, 2) is None
@@ -30,13 +32,17 @@ def test_words_of_a_whole_teacher_and_of_one_that_was_trimmed_less(tmp_path):
 
 @pytest.mark.parametrize(("mine", "sizes"), [("teacher", (3, 2)), ("whole", (10, 2)), ("student", (2, 9))])
 def test_a_teacher_that_lacks_words_is_refused(mine, sizes, tmp_path):
-    student, teacher, whole = _folders(tmp_path, student=Kept(10, [1, 5]), teacher=Kept(10, [1, 3, 5]), whole=None)
+    student, teacher, whole = _folders(
+        tmp_path, student=Kept(10, [1, 5]), teacher=Kept(10, [1, 3, 5]), whole=None
+    )
     folder = {"teacher": teacher, "whole": whole, "student": student}[mine]
     with pytest.raises(InputError, match=r"distill: the student knows \d+ words and the teacher"):
         same_words(folder, whole if mine == "student" else student, *sizes)
 
 
-@pytest.mark.parametrize("text", ['{"words": 3, "kept": [1, 0]}', '{"words": 3, "kept": [5]}', '{"kept": []}'])
+@pytest.mark.parametrize(
+    "text", ['{"words": 3, "kept": [1, 0]}', '{"words": 3, "kept": [5]}', '{"kept": []}']
+)
 def test_a_damaged_file_is_refused(text, tmp_path):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(InputError, match=r"vocabulary.json: not a list of words"):

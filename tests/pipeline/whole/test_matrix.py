@@ -59,6 +59,7 @@ TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
 STAGES = {
     "finetune": [f"finetune: {{{TRAIN}}}"],
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
+    "vocabulary": ["vocabulary: {coverage: 0.8}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "factorize": ["factorize: {rank: 6}"],
@@ -78,6 +79,7 @@ STAGES["chain-smooth"] = [*STAGES["factorize"], *STAGES["int8-smooth"], *STAGES[
 STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
@@ -103,6 +105,7 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
+FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

@@ -5,7 +5,7 @@ Shapes: B = batch, S = tokens, D = width of the hidden states.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from smelt.compress.calibrate import outputs
+from smelt.compress.calibration.rows import outputs
 from smelt.compress.train.data import TensorBatch
 from smelt.families.family import Stack
 
@@ -36,7 +36,7 @@ def block_influence(
         stacks: of its family.
         batches: inputs without padding, on the device of the model.
     """
-    sums: Counter[Layer] = Counter()
+    sums: defaultdict[Layer, float] = defaultdict(float)
     tokens: Counter[Layer] = Counter()
 
     def see(layer: Layer, given: Tensor, result: Any) -> None:

@@ -32,7 +32,6 @@ class DepthSettings(Settings):
         " choose: spread",
     )
     rows: int = Field(default=128, ge=1, description="rows that block-influence and loss look at")
-    batch_size: int = Field(default=16, ge=1, description="rows per batch that loss looks at")
     dtype: StoredDtype = "keep"
 
     @field_validator("encoder_layers", "decoder_layers", "layers")

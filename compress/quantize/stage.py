@@ -14,7 +14,7 @@ from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, t
 from smelt.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
-    from smelt.compress.calibrate import CalibrationRows
+    from smelt.compress.calibration.rows import CalibrationRows
     from smelt.compress.quantize.planned import Planned
 
 
@@ -89,7 +89,7 @@ def _look(
     model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
 ) -> tuple[list[Planned], dict[int, float]]:
     """Run `model` over real rows; return the layers to quantize and the ranges of their activations."""
-    from smelt.compress.calibrate import calibration_rows
+    from smelt.compress.calibration.rows import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
     from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
     from smelt.compress.quantize.smooth import smooth

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.families.registry import family_of
+from smelt.runtime.models.structure import keeps_zeros
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def training_state(model: Any, dropout: float | None, device: torch.device) -> I
             if name in fixed:  # position tables that no file holds would be lost if they were trained
                 undo.callback(parameter.requires_grad_, parameter.requires_grad)
                 parameter.requires_grad_(False)
-        for handle in _hold_pad_rows(model):
+        for handle in [*_hold_pad_rows(model), *_hold_zeros(model)]:
             undo.callback(handle.remove)
         try:
             yield
@@ -82,6 +83,16 @@ def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStac
 def _is_rate(module: nn.Module, name: str) -> bool:
     number = isinstance(vars(module)[name], int | float) and not isinstance(vars(module)[name], bool)
     return number and (name == "dropout" or name.endswith("_dropout"))
+
+
+def _hold_zeros(model: nn.Module) -> list[Any]:
+    """Keep the zeros of masked layers: without a gradient, neither AdamW nor its weight decay moves a 0."""
+
+    def within(mask: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * mask.to(gradient.device)
+
+    weights = {id(m.weight): m.weight for m in model.modules() if keeps_zeros(m)}
+    return [w.register_hook(partial(within, w.detach() != 0)) for w in weights.values() if w.requires_grad]
 
 
 def _hold_pad_rows(model: Any) -> list[Any]:

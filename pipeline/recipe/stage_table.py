@@ -14,6 +14,7 @@ TABLE: dict[str, str] = {
     "vocabulary": "smelt.compress.vocabulary.stage:Vocabulary",
     "depth": "smelt.compress.depth.stage:Depth",
     "prune": "smelt.compress.prune.structured:Prune",
+    "sparsify": "smelt.compress.sparsify.stage:Sparsify",
     "factorize": "smelt.compress.factorize.svd:Factorize",
     "share": "smelt.compress.share.layers:Share",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",

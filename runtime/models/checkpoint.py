@@ -25,7 +25,14 @@ from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
 from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model, sentence_class
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
-from smelt.runtime.models.structure import Edit, apply_edits, read_edits, scheme_options, write_edits
+from smelt.runtime.models.structure import (
+    Edit,
+    apply_edits,
+    read_edits,
+    scheme_options,
+    with_masks,
+    write_edits,
+)
 from smelt.runtime.models.unread_tensors import is_unread
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
 from smelt.runtime.models.weights_fit import require_all_read, require_all_there
@@ -240,6 +247,7 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: Store
     Returns:
         What the user should know: weights that do not fit into 16 bits.
     """
+    edits = with_masks(model, edits)
     tensors, names = _distinct(model)
     types = stored_types(src, dtype)
     fixed = matrix_types(model)

@@ -10,6 +10,7 @@ from smelt.compress.factorize.svd import Factorize, FactorizeSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.compress.vocabulary.stage import Vocabulary
 
@@ -17,6 +18,7 @@ STAGES = {
     "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
     "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
+    "sparsify": (Sparsify(), SparsifySettings(rows=4)),
     "factorize": (Factorize(), FactorizeSettings(rank=6)),
     "share": (Share(), ShareSettings()),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
@@ -31,6 +33,7 @@ STAGES = {
         ("prune", "bert"),
         ("factorize", "gpt2"),
         ("share", "mistral"),
+        ("sparsify", "qwen3"),
         ("shortlist", "t5"),
     ],
 )

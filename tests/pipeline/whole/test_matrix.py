@@ -62,6 +62,7 @@ STAGES = {
     "vocabulary": ["vocabulary: {coverage: 0.8}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
+    "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "factorize": ["factorize: {rank: 6}"],
     "share": ["share: {}"],
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
@@ -80,6 +81,7 @@ STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finet
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
+STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
@@ -96,6 +98,7 @@ FAST |= {
     ("modernbert-embedder", "chain-binary"),
     ("distilbert-embedder", "chain-shared"),
 }
+FAST |= {("phi3", "sparsify"), ("bart", "chain-sparse"), ("bert-embedder", "sparsify")}
 FAST |= {("m2m_100", "chain-listed"), ("bart", "shortlist")}
 FAST |= {
     ("llama", "int8-groupwise"),

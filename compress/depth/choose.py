@@ -10,11 +10,12 @@ import torch
 
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
-from smelt.compress.depth.rows import labelled_batches
 from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.train.data import TensorBatch
 from smelt.compress.train.loop import label_objective, mean_loss
+from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.families.family import Stack
 from smelt.families.registry import family_of
@@ -54,10 +55,16 @@ def by_loss(
     """Return by stack the layers that are left when those go one by one without which the loss is smallest.
 
     kept: by stack the layers that were told to stay; the others of these are gone from the beginning.
+
+    Raises:
+        InputError: there are no rows, or the pairs of a sentence embedder have no scores.
     """
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
+        raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
     there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
     told: set[Layer] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
-    batches = labelled_batches(model, src, settings.rows, settings.batch_size, ctx)
+    batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
     tries = 0
 
     with _on_device(model, ctx) as device:

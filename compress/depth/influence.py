@@ -5,7 +5,7 @@ Shapes: B = batch, S = tokens, D = width of the hidden states.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +36,7 @@ def block_influence(
         stacks: of its family.
         batches: inputs without padding, on the device of the model.
     """
-    sums: Counter[Layer] = Counter()
+    sums: defaultdict[Layer, float] = defaultdict(float)
     tokens: Counter[Layer] = Counter()
 
     def see(layer: Layer, given: Tensor, result: Any) -> None:
@@ -111,9 +111,10 @@ def drop_by_loss(
 
 @contextmanager
 def _watched(model: Any, stacks: Sequence[Stack], see: See) -> Iterator[None]:
-    """Call `see` with each layer, the states that it was given and its result; what it returns counts instead.
+    """Call `see` with each layer, the states that it was given and its result.
 
-    A module that stands in several places of a stack is called once for each, in their order.
+    What it returns counts instead. A module that stands in several places of a stack is called once for each,
+    in their order.
     """
     handles = []
     for stack in stacks:

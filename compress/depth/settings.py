@@ -12,7 +12,7 @@ Layers = int | list[int]
 
 
 class DepthSettings(Settings):
-    """Settings of `depth`. A stack is given by `keep`, or by its own word: a number, or a list of places."""
+    """Settings of `depth`. A stack is given by `keep`, or by its own word: a number or a list."""
 
     keep: float | None = Field(
         default=None,
@@ -25,13 +25,13 @@ class DepthSettings(Settings):
     )
     decoder_layers: Layers | None = Field(default=None, description="decoder of an encoder-decoder: the same")
     layers: Layers | None = Field(default=None, description="models of one stack: the same")
-    importance: Literal["block-influence", "loss", "alternate", "first", "last", "random"] = Field(
-        default="block-influence",
-        description="which stay: those that change their states most; greedily, those without which the loss"
-        " on rows is highest; evenly spread ones, as distill's choose: spread; one end; drawn by the seed",
+    importance: Literal["loss", "block-influence", "alternate", "first", "last", "random"] = Field(
+        default="loss",
+        description="which stay. loss: one after another goes without which the loss is smallest;"
+        " block-influence: those that change their states most; alternate: evenly spread, as distill's"
+        " choose: spread",
     )
     rows: int = Field(default=128, ge=1, description="rows that block-influence and loss look at")
-    batch_size: int = Field(default=16, ge=1, description="rows per batch that loss looks at")
     dtype: StoredDtype = "keep"
 
     @field_validator("encoder_layers", "decoder_layers", "layers")

@@ -46,9 +46,9 @@ def _words(folder: Path) -> Words:
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         raise InputError(
-            f"vocabulary: {folder} holds a {type(tokenizer).__name__}, which is none of the tokenizers library."
-            " Those that can be trimmed: what a tokenizer.json can hold (WordPiece, BPE, Unigram), and Marian's"
-            " pair of SentencePiece models."
+            f"vocabulary: {folder} holds a {type(tokenizer).__name__}, which is none of the tokenizers"
+            " library. Those that can be trimmed: what a tokenizer.json can hold (WordPiece, BPE, Unigram),"
+            " and Marian's pair of SentencePiece models."
         )
     return words_of_json(json.loads(inner.to_str()), f"{folder}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import pairwise
 
 # The rank of a pair of neighbours (the smaller one is joined first), None where they are not joined.
 Rank = Callable[[str, str], float | None]
@@ -33,7 +34,7 @@ def joined(text: str, rank: Rank) -> tuple[list[str], set[str]]:
     """
     pieces, seen = list(text), set(text)
     while len(pieces) > 1:
-        ranks = [rank(a, b) for a, b in zip(pieces, pieces[1:], strict=False)]
+        ranks = [rank(a, b) for a, b in pairwise(pieces)]
         there = [(value, at) for at, value in enumerate(ranks) if value is not None]
         if not there:
             break

@@ -94,6 +94,10 @@ class Vocabulary:
             vocabulary_before=size, vocabulary_after=len(kept), tokenizer=words.kind,
             parameters_before=before, parameters_after=stored_parameters(model),
         )  # fmt: skip
+        if ctx.task == "language-modeling":
+            ctx.warnings.append(
+                "vocabulary: perplexity counts by token, and tokens are others now; compare bits_per_byte."
+            )
         again = load_tokenizer(ctx.out)
         for name, ids in rows.items():
             _tell(name, ids, token_rows(ctx.data[name], again, ctx.task), new, tokenizer.unk_token_id, ctx)
@@ -136,6 +140,6 @@ def _tell(
     share = found.changed / max(1, found.texts)
     if name == "validation" and share > _MANY:
         ctx.warnings.append(
-            f"vocabulary: {share:.1%} of the validation texts are cut into other tokens than before; give more"
-            " training rows, or a larger size or coverage."
+            f"vocabulary: {share:.1%} of the validation texts are cut into other tokens than before; give"
+            " more training rows, or a larger size or coverage."
         )

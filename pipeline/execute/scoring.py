@@ -21,7 +21,7 @@ from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 4
+VERSION = 5
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 
@@ -143,13 +143,13 @@ class Scorer:
         from smelt.runtime.causal import window_losses
         from smelt.runtime.models.checkpoint import load_tokenizer
         from smelt.runtime.text.limits import length_limit
-        from smelt.runtime.text.windows import cut_windows
+        from smelt.runtime.text.windows import cut_windows, joined
 
         tokenizer = load_tokenizer(runner.folder)
         text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
         losses = window_losses(runner, text, self.batch_size, progress)
-        ids = [window.tolist() for window in text.ids]
-        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, ids))
+        whole = joined(split)  # a trimmed vocabulary cuts the same text otherwise
+        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, whole))
 
     def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.execute.label_scores import score_classifier

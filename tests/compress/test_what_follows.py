@@ -12,8 +12,11 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.stage import Vocabulary
 
 STAGES = {
+    "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
     "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
     "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
@@ -26,6 +29,7 @@ STAGES = {
 @pytest.mark.parametrize(
     ("stage", "family"),
     [
+        ("vocabulary", "qwen2"),
         ("depth", "t5"),
         ("prune", "bert"),
         ("factorize", "gpt2"),

@@ -23,6 +23,7 @@ ROOMS: dict[str, str] = {
     "compress/shortlist": "test_word_table",
     "compress/sparsify": "test_pattern test_wanda test_sparsegpt",
     "compress/train": "test_losses test_classifier_losses",
+    "compress/vocabulary": "test_kept",
     "configs": "test_phrases",
     "core": "test_artifact test_data test_errors test_hub test_labels test_shares test_text",
     "core/rows": "test_arrays test_csv_rows test_json_rows",

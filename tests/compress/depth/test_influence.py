@@ -1,4 +1,6 @@
-"""Block influence against the hidden states that transformers gives; losses without layers by dropping them."""
+"""Block influence against the hidden states that transformers gives; models without layers."""
+
+from itertools import pairwise
 
 import every_family
 import pytest
@@ -25,7 +27,7 @@ def _of_states(states):
     """Return 1 - mean cos of neighbours, by the definition in the paper."""
     return [
         1 - (normalize(a.double(), dim=-1) * normalize(b.double(), dim=-1)).sum(-1).mean().item()
-        for a, b in zip(states, states[1:], strict=False)
+        for a, b in pairwise(states)
     ]
 
 

@@ -13,6 +13,7 @@ from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.depth.stage import Depth
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import Share, ShareSettings
+from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of
@@ -35,10 +36,26 @@ def _with_idle_layer(family, out):
     return out
 
 
+def test_an_embedder_without_scores_takes_block_influence():
+    split = Split("pairs.jsonl", (Example("a"), Example("b")))
+    [(setting, message)] = Depth.check_rows(DepthSettings(), "sentence-similarity", {"train": split})
+    assert setting == "importance"
+    assert "have no scores" in message
+    assert message.endswith("Or take block-influence.")
+    settings = DepthSettings(importance="block-influence")
+    assert not Depth.check_rows(settings, "sentence-similarity", {"train": split})
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_layer_that_does_nothing_goes_first(family, tmp_path):
     idle = _with_idle_layer(family, tmp_path / "idle")
-    ctx = every_family.run(Depth(), DepthSettings(keep=0.67, rows=4), idle, family, tmp_path / "out")
+    ctx = every_family.run(
+        Depth(),
+        DepthSettings(keep=0.67, importance="block-influence", rows=4),
+        idle,
+        family,
+        tmp_path / "out",
+    )
     kept = ctx.facts["kept_layers"]
     assert list(kept.values()) == [[0, 2]] * len(kept)
     before, after = load_model(idle)[0], load_model(ctx.out)[0]
@@ -167,7 +184,8 @@ def test_keep_that_takes_nothing_warns(tmp_path):
         Depth(), DepthSettings(keep=0.9), every_family.of_layers("bert", 3), "bert", tmp_path / "out"
     )
     assert ctx.warnings == [
-        "depth: keep 0.9 of the 3 layers is, to the nearest whole number and at least one, all of them; none goes."
+        "depth: keep 0.9 of the 3 layers is, to the nearest whole number and at least one, all"
+        " of them; none goes."
     ]
     assert ctx.facts["kept_layers"] == {"layers": [0, 1, 2]}
 

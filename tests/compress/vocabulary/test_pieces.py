@@ -84,6 +84,18 @@ def test_steps_by_hand():
     assert steps_to("cd", rank) == frozenset()  # it is never joined
 
 
+def test_a_merge_goes_with_either_of_its_sides():
+    """Llama's list holds every way to join a token, also those that no text goes."""
+    vocab = {token: at for at, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
+    merges = [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"]]
+    data = {"model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+    words = words_of_json(data, "here")
+    assert words.parts(5) == {0, 1, 2, 3}
+    left = trimmed(data, {at: new for new, at in enumerate([0, 1, 2, 3, 5])})["model"]
+    assert left["merges"] == [["a", "b"], ["ab", "c"]]
+    assert Tokenizer(models.BPE(left["vocab"], [tuple(m) for m in left["merges"]])).encode("abc").ids == [4]
+
+
 def test_scores_rank_by_what_comes_out():
     rank = by_scores({"ab": -1.0, "bc": -2.0, "abc": -3.0})
     assert joined("abc", rank) == (["abc"], {"a", "b", "c", "ab", "abc"})

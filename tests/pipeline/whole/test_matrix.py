@@ -59,6 +59,7 @@ TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
 STAGES = {
     "finetune": [f"finetune: {{{TRAIN}}}"],
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
+    "vocabulary": ["vocabulary: {coverage: 0.8}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
     "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
     "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
@@ -82,6 +83,7 @@ STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finet
 STAGES["chain-inside"] = [*STAGES["prune"], *STAGES["lora"], *STAGES["distill-inside"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
@@ -110,6 +112,7 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
+FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

@@ -109,7 +109,7 @@ class Genai:
             " the model's.",
         )
         install = "pip install 'onnxruntime-genai>=0.18'"
-        return HowTo(install, 'python answer.py "TEXT"', (("python", program),), notes)
+        return HowTo(install, 'python answer.py "TEXT"', (("python", f"# answer.py\n{program}"),), notes)
 
 
 def genai_config(source: Path, config: dict[str, Any], decoding: Decoding) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from smelt.export.package.form import HowTo
 NUMBERS, STRINGS = "model.onnx", "model_text.onnx"
 GENERATES = ("translation", "summarization", "language-modeling")
 _PYTHON, _NODE = "answer.py", "answer.mjs"
+# its scripts would fetch what GPUs need
+_INSTALL_IN_NODE = "npm install --ignore-scripts onnxruntime-node"
 _SHOWN = 24  # characters of an awkward text
 
 _FROM_STRINGS = """\
@@ -54,7 +56,6 @@ print(*session.run(["{answer}"], taken)[0][0].tolist())
 """
 
 _IN_NODE = """\
-// npm install onnxruntime-node
 import {{ fileURLToPath }} from "node:url";
 import * as ort from "onnxruntime-node";
 
@@ -103,7 +104,8 @@ def how_to(folder: Path, answers: tuple[str, str], why: str | None, awkward: Seq
     file, answer = (NUMBERS, numbers) if why is not None else (STRINGS, strings)
     python = made.format(file=file, answer=answer)
     (folder / _PYTHON).write_text(python, encoding="utf-8")
-    load = (("python", python), ("javascript", node))
+    in_node = f"{_INSTALL_IN_NODE}\nnode {_NODE} 5 6 7"
+    load = (("bash", in_node), ("python", f"# {_PYTHON}\n{python}"), ("javascript", f"// {_NODE}\n{node}"))
     if why is not None:
         said = (plain, f"No file takes strings: {why}.")
         return HowTo("pip install onnxruntime numpy", f"python {_PYTHON} 5 6 7", load, said)
@@ -111,7 +113,7 @@ def how_to(folder: Path, answers: tuple[str, str], why: str | None, awkward: Seq
         f"`{STRINGS}` takes `texts` and gives `{strings}`: `python {_PYTHON} TEXT...`. Its tokenizer is"
         " operators of onnxruntime-extensions, which Python and C# can load (`RegisterOrtExtensions()`, not"
         " run here), and onnxruntime-node and onnxruntime-web cannot.",
-        f"{plain} `node {_NODE} 5 6 7` runs it. Each file is whole in itself: copy the one you need.",
+        f"{plain} `{_NODE}` runs it in Node. Each file is whole in itself: copy the one you need.",
         "10,000 texts by rule, of the words of its vocabulary, are read as by the model's own tokenizer.",
     ]
     if awkward:

@@ -96,7 +96,9 @@ class Triton:
             " has to have the backends that config.pbtxt names.",
             "`client.py` asks the server once it runs; `--server` says where that is.",
         )
-        return HowTo(f"pip install numpy {reader}", run, (("bash", ask), ("python", _CLIENT)), notes)
+        return HowTo(
+            f"pip install numpy {reader}", run, (("bash", ask), ("python", f"# client.py\n{_CLIENT}")), notes
+        )
 
 
 def _write_graph(

@@ -90,18 +90,17 @@ def _turn(source: str, result: str) -> Any:
 
 
 def _dequantize(graph: Any, node: Any, shapes: dict[str, list[int]]) -> Any:
-    """Return the DequantizeLinear of a matrix; that of a table that is looked up in has its zero points too.
+    """Return the DequantizeLinear of a matrix, with its zero points, though all are 0.
 
-    On processors without VNNI ONNX Runtime 1.31 turns the codes to uint8; where no zero points are given, it
-    gives them one, and then refuses a single one beside a scale for each row. Products it fuses before.
+    On processors without VNNI ONNX Runtime 1.31 turns such codes to uint8, where it has not fused them;
+    without zero points it gives them one, and then refuses a single one beside a scale for each row.
     """
     from onnx import helper, numpy_helper
 
     result, axis, inputs = node.output[0], DEQUANTIZED[node.op_type], list(node.input)
-    if node.op_type == "DequantizedRows":
-        zeros = f"{result}.zeros"
-        graph.initializer.append(numpy_helper.from_array(np.zeros(shapes[inputs[1]], dtype=np.int8), zeros))
-        inputs.append(zeros)
+    zeros = f"{result}.zeros"
+    graph.initializer.append(numpy_helper.from_array(np.zeros(shapes[inputs[1]], dtype=np.int8), zeros))
+    inputs.append(zeros)
     return helper.make_node("DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis)
 
 

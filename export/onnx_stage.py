@@ -184,8 +184,8 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     if settings.target in PROVIDERS:
         from smelt.export.tensorrt.provider_options import write_provider
 
-        told = settings.engine or ProviderSettings()
-        ctx.facts["profile"] = write_provider(settings.target, filed, told, source, ctx)
+        engine = settings.engine or ProviderSettings()
+        ctx.facts["profile"] = write_provider(settings.target, filed, engine, source, ctx)
     if settings.threads is not None:
         size = settings.tuned_for.batch_size
         write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)

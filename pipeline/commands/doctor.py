@@ -12,6 +12,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -204,9 +205,7 @@ def _providers() -> Iterator[Finding]:
         elif (lack := lack_of(target)) is not None:
             yield Finding("runtimes", name, False, "cannot be loaded", lack)
         else:
-            yield _attempt(
-                name, lambda t=target: _engine(t), "see docs/tensorrt.md, TensorRT in ONNX Runtime"
-            )  # type: ignore[misc]
+            yield _attempt(name, partial(_engine, target), "see docs/tensorrt.md, TensorRT in ONNX Runtime")
 
 
 def _engine(target: str) -> str:

@@ -41,8 +41,8 @@ class OnnxSettings(Settings):
     process may use. tune: choose by measuring, on this machine, as which operator a quantized product leaves
     where its scheme leaves a choice; for greedy calls of one text, or `tune: {batch_size: 8, beams: 4}`.
     loop: also write the whole generation as one graph, which is what smelt then runs; on ort-cpu, for models
-    that generate. engine: what TensorRT's providers are told, `engine: {max_batch_size: 16, lengths: {opt: 32,
-    max: 128}}`.
+    that generate. engine: what TensorRT's providers are told, `engine: {max_batch_size: 16, lengths:
+    {opt: 32, max: 128}}`.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (

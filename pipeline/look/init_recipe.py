@@ -54,12 +54,13 @@ _SEEN_ROWS = 2000
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine a recipe depends on. cores: physical ones."""
+    """What of this machine a recipe depends on. cores: physical ones. provider: TensorRT in ONNX Runtime."""
 
     cores: int
     gpu: bool
     tensorrt: bool
     openvino: bool = False
+    provider: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ def look_at_machine() -> Machine:
 
     from smelt.evaluate.environment import physical_cores
     from smelt.look.machine import has_cuda
+    from smelt.runtime.backends.ort_tensorrt.provider import lack_of
 
     tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
-    return Machine(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None)
+    provider = has_cuda() and lack_of("ort-tensorrt") is None
+    return Machine(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None, provider)
 
 
 def init_recipe(
@@ -301,6 +304,9 @@ def _leaving(machine: Machine) -> Iterator[_Step]:
     if machine.gpu or machine.tensorrt:
         yield _Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
         yield _Step("tensorrt", "{}", "skipped where it cannot run", optional=True)
+    if machine.provider:
+        how = "{target: ort-tensorrt, dtype: fp16}"
+        yield _Step("onnx", how, "engines that ONNX Runtime builds", "ort-tensorrt", "small", optional=True)
 
 
 def _lines(step: _Step) -> Iterator[str]:

@@ -83,7 +83,8 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
     elif step.optional:
         parts.append("optional")
     if step.unscored and not step.unavailable:
-        parts.append("built, not scored (needs a CUDA GPU)")
+        built = "built, not scored (needs a CUDA GPU)"
+        parts.append(built if step.format == "tensorrt" else f"not scored: {step.unscored}")
     yield from textwrap.wrap(
         "  ".join(parts), WIDTH, initial_indent=first, subsequent_indent=f"{rest}    ", break_on_hyphens=False
     )

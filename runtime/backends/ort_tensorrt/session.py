@@ -59,13 +59,15 @@ def open_session(provider: Provider, path: Path, told: Told, threads: int | None
 
 def made_for(provider: Provider, graph: str, options: Mapping[str, str]) -> dict[str, Any]:
     """Return all that an engine depends on, JSON-able."""
-    packages = rtx_packages() if provider is RTX else tensorrt_packages()
+    # a library on the loader's path may be of another version than the package that is installed
+    library = "" if provider is RTX else "".join(str(path.resolve()) for path in _libraries()[:1])
     return {
         "provider": provider.name,
         "graph_sha256": graph,
         "options": dict(options),
         "onnxruntime": onnxruntime_here(),
-        "tensorrt": packages or {"library": str(_libraries()[:1])},
+        "tensorrt": rtx_packages() if provider is RTX else tensorrt_packages(),
+        "library": library,
         "gpus": [list(gpu) for gpu in cuda_gpus()],
     }
 

@@ -55,7 +55,10 @@ class Counting:
     def note(self, name: str, shape: tuple[int, ...]) -> None:
         self.fed.append((name, shape))
         if name in self.most and name != "num_logits_to_keep":
-            assert all(n <= most for n, most in zip(shape, self.most[name], strict=True)), (name, shape)
+            most = list(self.most[name])
+            if name.startswith("past_key_values."):
+                most[2] += 1  # bound after the last call, for one that does not come
+            assert all(n <= m for n, m in zip(shape, most, strict=True)), (name, shape)
 
     def run(self, names: Any, feeds: Any) -> Any:
         for name, values in feeds.items():

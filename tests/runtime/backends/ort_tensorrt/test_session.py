@@ -54,11 +54,13 @@ def test_another_graph_than_the_one_that_was_told_of_is_refused(graph: Path) -> 
 def test_an_engine_depends_on_graph_options_versions_and_gpus(graph: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(session, "cuda_gpus", lambda: (("NVIDIA L4", "8.9"),))
     monkeypatch.setattr(session, "tensorrt_packages", lambda: {"tensorrt-cu13": "10.16.1.11"})
+    library = Path("/somewhere/libnvinfer.so.10")
+    monkeypatch.setattr(session, "_libraries", lambda: [library])
     found = made_for(TENSORRT, "abc", {"trt_fp16_enable": "True"})
     assert found == {
         "provider": TENSORRT.name, "graph_sha256": "abc", "options": {"trt_fp16_enable": "True"},
         "onnxruntime": session.onnxruntime_here(), "tensorrt": {"tensorrt-cu13": "10.16.1.11"},
-        "gpus": [["NVIDIA L4", "8.9"]],
+        "library": str(library), "gpus": [["NVIDIA L4", "8.9"]],
     }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ ROOMS: dict[str, str] = {
     "evaluate/latency": "test_summary test_rounds test_settings test_prompts test_watch",
     "evaluate/report": "test_chart test_html test_markdown test_schema test_table test_view",
     "export": "test_stored_once test_load_time",
+    "export/foreign": "test_fp16",
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",
     "export/package/hub": "test_card",

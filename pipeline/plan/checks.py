@@ -139,7 +139,9 @@ class Checker:
         return None
 
     def _load(self, draft: _Draft) -> None:
-        draft.cls = stage_table.load_stage(draft.entry.word)
+        word = draft.entry.word
+        from_graph = self._begins_as == "onnx"
+        draft.cls = stage_table.load_stage(stage_table.ON_GRAPHS.get(word, word) if from_graph else word)
         settings_type: type[Settings] = draft.cls.settings_type
         draft.settings, wrong = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
         draft.wrong = frozenset(str(place[0]) for place in wrong if place)
@@ -226,7 +228,14 @@ class Checker:
             reality = f"its parent step '{draft.parent}' gives {given}"
             self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
             return
-        quantized = next((d for d in above if d.entry.word == "quantize"), None)
+        if getattr(draft.cls, "foreign", False) and self._begins_as != "onnx":
+            self.mistakes.add(
+                path,
+                f"{word} is for ONNX models that a recipe starts from; what smelt exports is simplified on"
+                " the way, quantized by `quantize` before it, narrowed by `onnx: {dtype: fp16}`.",
+            )
+            return
+        quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-graph")), None)
         if quantized and getattr(draft.settings, "lora", None) is not None:
             self.mistakes.add(
                 (*path, "lora"),
@@ -258,6 +267,13 @@ class Checker:
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
             assert parent is not None
+            if self._begins_as == "onnx":
+                self.mistakes.add(
+                    draft.entry.path,
+                    f"tensorrt reads symmetric int8, and '{parent.name}' is for {made_for}; give"
+                    f" `{parent.entry.word}: {{scheme: int8-static, target: tensorrt}}`.",
+                )
+                return
             self.mistakes.add(
                 draft.entry.path,
                 f"tensorrt reads graphs with target tensorrt, but '{parent.name}' has target {made_for};"

@@ -20,8 +20,13 @@ TABLE: dict[str, str] = {
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
+    "simplify": "smelt.export.foreign.simplify:Simplify",
+    "quantize-graph": "smelt.export.foreign.quantize:QuantizeGraph",
+    "fp16": "smelt.export.foreign.fp16:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
+# What a word means behind an ONNX graph that a recipe starts from.
+ON_GRAPHS = {"quantize": "quantize-graph"}
 
 
 def load_stage(word: str) -> type[Stage[Any]]:

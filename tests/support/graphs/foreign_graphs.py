@@ -104,3 +104,41 @@ def pointing(location: str, **said: str) -> Any:
     for key, text in {"location": location, **said}.items():
         tensor.external_data.add(key=key, value=text)
     return made
+
+
+def artifact(folder: Path, model: Any, **facts: Any) -> Any:
+    """Write `model` as the first artifact of a run of the task `tensors`, without a store."""
+    from smelt.core.artifact import MANIFEST, FileRecord, Manifest, read_artifact
+    from smelt.core.files import sha256_of, write_json
+    from smelt.runtime.foreign.signature import write_signature
+    from smelt.runtime.foreign.values import signature_of
+
+    save(model, folder / "model.onnx")
+    write_signature(folder, signature_of(model))
+    files = {
+        p.name: FileRecord(sha256=sha256_of(p), size_bytes=p.stat().st_size)
+        for p in folder.iterdir()
+        if p.name != MANIFEST
+    }
+    manifest = Manifest(
+        key="0" * 64, format="onnx", task="tensors", stage="model", settings={}, seed=0, parent=None,
+        versions={}, files=files, facts={"foreign": True, "target": "ort-cpu", **facts},
+    )  # fmt: skip
+    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    return read_artifact(folder)
+
+
+def split(count: int = 24, seed: int = 2) -> Any:
+    """Return rows of `x` for `two_layers` as a split of a recipe."""
+    from smelt.core.data import split_of
+    from smelt.core.rows.arrays import Arrays
+
+    x = np.random.default_rng(seed).normal(size=(count, 8)).astype(np.float32)
+    return split_of("rows.npz", Arrays({"x": x}, count))
+
+
+def classes(path: Path, data: Any) -> Any:
+    """Return what a graph gives for the rows of a split, float32 [n, 4], where int8 products are exact."""
+    from smelt.runtime.backends.onnx_session import open_session
+
+    return open_session(path, 1).run(None, dict(data.arrays.values))[0]

@@ -26,7 +26,7 @@ from smelt.runtime.backends.device import torch_device
 def squared_gradients(
     model: Any,
     rows: CalibrationRows,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     objective: Objective,
     ctx: Context,
 ) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def _one_by_one(batch: TensorBatch) -> list[TensorBatch]:
 def _summed(
     model: Any,
     batches: list[TensorBatch],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     objective: Objective,
     ctx: Context,
 ) -> dict[str, Tensor]:

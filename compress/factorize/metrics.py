@@ -73,7 +73,7 @@ def found_metrics(
     rows = calibration_rows(model, src, settings.rows, ctx, "factorize", labels=fisher)
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     if fisher:
-        weights: dict[str, nn.Parameter] = {name: layer.weight for name, layer in layers.items()}
+        weights = {name: layer.weight for name, layer in layers.items()}
         information = squared_gradients(model, rows, weights, label_objective(), ctx)
         yield Metrics(settings, rows, information=information)
     elif settings.method == "svd":

@@ -75,10 +75,10 @@ def change(
         there = [new.get(at) for at in old]
         kept += sum(at is not None for at in there)
         changed += there != list(now)
-        wrong += None not in there and there != list(now)
+        wrong += all(at is not None for at in there) and there != list(now)
     tokens, tokens_after = (sum(map(len, rows)) for rows in (before, after))
     strange = [
-        sum(row.count(at) for row in map(list, rows))
+        0 if at is None else sum(list(row).count(at) for row in rows)
         for rows, at in ((before, unknown), (after, None if unknown is None else new.get(unknown)))
     ]
     return Change(

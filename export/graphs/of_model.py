@@ -111,9 +111,10 @@ def _prepare(graph: Graph) -> None:
     """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
     graph.module.eval()
     pack_projections(graph.module.attentions)
-    for module in graph.module.modules():
-        if is_quantized(module):
-            module.matrix.prepare_export("product" if isinstance(module, QuantizedLinear) else "lookup")
+    layers = [module for module in graph.module.modules() if is_quantized(module)]
+    # lookups first: a product leaves otherwise where its matrix is looked up in, too
+    for layer in sorted(layers, key=lambda layer: isinstance(layer, QuantizedLinear)):
+        layer.matrix.prepare_export("product" if isinstance(layer, QuantizedLinear) else "lookup")
 
 
 def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:

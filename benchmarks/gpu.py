@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
+ORT = "benchmarks/recipes/gpu-ort.yaml"
 _LINES = 60
 """Of a part's output, the last ones that go into the page."""
 _LEAST = 20
@@ -45,13 +46,28 @@ assert float(loss) < before
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to run. seconds: at most. report: a page of the run that goes into ours."""
+    """One thing to run.
+
+    seconds: at most. report: a page of the run that goes into ours. libraries: a variable with a folder that
+    the loader looks in first.
+    """
 
     name: str
     what: str
     command: tuple[str, ...]
     seconds: int
     report: Path | None = None
+    libraries: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables of its process."""
+        found = os.environ | {"COLUMNS": "110"}
+        first = os.environ.get(self.libraries, "") if self.libraries else ""
+        if first:
+            rest = os.environ.get("LD_LIBRARY_PATH", "")
+            found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (first, rest)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -70,31 +86,45 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
         (python, "-m", "smelt"),
         (python, "-m", "pytest", "-q", "-rA", "-n", "0", "-m", "gpu"),
     )
+    rtx = [
+        word for step in ("fp32", "fp16", "int8") for word in ("--set", f"ort-{step}.target=ort-tensorrt-rtx")
+    ]
     training = (*smelt, "run", "quickstart", "--until", "recovered", "--set", "device=cuda", "--fresh")
     return (
-        Part("doctor", "what is installed and works here", (*smelt, "doctor"), 90),
+        Part("doctor", "what is installed and works here", (*smelt, "doctor"), 60),
         Part(
             "tests", "the tests that wait for a GPU: CUDA beside the CPU, real engines beside ONNX Runtime",
-            (*tests, "tests"), 300,
+            (*tests, "tests"), 240,
         ),
         Part(
             "training", "prune, factorize, distil on CUDA in float32, scored",
-            (*training, "--out", str(RUNS / "gpu-training")), 240, RUNS / "gpu-training" / "report.md",
+            (*training, "--out", str(RUNS / "gpu-training")), 200, RUNS / "gpu-training" / "report.md",
         ),
         Part(
             "training-bf16", "the same in bf16",
-            (*training, "--set", "recovered.precision=bf16", "--out", str(RUNS / "gpu-training-bf16")), 240,
+            (*training, "--set", "recovered.precision=bf16", "--out", str(RUNS / "gpu-training-bf16")), 180,
             RUNS / "gpu-training-bf16" / "report.md",
         ),
         Part(
             "tensorrt", "ort-cuda and TensorRT in fp32, tf32, fp16, bf16 and int8: quality beside the"
             " untouched model (parity), latency interleaved; several profiles, stripped, compatible engines",
-            (*smelt, "run", "benchmarks/recipes/gpu.yaml", "--out", str(RUNS / "gpu"), "--fresh"), 840,
+            (*smelt, "run", "benchmarks/recipes/gpu.yaml", "--out", str(RUNS / "gpu"), "--fresh"), 700,
             RUNS / "gpu" / "report.md",
         ),
         Part(
+            "ort-tensorrt", "TensorRT inside of ONNX Runtime in fp32, fp16 and int8, engines built when a"
+            " graph is opened and kept: quality beside the untouched model, latency interleaved",
+            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-ort"), "--fresh"), 260,
+            RUNS / "gpu-ort" / "report.md", "SMELT_TENSORRT_10",
+        ),
+        Part(
+            "ort-tensorrt-rtx", "the same by the plug-in of TensorRT for RTX; on a GPU that is none, why not",
+            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-rtx"), "--fresh", *rtx), 100,
+            RUNS / "gpu-rtx" / "report.md",
+        ),
+        Part(
             "bitsandbytes", "a layer and an optimizer of bitsandbytes on CUDA (no stage of smelt uses them)",
-            (python, "-c", BITSANDBYTES), 90,
+            (python, "-c", BITSANDBYTES), 60,
         ),
     )  # fmt: skip
 
@@ -122,7 +152,7 @@ def run(part: Part, seconds: float) -> Outcome:
     try:
         done = subprocess.run(
             part.command, cwd=ROOT, text=True, timeout=limit, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "110"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=part.environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         told = error.output or ""

@@ -17,7 +17,9 @@ from smelt.core.files import sha256_of
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
+SUMS = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
 _REBUILD = "Run the recipe again with --fresh to build it anew."
+_COPY_AGAIN = f"Copy the package again, or write it anew with `smelt package` ({SUMS} lists its files)."
 # A manifest lists a few dozen files and what a stage found out; more is not one of ours.
 _MAX_MANIFEST_BYTES = 64_000_000
 # What a manifest need not list: nothing reads it as part of a model. Besides these: hidden names, which
@@ -25,7 +27,9 @@ _MAX_MANIFEST_BYTES = 64_000_000
 # (export/package) has for its user, who may change it.
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"})
 _NOTES = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.*\.md", re.IGNORECASE)
-_OF_PACKAGES = frozenset({"infer.py", "infer.json", "requirements.txt", "Dockerfile", "SHA256SUMS"})
+_COMPILED = "__pycache__"  # which Python leaves where a package's infer.py is imported
+_PACKAGED, _README_CHARACTERS = re.compile(r"packaged by smelt as `([\w.-]{1,40})`"), 20_000
+_OF_PACKAGES = frozenset({"infer.py", "serve.py", "infer.json", "requirements.txt", "Dockerfile", SUMS})
 
 
 class FileRecord(BaseModel):
@@ -83,15 +87,16 @@ class Artifact:
         ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
         return sum(r.size_bytes for n, r in self.manifest.files.items() if n.endswith(ends))
 
-    def verify(self, mend: str = _REBUILD) -> None:
+    def verify(self, mend: str | None = None) -> None:
         """Compare every file with its recorded size and hash.
 
         Args:
-            mend: how to repair it, the end of the message.
+            mend: how to repair it, the end of the message; None: what fits a run, or a package.
 
         Raises:
             InputError: a file is missing or has other bytes than when it was written.
         """
+        mend = mend or (_COPY_AGAIN if (self.path / SUMS).is_file() else _REBUILD)
         for name, record in self.manifest.files.items():
             path = self.path / name
             try:
@@ -135,6 +140,21 @@ def _run_of(path: Path) -> str:
     return f" It is the folder of a run; its artifacts are in {path / 'artifacts'}: {names}."
 
 
+def _package_of(path: Path) -> str:
+    """Return which form of package `path` is, if it is one that others open; else nothing."""
+    try:
+        with (path / "README.md").open(encoding="utf-8") as stream:
+            found = _PACKAGED.search(stream.read(_README_CHARACTERS))
+    except (OSError, ValueError):
+        return ""
+    if found is None or not (path / SUMS).is_file():
+        return ""
+    return (
+        f" It is a package of the form '{found[1]}', which others open (README.md says how). smelt opens"
+        " packages of the forms standalone and huggingface, and the artifact that this one was made of."
+    )
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the artifact in the folder `path`; the other files are not looked at.
 
@@ -147,7 +167,7 @@ def read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path}: no such folder. An artifact is a folder such as runs/x/artifacts/onnx.")
     if not file.is_file():
         missing = f"no {MANIFEST} in this folder, so it is not a smelt artifact."
-        raise InputError(f"{path}: {missing}{_run_of(path)}")
+        raise InputError(f"{path}: {missing}{_run_of(path)}{_package_of(path)}")
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")
@@ -193,6 +213,6 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, str]]:
 
 def is_harmless(inside: Path) -> bool:
     """Say whether nothing reads the file, by its name relative to the folder, as part of a model."""
-    if inside.as_posix() in _OF_PACKAGES or any(part.startswith(".") for part in inside.parts):
+    if inside.as_posix() in _OF_PACKAGES or any(p.startswith(".") or p == _COMPILED for p in inside.parts):
         return True
     return inside.name.lower() in _OF_SYSTEMS or _NOTES.fullmatch(inside.name) is not None

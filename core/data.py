@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
+from smelt.core.rows.arrays import Arrays, read_arrays
 from smelt.core.rows.reading import Rows, hub_rows, read_file
 from smelt.core.rows.scores import read_score, require_alike
 from smelt.core.rows.text_files import file_kind, read_text_file
@@ -25,9 +26,18 @@ from smelt.core.windows import Windows
 
 SplitName = Literal["train", "validation", "calibration", "test"]
 Task = Literal[
-    "translation", "summarization", "text-classification", "language-modeling", "sentence-similarity"
+    "translation",
+    "summarization",
+    "text-classification",
+    "language-modeling",
+    "sentence-similarity",
+    "tensors",
 ]
-TASKS: tuple[Task, ...] = get_args(Task)
+# From arrays to arrays, whatever they mean: of an ONNX graph that somebody else exported.
+TENSORS: Task = "tensors"
+EVERY_TASK: tuple[Task, ...] = get_args(Task)
+# The tasks of texts, which families of models are for.
+TASKS: tuple[Task, ...] = tuple(task for task in EVERY_TASK if task != TENSORS)
 # The task in which a text becomes a vector; its rows are texts, or pairs of them, which are read one by one.
 SIMILARITY: Task = "sentence-similarity"
 # Tasks in which a text becomes another text.
@@ -73,12 +83,14 @@ class Example:
 class Split:
     """The rows of one split, in file order, and where they came from.
 
-    windows: how the rows are joined and cut again; only for language modeling.
+    windows: how the rows are joined and cut again; only for language modeling. arrays: what the rows hold
+    where they are arrays; the text of an example is then the place of its row in them.
     """
 
     origin: str
     examples: tuple[Example, ...] = field(repr=False)
     windows: Windows | None = None
+    arrays: Arrays | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -86,21 +98,31 @@ class Split:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the rows' content; equal rows give equal keys wherever they lie."""
+        if self.arrays is not None:
+            return self.arrays.fingerprint
         rows = hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
         return rows if self.windows is None else hash_of([rows, self.windows.model_dump()])
 
     def some(self, places: Iterable[int]) -> Split:
         """Return the rows at `places`."""
+        if self.arrays is not None:
+            return split_of(self.origin, self.arrays.some(list(places)))
         return Split(self.origin, tuple(self.examples[i] for i in places), self.windows)
 
     def head(self, rows: int | None) -> Split:
         """Return the first `rows` rows (all for None)."""
-        return self if rows is None else Split(self.origin, self.examples[:rows], self.windows)
+        return self if rows is None else self.some(range(min(rows, len(self))))
 
     @property
     def labelled(self) -> bool:
         """Whether the rows have labels; of one split all have, or none."""
         return bool(self.examples) and self.examples[0].label is not None
+
+
+def split_of(origin: str, arrays: Arrays) -> Split:
+    """Return the rows of `arrays` as a split."""
+    rows = tuple(Example(str(at), row=at + 1) for at in range(arrays.rows))
+    return Split(origin, rows, arrays=arrays)
 
 
 def texts_read(examples: Sequence[Example], task: Task) -> tuple[list[str], list[str | None] | None]:
@@ -122,6 +144,8 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
             the nearest).
     """
     path = (base / origin).expanduser()
+    if task == TENSORS:
+        return split_of(origin, read_arrays(path, name))
     if path.is_file():
         if task == "language-modeling" and file_kind(path) == ".txt":
             return _read_lines(path, origin, name)

@@ -145,8 +145,6 @@ def size_of(folder: Path) -> int:
             found = path.stat()
             total += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return total
-    """Return the bytes of all files below `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,12 +8,15 @@ arXiv:2111.00169). Letters of every script stay as they are, right-to-left ones 
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 _KEPT = frozenset("\n\t")
 # Controls (Cc), halves of surrogate pairs (Cs), and of the format characters (Cf) those that turn
 # directions; joiners, which Persian and emoji need, stay.
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# What begins with a vowel's sound; names that are spelled out (mpnet, m2m_100, xlm) have their letter's.
+_AN = re.compile(r"[aeio]|u[lmp]|un(?!i|et)|[fhlmnrx](?![aeiouhlr])[\w]|[mnx]l", re.IGNORECASE)
 
 
 def printable(text: str) -> str:
@@ -41,3 +44,13 @@ def _is_unsafe(character: str) -> bool:
 def _escape(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def article(word: object) -> str:
+    """Return `word` behind "a" or "an", as it is spoken: "an onnx", "an mpnet", "a roberta"."""
+    return f"an {word}" if _AN.match(str(word)) else f"a {word}"
+
+
+def count(number: int, word: str) -> str:
+    """Return "1 text", "2 texts"."""
+    return f"{number:,} {word}{'s' * (number != 1)}"

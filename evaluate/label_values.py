@@ -105,6 +105,7 @@ LABEL_VALUES: dict[str, Callable[[Array, Array], Array]] = {
     "f1_micro": micro_f1,
     "f1_macro": mean_f1,
     "subset_accuracy": share_right,
+    "top1": share_right,
     "pearson": pearson,
     "spearman": spearman,
     "mse": mean_squared_error,

@@ -33,6 +33,8 @@ METRICS: dict[str, Metric] = {
     "spearman": Metric("Spearman", "Spearman"),
     "mse": Metric("MSE", "MSE", higher_is_better=False),
     "agreement": Metric("cosine", "Agreement"),
+    "top1": Metric("%", "Top-1 agreement"),
+    "relative_error": Metric("%", "Relative error", higher_is_better=False),
     "perplexity": Metric("perplexity", "Perplexity", higher_is_better=False),
     "bits_per_byte": Metric("bits/byte", "Bits per byte", higher_is_better=False),
 }

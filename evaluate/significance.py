@@ -26,9 +26,11 @@ _CELLS = 4_000_000  # weights held at a time: 32 MB
 
 Array = NDArray[np.float64]
 # whose rows are a prediction and what it should have been, right or wrong
-_HITS = frozenset({"accuracy", "subset_accuracy"})
+_HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
-_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement"})
+_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement", "relative_error"})
+# of running text, which two tokenizers cut into other windows
+_WINDOWS = frozenset({"perplexity", "bits_per_byte"})
 
 
 class Statistics(BaseModel):
@@ -39,8 +41,9 @@ class Statistics(BaseModel):
     in prediction, reference and both; rouge: F1 in 0..1; accuracy and f1: predicted label, gold label;
     f1_micro and f1_macro: K times 0 or 1 as predicted, then as in the gold set; subset_accuracy: 1 where
     the whole set is right, then 1; pearson, spearman, mse: predicted number, gold number; agreement,
-    where a row is a text: the cosine with the baseline's vector; perplexity and bits_per_byte, where a row is
-    a window: nats, tokens, bytes.
+    where a row is a text: the cosine with the baseline's vector (of a graph's outputs: with the untouched
+    one's); relative_error: a share; top1: 1 where the row's choices are the same, then 1; perplexity and
+    bits_per_byte, where a row is a window: nats, tokens, bytes.
     examples: a hash of the references or gold labels; only equal ones can be compared in pairs.
     """
 
@@ -83,11 +86,14 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> tupl
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap."""
+    """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
+
+    The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
+    """
     _check_pair(step, other)
     if step.metric in _HITS:
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
-    return _middle(_resampled(step) - _resampled(other), confidence)
+    return _middle(_differences(step, other), confidence)
 
 
 def _middle(drawn: Array, confidence: float) -> tuple[float, float]:
@@ -157,7 +163,7 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     if step.metric in _HITS:
         p_value = _mcnemar(*_discordant(step, other))
     else:
-        p_value = _two_sided(_resampled(step) - _resampled(other))  # one seed: both see the same examples
+        p_value = _two_sided(_differences(step, other))
     return {"difference": difference, "ci95": [low, high], "p_value": p_value}
 
 
@@ -169,10 +175,18 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
                 f"These scores cannot be compared in pairs: their {what} differ, {one!r} and {two!r}."
                 " Score both steps on the same data with the same settings."
             )
-    if len(step.rows) != len(other.rows):
+    if len(step.rows) != len(other.rows) and step.metric not in _WINDOWS:
         raise InputError(
             f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples."
         )
+
+
+def _differences(step: Statistics, other: Statistics) -> Array:
+    """Return the difference on each of the resamples, [R]: in pairs where the examples are the same ones."""
+    one, two = _resampled(step), _resampled(other)  # one seed: both see the same examples
+    if step.metric in _WINDOWS and [row[1:] for row in step.rows] != [row[1:] for row in other.rows]:
+        two = np.roll(two, 1)  # another draw beside each
+    return one - two
 
 
 def _two_sided(drawn: Array) -> float:

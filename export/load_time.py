@@ -54,7 +54,7 @@ def spell_out(model: Any) -> int:
         elif node.op_type == "FloatScales":
             nodes.append(_cast(source, result))
         elif node.op_type in DEQUANTIZED:
-            nodes.append(_dequantize(node))
+            nodes.append(_dequantize(graph, node, shapes))
         elif node.op_type == "Transposed":
             nodes.append(_turn(source, result))
         else:
@@ -89,11 +89,19 @@ def _turn(source: str, result: str) -> Any:
     return helper.make_node("Transpose", [source], [result], f"{result}.turn", perm=[1, 0])
 
 
-def _dequantize(node: Any) -> Any:
-    from onnx import helper
+def _dequantize(graph: Any, node: Any, shapes: dict[str, list[int]]) -> Any:
+    """Return the DequantizeLinear of a matrix, with its zero points, though all are 0.
 
-    result, axis = node.output[0], DEQUANTIZED[node.op_type]
-    return helper.make_node("DequantizeLinear", node.input, [result], f"{result}.dequantize", axis=axis)
+    On processors without VNNI ONNX Runtime 1.31 turns such codes to uint8, where it has not fused them;
+    without zero points it gives them one, and then refuses a single one beside a scale for each row.
+    """
+    from onnx import helper, numpy_helper
+
+    result, axis, inputs = node.output[0], DEQUANTIZED[node.op_type], list(node.input)
+    zeros = f"{result}.zeros"
+    graph.initializer.append(numpy_helper.from_array(np.zeros(shapes[inputs[1]], dtype=np.int8), zeros))
+    inputs.append(zeros)
+    return helper.make_node("DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis)
 
 
 def _name(word: str) -> str:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -16,12 +16,16 @@ from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
+from smelt.export.tensorrt.provider_settings import ProviderSettings
 from smelt.export.tune.settings import Tune
+from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
+from smelt.runtime.schemes.scheme import graphs_for
 
 if TYPE_CHECKING:
     from smelt.export.graphs.graph import Graph
     from smelt.export.parity.reference import Reference
     from smelt.runtime.batch import Batch, Tokens
+    from smelt.runtime.layers.emit import Target
     from smelt.runtime.schemes.scheme import Scheme
 
 
@@ -29,22 +33,33 @@ class OnnxSettings(Settings):
     """Where the graphs will run and in which precision.
 
     target: ort-cpu (ONNX Runtime's fused and int8 operators), ort-cuda, tensorrt or openvino (standard
-    operators). dtype: fp16 and bf16 are for GPUs; norms, and blocks that overflow in fp16, stay float32;
-    with openvino the file stays float32, and OpenVINO computes in bf16. simplify: run onnxsim, keep the
-    result only where it computes the same. opset: of the standard operators. threads: how many the artifact
-    takes where its user does not say; `tune` measures 1 to all cores that this process may use. tune: choose
-    by measuring, on this machine, as which operator a quantized product leaves where its scheme leaves a
-    choice; for greedy calls of one text, or `tune: {batch_size: 8, beams: 4}`. loop: also write the whole
-    generation as one graph, which is what smelt then runs; on ort-cpu, for models that generate.
+    operators); ort-tensorrt and ort-tensorrt-rtx: TensorRT's graphs, for ONNX Runtime's providers of it,
+    which build engines when a graph is opened. dtype: fp16 and bf16 are for GPUs; norms, and blocks that
+    overflow in fp16, stay float32; with openvino the file stays float32, and OpenVINO computes in bf16.
+    simplify: run onnxsim, keep the result only where it computes the same. opset: of the standard operators.
+    threads: how many the artifact takes where its user does not say; `tune` measures 1 to all cores that this
+    process may use. tune: choose by measuring, on this machine, as which operator a quantized product leaves
+    where its scheme leaves a choice; for greedy calls of one text, or `tune: {batch_size: 8, beams: 4}`.
+    loop: also write the whole generation as one graph, which is what smelt then runs; on ort-cpu, for models
+    that generate. engine: what TensorRT's providers are told, `engine: {max_batch_size: 16, lengths:
+    {opt: 32, max: 128}}`.
     """
 
-    target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"] = "ort-cpu"
+    target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (
+        "ort-cpu"
+    )
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     simplify: bool = True
     opset: int = Field(default=20, ge=19, le=23)
     loop: bool = True
     tune: Tune | bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["tune"] | None = None
+    engine: ProviderSettings | None = None
+
+    @property
+    def graphs_of(self) -> Target:
+        """The target whose graphs are made: that of `target`, or the one that it shares graphs with."""
+        return cast("Target", graphs_for(self.target))
 
     @property
     def measures(self) -> bool:
@@ -75,6 +90,13 @@ class OnnxSettings(Settings):
             raise ValueError(
                 f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it"
             )
+        if self.engine is not None and self.target not in PROVIDERS:
+            raise ValueError(
+                f"engine is for target ort-tensorrt and ort-tensorrt-rtx, and target is {self.target}: remove"
+                " it, or put it into a `tensorrt` step"
+            )
+        if self.target == "ort-tensorrt-rtx" and self.engine and (said := self.engine.unknown_to_rtx()):
+            raise ValueError(f"TensorRT for RTX has no option for engine: {{{', '.join(said)}}}: remove it")
         return self
 
 
@@ -91,6 +113,7 @@ class Onnx:
         - onnx: {target: ort-cpu}
         - onnx: {target: tensorrt, dtype: fp16}
         - onnx: {target: openvino, dtype: bf16}
+        - onnx: {target: ort-tensorrt, dtype: fp16, engine: {max_batch_size: 16}}
         - onnx: {target: ort-cpu, tune: true, threads: tune}
     """
 
@@ -102,7 +125,7 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -148,7 +171,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     _require_memory(model, settings)
     facts, homes = _write_all(graphs, settings, reference, ctx)
     kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
-    _tell_of_tensorrt(settings.target, facts, ctx)
+    _tell_of_tensorrt(settings.graphs_of, facts, ctx)
     ctx.facts["graphs"] = {n: {**_checked(ctx.out / f"{n}.onnx"), **told} for n, told in facts.items()}
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
     for name in ("config.json", "generation_config.json", MODULES):
@@ -158,6 +181,11 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     ctx.facts["parity"] = check_graphs(subject, reference)
     if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
         add_loops(ctx, subject, reference.batch, source)
+    if settings.target in PROVIDERS:
+        from smelt.export.tensorrt.provider_options import write_provider
+
+        engine = settings.engine or ProviderSettings()
+        ctx.facts["profile"] = write_provider(settings.target, filed, engine, source, ctx)
     if settings.threads is not None:
         size = settings.tuned_for.batch_size
         write_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
@@ -245,7 +273,7 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     """
     from smelt.runtime.schemes.registry import targets_of
 
-    refused = [scheme.refused[target] for scheme in schemes if target in scheme.refused]
+    refused = [scheme.refused[of] for scheme in schemes if (of := graphs_for(target)) in scheme.refused]
     if refused:
         fit = targets_of(schemes)
         raise InputError(
@@ -287,7 +315,7 @@ def _write(
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
-    model = export_graph(graph, settings.target, settings.opset)
+    model = export_graph(graph, settings.graphs_of, settings.opset)
     exported = time.perf_counter()
     homes[graph.name] = homes_of(model, graph.module)
     write_graph(model, path)
@@ -297,7 +325,10 @@ def _write(
     spell_out_file(path)
     if settings.target == "ort-cpu":
         join_biases_file(path)
-    if graph.optional and settings.target not in ("tensorrt", "openvino"):  # to which a default is a constant
+    if graph.optional and settings.graphs_of not in (
+        "tensorrt",
+        "openvino",
+    ):  # to which a default is a constant
         give_defaults(path, graph.optional)
     return {"export_seconds": round(exported - began, 3), "seconds": round(time.perf_counter() - began, 3)}
 

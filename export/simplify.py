@@ -31,7 +31,7 @@ def simplify_file(path: Path, tokens: NDArray[np.int64]) -> str | None:
     from smelt.export.load_time import spell_out, spell_out_file
 
     with TemporaryDirectory(dir=path.parent, prefix=".simplify-") as folder:
-        after = _simplified(path, Path(folder))
+        after = simplified(path, Path(folder))
         spell_out_file(path)  # place-holders can be simplified around, but not run
         if isinstance(after, str):
             return after
@@ -57,7 +57,7 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, data_file(path)) if file.is_file())
 
 
-def _simplified(path: Path, folder: Path) -> Any:
+def simplified(path: Path, folder: Path) -> Any:
     """Return what onnxsim makes of the graph in `path`, with its weights, or why there is nothing."""
     import onnxsim
 
@@ -86,7 +86,7 @@ def _simplified(path: Path, folder: Path) -> Any:
 
 def _difference(first: Path, second: Path, tokens: NDArray[np.int64]) -> float:
     """Run both graphs on the same inputs; return the largest difference relative to an output's spread."""
-    from smelt.export.example_feeds import example_feeds, of_text
+    from smelt.export.parity.example_feeds import example_feeds, of_text
     from smelt.runtime.backends.onnx_session import open_session
 
     worst = 0.0

@@ -161,7 +161,7 @@ def stages(name: str | None) -> None:
 )
 @click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Tokens from window to window.")
 @click.option(
-    "--baseline", type=FOLDER, help="An artifact whose vectors a sentence embedder's should agree with."
+    "--baseline", type=FOLDER, help="An artifact whose vectors or arrays this one's should agree with."
 )
 @search
 @click.option("--threads", type=click.IntRange(min=1))

@@ -10,6 +10,7 @@ from smelt.compress.distill.other_student import check_other
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import nearest
 from smelt.core.labels import REGRESSION
+from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
 
@@ -38,7 +39,9 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[tuple[s
         if stack is None:
             hint = nearest(name, stacks)
             kind = config.get("model_type")
-            mistakes.append((name, f"a {kind} model has no such stack; it has {', '.join(stacks)}.{hint}"))
+            mistakes.append(
+                (name, f"{article(kind)} model has no such stack; it has {', '.join(stacks)}.{hint}")
+            )
             continue
         there = stack.count(config)
         if there is None:
@@ -85,4 +88,4 @@ def _first_missing(family: Family | None, choice: int | list[int], there: int, c
     gone = choose == "last" and choice < there if isinstance(choice, int) else 0 not in choice
     if family is None or family.first_stays is None or not gone:
         return None
-    return f"a {family.name} student keeps the first layer: {family.first_stays}."
+    return f"{article(family.name)} student keeps the first layer: {family.first_stays}."

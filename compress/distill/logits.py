@@ -16,6 +16,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context, Need
+from smelt.core.text import article
 
 if TYPE_CHECKING:
     from smelt.runtime.models.structure import Edit
@@ -91,12 +92,16 @@ class Distill:
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
+        from smelt.compress.distill.words import speak_as
         from smelt.compress.quantize.through_codes import settle
         from smelt.runtime.models.checkpoint import save_model
 
         teacher = _load_teacher(settings.teacher, ctx)
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as space:
             model, edits, home = _student(src, teacher, settings, Path(space), ctx)
+            common = speak_as(teacher, ctx.ancestors[settings.teacher].path, model, home)
+            if common is not None:
+                ctx.facts["words_of_teacher"] = common
             for training in settings.trainings():
                 _check_outputs(model, teacher, training)
             ctx.facts["teacher"] = settings.teacher
@@ -213,7 +218,9 @@ def _check_outputs(model: Any, teacher: Any, settings: DistillSettings) -> None:
         require_fit(model, teacher, settings.losses)
         return
     if ours.is_encoder_decoder != theirs.is_encoder_decoder:
-        raise InputError(f"distill: a {theirs.model_type} teacher cannot teach a {ours.model_type} student.")
+        raise InputError(
+            f"distill: {article(theirs.model_type)} teacher cannot teach {article(ours.model_type)} student."
+        )
     words, known = (getattr(c, "decoder_vocab_size", None) or c.vocab_size for c in (ours, theirs))
     if (ours.is_encoder_decoder or is_causal(ours.to_dict())) and words != known:
         raise InputError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,9 @@ def require_fit(model: Any, teacher: Any, weights: LossWeights) -> None:
     from smelt.runtime.models.sentence_model import is_sentence_model
 
     if not is_sentence_model(teacher):
-        raise InputError(f"distill: the teacher, a {type(teacher).__name__}, makes no vectors of texts.")
+        raise InputError(
+            f"distill: the teacher, {article(type(teacher).__name__)}, makes no vectors of texts."
+        )
     own, other = model.config.hidden_size, teacher.config.hidden_size
     if own != other and weights.of_vectors()["embedding"]:
         raise InputError(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 from smelt.families.family import Stack
 from smelt.families.registry import family_of
 from smelt.runtime.models.structure import Edit
@@ -107,7 +108,7 @@ def _stack(model: Any, name: str) -> Stack:
     found = family.stack(config, name) if family else None
     if found is None:
         known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
-        raise InputError(f"distill: a {model.config.model_type} student has {known}, not '{name}'.")
+        raise InputError(f"distill: {article(model.config.model_type)} student has {known}, not '{name}'.")
     return found
 
 

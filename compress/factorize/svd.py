@@ -1,176 +1,78 @@
-"""Low rank: a linear layer becomes the product of two thin ones, by singular value decomposition."""
+"""The best product of two thin matrices, by the singular value decomposition, in a metric of choice.
+
+Eckart & Young 1936: of all matrices of rank r, the first r singular triples of W are nearest to it. Where
+errors do not count alike, W is scaled first and the factors are scaled back:
+
+    D W L = U S V^T,    up = D^-1 U_r sqrt(S_r),    down = sqrt(S_r) V_r^T L^-1
+
+so that |D (W - up down) L|_F^2 is the sum of the dropped squared singular values, exactly. L is what
+`whitened.py` and `asvd.py` find, D what `fisher.py` finds; plain SVD has neither.
+
+Shapes: M = outputs, K = inputs of a layer, r = rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
 
-from pydantic import Field, model_validator
+import torch
+from torch import Tensor, nn
 
-from smelt.compress.float_model import load_float, stored_parameters
-from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
-from smelt.core.errors import InputError
-from smelt.core.stage import Context, Need, Settings, StoredDtype
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from smelt.runtime.layers.low_rank import LowRankLinear
-
-_DEFAULT_ENERGY = 0.95
+from smelt.runtime.layers.low_rank import LowRankLinear
 
 
-class FactorizeSettings(Settings):
-    """Settings of `factorize`. At most one of energy, rank, ratio; none means energy: 0.95."""
+@dataclass(frozen=True)
+class Metric:
+    """What the error of a layer is measured in; all float64.
 
-    method: Literal["svd"] = Field(default="svd", description="truncated singular value decomposition")
-    energy: float | None = Field(
-        default=None, gt=0, le=1, description="fraction of the sum of squared singular values that stays"
-    )
-    rank: int | None = Field(default=None, ge=1, description="the same rank for every layer")
-    ratio: float | None = Field(
-        default=None, gt=0, lt=1, description="fraction of a layer's weights that stays"
-    )
-    include: list[str] = Field(default=["*"], description="patterns of layer names, as in a shell")
-    exclude: list[str] = Field(
-        default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
-        description="patterns of names to leave alone",
-    )
-    dtype: StoredDtype = "keep"
-
-    @model_validator(mode="after")
-    def _one(self) -> FactorizeSettings:
-        given = [n for n in ("energy", "rank", "ratio") if getattr(self, n) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one of energy, rank and ratio, not {' and '.join(given)}")
-        return self
-
-
-class Factorize:
-    """Replace linear layers by a product of two thin ones, where that saves weights.
-
-    The best product of rank r (Eckart & Young 1936) comes from the singular value decomposition;
-    what it loses is the square root of the sum of the dropped squared singular values. A layer of m by
-    n costs r (m + n) weights afterwards, so it is left alone unless r < m n / (m + n); which layers
-    were, and why, is in the report. Trained layers often have flat spectra: expect little at energy
-    0.95, and recover with distill.
-
-        - factorize: {method: svd, ratio: 0.6, include: ["*.fc1", "*.fc2"]}
-        - distill: {epochs: 1}
+    into: L, [K, K], or [K] for a diagonal; back: its inverse. outputs: the diagonal of D, [M], above 0.
+    mean: of the inputs, [K]: what a dropped part does to the mean of the outputs goes into the bias.
     """
 
-    name: ClassVar[str] = "factorize"
-    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
-    produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    source: ClassVar[str] = "Eckart & Young 1936, Psychometrika 1(3); Denton et al. 2014, arXiv:1404.0736"
-    version: ClassVar[int] = 2
-    needs_float: ClassVar[bool] = True
-    settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
-
-    def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
-        from smelt.compress.train.state import threads
-
-        with threads(ctx.threads):
-            self._factorize(src, settings, ctx)
-
-    def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.runtime.models.checkpoint import save_model
-        from smelt.runtime.models.structure import replace_layer
-
-        model, edits = load_float(src, self.name)
-        layers = list(_candidates(model, settings))
-        if not layers:
-            raise InputError(
-                f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
-            )
-        ranks: dict[str, int] = {}
-        alone: dict[str, str] = {}
-        before = stored_parameters(model)
-        for done, (name, layer) in enumerate(layers, start=1):
-            rows, columns = layer.weight.shape
-            pair, rank, error = factorize_layer(layer, settings)
-            if pair is None:
-                limit = rows * columns / (rows + columns)
-                alone[name] = (
-                    f"rank {rank} of {rows} x {columns} saves nothing; it would have to be below {limit:.1f}"
-                )
-            else:
-                edit = {"op": "low_rank", "module": name, "rank": rank}
-                replace_layer(model, edits, name, pair, edit)
-                ranks[name] = rank
-                ctx.facts.setdefault("relative_error", {})[name] = round(error, 4)
-            ctx.progress(done, len(layers), name)
-        ctx.facts["ranks"], ctx.facts["left_alone"] = ranks, alone
-        ctx.facts["parameters_before"] = before
-        ctx.facts["parameters_after"] = stored_parameters(model)
-        if not ranks:
-            ctx.warnings.append(
-                f"factorize: left all {len(layers)} layers alone, because no rank saves weights at these"
-                " settings; lower energy, rank or ratio"
-            )
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+    into: Tensor | None = None
+    back: Tensor | None = None
+    outputs: Tensor | None = None
+    mean: Tensor | None = None
 
 
-def choose_rank(sigma: Tensor, rows: int, columns: int, settings: FactorizeSettings) -> int:
-    """Return the rank that `settings` ask for, given the singular values (float64, falling)."""
-    if settings.rank is not None:
-        return min(settings.rank, len(sigma))
-    if settings.ratio is not None:
-        return max(1, int(settings.ratio * rows * columns / (rows + columns)))
-    squares = sigma.square()
-    # the share that a rank drops is summed from the small end, where a difference from 1 would be noise
-    dropped = squares.flip(0).cumsum(0).flip(0)
-    wanted = (1 - (settings.energy or _DEFAULT_ENERGY)) * squares.sum()
-    return max(1, int((dropped > wanted).sum()))
+def scaled(weight: Tensor, metric: Metric) -> Tensor:
+    """Return D W L, float64 [M, K]."""
+    out = weight.detach().double()
+    if metric.into is not None:
+        out = out @ metric.into if metric.into.dim() == 2 else out * metric.into
+    return out if metric.outputs is None else out * metric.outputs.unsqueeze(1)
 
 
-def factorize_layer(layer: nn.Linear, settings: FactorizeSettings) -> tuple[LowRankLinear | None, int, float]:
-    """Return the best pair for `layer` (None where it would not save weights), its rank and error.
+def spectrum(weight: Tensor, metric: Metric) -> Tensor:
+    """Return the singular values of D W L, float64, falling."""
+    values: Tensor = torch.linalg.svdvals(scaled(weight, metric))
+    return values
 
-    W = U S V^T becomes up = U_r sqrt(S_r), down = sqrt(S_r) V_r^T; the bias stays with `up`. The
-    error is |W - up down|_F / |W|_F = sqrt(sum of dropped sigma^2 / sum of all).
+
+@torch.no_grad()
+def thin_pair(layer: nn.Linear, rank: int, metric: Metric) -> tuple[LowRankLinear, float]:
+    """Return the best pair of `rank` for `layer` in `metric`, in eval mode, and its relative error, 0 to 1.
+
+    The bias stays with `up`. Where the metric knows the mean of the inputs, it also gets (W - up down) mean.
+    The error is |D (W - up down) L|_F / |D W L|_F.
     """
-    import torch
-
-    from smelt.runtime.layers.low_rank import LowRankLinear
-
     weight = layer.weight.detach().double()
-    rows, columns = weight.shape
-    u, sigma, vt = torch.linalg.svd(weight, full_matrices=False)
-    rank = choose_rank(sigma, rows, columns, settings)
-    error = float((sigma[rank:].square().sum() / sigma.square().sum().clamp(min=1e-300)).sqrt())
-    if rank * (rows + columns) >= rows * columns:
-        return None, rank, error
-    pair = LowRankLinear(columns, rows, rank, bias=layer.bias is not None)
+    u, sigma, vt = torch.linalg.svd(scaled(weight, metric), full_matrices=False)
     root = sigma[:rank].sqrt()
-    with torch.no_grad():
-        pair.up.weight.copy_(u[:, :rank] * root)
-        pair.down.weight.copy_(root.unsqueeze(1) * vt[:rank])
-        if layer.bias is not None:
-            pair.up.bias.copy_(layer.bias)
-    return pair.eval(), rank, error
-
-
-def _candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers that the patterns choose; halves of a pair and tied weights are none.
-
-    A layer that stands in several places is there once: chosen under one of its names, excluded under none.
-    """
-    from torch import nn
-
-    from smelt.runtime.layers.low_rank import LowRankLinear
-    from smelt.runtime.models.structure import names_of
-
-    halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
-    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for module, names in names_of(model).items():
-        if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:
-            continue
-        wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
-        if wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
-            yield names[0], module
+    up, down = u[:, :rank] * root, root.unsqueeze(1) * vt[:rank]
+    if metric.outputs is not None:
+        up = up / metric.outputs.unsqueeze(1)
+    if metric.back is not None:
+        down = down @ metric.back if metric.back.dim() == 2 else down * metric.back
+    rows, columns = weight.shape
+    pair = LowRankLinear(columns, rows, rank, bias=layer.bias is not None)
+    pair.up.weight.copy_(up)
+    pair.down.weight.copy_(down)
+    if layer.bias is not None:
+        bias = layer.bias.double()
+        if metric.mean is not None:
+            bias = bias + (weight - up @ down) @ metric.mean
+        pair.up.bias.copy_(bias)
+    squares = sigma.square()
+    error = float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt())
+    return pair.eval(), error

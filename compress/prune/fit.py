@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 from smelt.families.registry import find_family
 
 
@@ -42,4 +43,4 @@ def _fixed_heads(config: Mapping[str, Any]) -> str:
     reasons = sorted({a.fixed_heads for a in attentions if a.fixed_heads})
     if not reasons:
         return ""
-    return f"the heads of a {config['model_type']} model cannot be taken away: {'; '.join(reasons)}."
+    return f"the heads of {article(config['model_type'])} model cannot be taken away: {'; '.join(reasons)}."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 from smelt.families.family import Attention, FeedForward
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of
@@ -96,7 +97,7 @@ def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup
     """
     if family_of(model) is None:
         raise InputError(
-            f"prune: the layers of a {model.config.model_type} model are not known."
+            f"prune: the layers of {article(model.config.model_type)} model are not known."
             f" Known: {', '.join(FAMILIES)}."
         )
     blocks = blocks_of(model)
@@ -142,6 +143,6 @@ def _half(module: nn.Module, half: str, name: str) -> nn.Linear:
     found = getattr(module, half) if isinstance(module, LowRankLinear) else module
     if not isinstance(found, nn.Linear):
         raise InputError(
-            f"prune: {name} is a {type(found).__name__}, which cannot be cut. Prune before quantizing."
+            f"prune: {name} is {article(type(found).__name__)}, which cannot be cut. Prune before quantizing."
         )
     return found

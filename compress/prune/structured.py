@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -20,10 +21,11 @@ from smelt.core.stage import Context, Need, Settings, StoredDtype
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from smelt.compress.calibration.rows import CalibrationRows
+    from smelt.compress.prune.compensate import Chosen
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
     from smelt.compress.prune.importance import Scores
-    from smelt.families.relative_bias import RelativeBias
-    from smelt.runtime.models.structure import Edit
+    from smelt.runtime.models.streamed import StreamedModel
 
 
 class PruneSettings(Settings):
@@ -41,8 +43,14 @@ class PruneSettings(Settings):
     importance: Literal["taylor", "magnitude"] = Field(
         default="taylor", description="taylor looks at the loss on rows, magnitude at the weights alone"
     )
-    rows: int = Field(default=256, ge=1, description="rows that taylor looks at (calibration, else train)")
+    rows: int = Field(
+        default=256, ge=1, description="rows that taylor and compensate look at (calibration, else train)"
+    )
     batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
+    compensate: bool = Field(
+        default=True,
+        description="refit what reads the units that stay, by least squares on rows; needs rows",
+    )
     round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
     dtype: StoredDtype = "keep"
 
@@ -68,15 +76,19 @@ class Prune:
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
         " run_glue.py"
     )
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
-        """Return what it needs: taylor looks at rows, those for calibration if there are any."""
-        if settings.importance == "magnitude":
+        """Return what it needs: taylor looks at rows, those for calibration if there are any.
+
+        Compensation takes the rows that there are; with magnitude it is left out where there are none.
+        """
+        needs_none = settings.importance == "magnitude"
+        if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
@@ -104,27 +116,33 @@ class Prune:
             self._prune(src, settings, ctx)
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+        from smelt.compress.prune.compensate import cut_units
+        from smelt.compress.prune.cut import say_in_config
         from smelt.compress.prune.groups import find_groups
         from smelt.runtime.models.checkpoint import save_model
 
-        model, edits = load_float(src, self.name)
+        streamed = _streamed(src, settings, ctx)
+        model, edits = (streamed.model, streamed.edits) if streamed else load_float(src, self.name)
         before = stored_parameters(model)
         attentions, blocks = find_groups(model)
         ctx.warnings.extend(heads_that_stay(settings.what, model.config.to_dict()))
         attentions = attentions if "heads" in settings.what else []
         blocks = blocks if "ffn" in settings.what else []
-        scores = _score(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        by_weights = settings.importance == "magnitude"
+        scores = None if by_weights else _score(model, src, settings, ctx, attentions, blocks)
         ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
-        for group in attentions:
-            _cut_heads(model, edits, group, scores.heads[group.name], settings)
-        for block in blocks:
-            _cut_neurons(model, edits, block, scores.neurons[block.name], settings)
-        edits = _say_in_config(model, edits)
+        chosen = _chosen(model, attentions, blocks, scores, settings)
+        rows = _rows_to_fit(model, src, settings, ctx) if chosen else None
+        ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed)
+        edits = say_in_config(model, edits)
         ctx.facts["kept_heads"] = {g.name: g.count(model) for g in attentions}
         ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
         ctx.facts["parameters_before"] = before
         ctx.facts["parameters_after"] = stored_parameters(model)
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        if streamed is None:
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        else:
+            ctx.warnings.extend(streamed.finish(edits))
 
 
 def heads_kept(count: int, settings: PruneSettings) -> int:
@@ -169,19 +187,73 @@ def _nothing_to_cut(
     return found
 
 
+def _chosen(
+    model: Any,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+    scores: Scores | None,
+    settings: PruneSettings,
+) -> Chosen:
+    """Return each group that loses units, and what says which stay; without `scores` the weights do.
+
+    The weights are looked at when the group is cut, which is when a large model has them in memory.
+    """
+    from smelt.compress.prune.importance import magnitude_scores
+
+    def stay_of_heads(group: AttentionGroup) -> Tensor:
+        found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
+        return found.topk(heads_kept(len(found), settings)).indices.sort().values
+
+    def stay_of_neurons(block: FeedForwardGroup) -> Tensor:
+        found = (scores or magnitude_scores(model, [], [block])).neurons[block.name]
+        return found.topk(neurons_kept(len(found), settings)).indices.sort().values
+
+    chosen: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
+    for group in attentions:
+        if heads_kept(group.count(model), settings) < group.count(model):
+            chosen.append((group, partial(stay_of_heads, group)))
+    for block in blocks:
+        if neurons_kept(block.count(model), settings) < block.count(model):
+            chosen.append((block, partial(stay_of_neurons, block)))
+    return chosen
+
+
+def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be taken block by block; taylor's gradients need it whole."""
+    from smelt.runtime.backends.device import torch_device
+    from smelt.runtime.models.streamed import open_streamed
+
+    if settings.importance != "magnitude" or torch_device(ctx.device) != "cpu":
+        return None
+    return open_streamed(src.path, ctx.out, settings.dtype)
+
+
+def _rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context) -> CalibrationRows | None:
+    """Return the rows that what stays is refitted on; None where it is to be cut alone."""
+    from smelt.compress.calibration.rows import calibration_rows
+
+    if not settings.compensate:
+        return None
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is None or not len(split):
+        ctx.warnings.append(
+            "prune: there are no rows, so what stays is not refitted (compensate) and quality falls further."
+            " Name some with data: {calibration: FILE} or data: {train: FILE}; compensate: false says that"
+            " it is meant."
+        )
+        return None
+    return calibration_rows(model, src, settings.rows, ctx, "prune", padded=True)
+
+
 def _score(
     model: Any,
     src: Artifact,
     settings: PruneSettings,
     ctx: Context,
-    *,
     attentions: list[AttentionGroup],
     blocks: list[FeedForwardGroup],
 ) -> Scores:
-    from smelt.compress.prune.importance import magnitude_scores, taylor_scores
-
-    if settings.importance == "magnitude":
-        return magnitude_scores(model, attentions, blocks)
+    from smelt.compress.prune.importance import taylor_scores
     from smelt.compress.train.data import collate, encode_split, group_by_length
     from smelt.compress.train.loop import label_objective
     from smelt.runtime.backends.device import torch_device
@@ -216,87 +288,3 @@ def _score(
         return taylor_scores(model.to(device), attentions, blocks, batches(), label_objective())
     finally:
         model.to("cpu")
-
-
-def _cut_heads(
-    model: Any, edits: list[Edit], group: AttentionGroup, scores: Tensor, settings: PruneSettings
-) -> None:
-    import torch
-
-    count, width = group.count(model), group.head_dim(model)
-    stay = scores.topk(heads_kept(count, settings)).indices.sort().values
-    if len(stay) == count:
-        return
-    bias = _relative_bias(model) if group.parts.relative else None
-    if bias is not None:
-        bias.own_all(model, edits)
-    places = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()
-    for name, rows in group.row_places(model, stay).items():
-        _cut(model, edits, name, rows, dim=0)
-    _cut(model, edits, group.parts.out, places, dim=1)
-    values = {group.parts.heads: len(stay)} if group.parts.heads else {}
-    values |= {group.parts.size: len(places)} if group.parts.size else {}
-    for name in group.modules:
-        for attribute, value in values.items():
-            setattr(model.get_submodule(name), attribute, value)
-            edits.append({"op": "set", "module": name, "attribute": attribute, "value": value})
-        if bias is not None:
-            bias.prune(model, edits, name, stay)
-
-
-def _relative_bias(model: Any) -> RelativeBias | None:
-    from smelt.families.registry import family_of
-
-    family = family_of(model)
-    return family.relative_bias() if family and family.relative_bias else None
-
-
-def _cut_neurons(
-    model: Any, edits: list[Edit], block: FeedForwardGroup, scores: Tensor, settings: PruneSettings
-) -> None:
-    count = block.count(model)
-    stay = scores.topk(neurons_kept(count, settings)).indices.sort().values
-    if len(stay) < count:
-        for name, rows in block.row_places(model, stay).items():
-            _cut(model, edits, name, rows, dim=0)
-        _cut(model, edits, block.parts.down, stay, dim=1)
-
-
-def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> None:
-    """Keep `places` of the rows (dim 0, with their biases) or columns (dim 1) of a Linear or a pair."""
-    from torch import nn
-
-    from smelt.compress.prune.groups import columns_of, path_of, rows_of
-    from smelt.runtime.models.structure import replace_layer
-
-    old = rows_of(model, name) if dim == 0 else columns_of(model, name)
-    weight = old.weight.detach().index_select(dim, places)
-    new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None)
-    new.weight = nn.Parameter(weight.clone())
-    if old.bias is not None:
-        bias = old.bias.detach()
-        new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
-    path = path_of(model, name, "up" if dim == 0 else "down")
-    sizes = {"in_features": new.in_features, "out_features": new.out_features}
-    replace_layer(model, edits, path, new, {"op": "linear", "module": path, **sizes})
-
-
-def _say_in_config(model: Any, edits: list[Edit]) -> list[Edit]:
-    """Where all blocks of a kind are equally wide, the config says so and their edits are dropped."""
-    from smelt.compress.prune.groups import find_groups
-
-    _, blocks = find_groups(model)
-    for setting in {block.parts.setting for block in blocks}:
-        kind = [block for block in blocks if block.parts.setting == setting]
-        widths = {block.count(model) for block in kind}
-        if len(widths) > 1:
-            continue
-        setattr(model.config, setting, widths.pop())
-        names = {
-            n
-            for b in kind
-            for i in b.parts.inputs
-            for n in (i, f"{i}.up", b.parts.down, f"{b.parts.down}.down")
-        }
-        edits = [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
-    return edits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compress.calibrate import CalibrationRows, outputs
+from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.planned import Planned, quantized
 from smelt.compress.quantize.settings import Budget
 from smelt.core.stage import Context

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smelt.compress.calibrate import CalibrationRows, observe
+from smelt.compress.calibration.observe import observe
+from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.quantize.planned import Planned
 from smelt.compress.quantize.ranges import Extremes, Histogram
 from smelt.compress.quantize.settings import QuantizeSettings

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibrate import CalibrationRows, observe
+from smelt.compress.calibration.observe import observe
+from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.quantize.planned import Planned
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

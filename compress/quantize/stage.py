@@ -10,11 +10,12 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
+from smelt.core.text import count
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
 from smelt.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
-    from smelt.compress.calibrate import CalibrationRows
+    from smelt.compress.calibration.rows import CalibrationRows
     from smelt.compress.quantize.planned import Planned
 
 
@@ -89,7 +90,7 @@ def _look(
     model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
 ) -> tuple[list[Planned], dict[int, float]]:
     """Run `model` over real rows; return the layers to quantize and the ranges of their activations."""
-    from smelt.compress.calibrate import calibration_rows
+    from smelt.compress.calibration.rows import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
     from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
     from smelt.compress.quantize.smooth import smooth
@@ -126,8 +127,9 @@ def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
     if not settings.observes:
         what, why = "largest activations of each channel", "other texts may have larger ones"
     return (
-        f"quantize: the {what} were found on {rows.rows} rows of {rows.origin}, which have {rows.tokens}"
-        f" tokens; {why}. Give {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
+        f"quantize: the {what} were found on {count(rows.rows, 'row')} of {rows.origin}, which"
+        f" {'has' if rows.rows == 1 else 'have'} {count(rows.tokens, 'token')}; {why}. Give"
+        f" {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
         " {calibration: FILE}."
     )
 

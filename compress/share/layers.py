@@ -12,6 +12,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings, StoredDtype
+from smelt.core.text import article
 from smelt.families.registry import FAMILIES, family_of
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Share:
         family = FAMILIES.get(str(config.get("model_type")))
         known = [stack.name for stack in family.stacks(config)] if family else []
         found = [
-            ("stacks", f"a {config.get('model_type')} model has {' and '.join(known)}, not '{name}'")
+            ("stacks", f"{article(config.get('model_type'))} model has {' and '.join(known)}, not '{name}'")
             for name in settings.stacks or ()
             if known and name not in known
         ]
@@ -123,7 +124,7 @@ def share_layers(
 
     if family_of(model) is None:
         raise InputError(
-            f"share: the layers of a {model.config.model_type} model are not known."
+            f"share: the layers of {article(model.config.model_type)} model are not known."
             f" Known: {', '.join(FAMILIES)}."
         )
     mistakes, _ = Share.check_model(settings, model.config.to_dict())

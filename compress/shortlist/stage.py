@@ -13,6 +13,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Progress, Settings, silent
+from smelt.core.text import article, count
 
 if TYPE_CHECKING:
     from smelt.runtime.generate.shortlist import Shortlist
@@ -74,7 +75,7 @@ class ShortlistStage:
         model, edits = load_model(src.path)
         if not model.config.is_encoder_decoder:
             raise InputError(
-                f"shortlist: a {model.config.model_type} model reads no source text apart from what it"
+                f"shortlist: {article(model.config.model_type)} model reads no source text apart from what it"
                 " writes; a shortlist is for models with an encoder and a decoder."
             )
         tokenizer = load_tokenizer(src.path)
@@ -83,8 +84,8 @@ class ShortlistStage:
         ctx.facts.update(rows=len(rows), **_sizes(shortlist, model.config.to_dict()))
         if len(rows) < _MEAGRE:
             ctx.warnings.append(
-                f"the shortlist was learned from {len(rows)} rows, and lacks what they lack: its score says"
-                " little. A run with --limit learns from those rows alone"
+                f"the shortlist was learned from {count(len(rows), 'row')}, and lacks what they lack: its"
+                " score says little. A run with --limit learns from those rows alone"
             )
         if "validation" not in ctx.data:
             ctx.warnings.append(

@@ -26,6 +26,7 @@ from smelt.core.labels import (
     read_numbers,
 )
 from smelt.core.stage import Context
+from smelt.core.text import count
 from smelt.runtime.predict import encode_texts, takes_types
 from smelt.runtime.text.limits import length_limit
 from smelt.runtime.text.windows import cut_windows
@@ -95,7 +96,8 @@ def encode_split(
         labels = classifier_targets(examples, config, split.origin)
         rows = [Row(ids, t, y) for ids, t, y in zip(sources.ids, types, labels, strict=True)]
     if cut:
-        ctx.warnings.append(f"{what}: {cut} texts of {len(examples)} rows were cut at {limit} tokens")
+        those = f"{count(cut, 'text')} of {len(examples)} rows"
+        ctx.warnings.append(f"{what}: {those} {'was' if cut == 1 else 'were'} cut at {limit} tokens")
     return rows
 
 

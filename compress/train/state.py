@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smelt.core.errors import InputError
 from smelt.families.registry import family_of
 from smelt.runtime.backends.device import bf16_works
+from smelt.runtime.models.structure import keeps_zeros
 
 
 @contextlib.contextmanager
@@ -87,7 +88,7 @@ def training_state(model: Any, dropout: float | None, device: torch.device) -> I
             if name in fixed:  # position tables that no file holds would be lost if they were trained
                 undo.callback(parameter.requires_grad_, parameter.requires_grad)
                 parameter.requires_grad_(False)
-        for handle in _hold_pad_rows(model):
+        for handle in [*_hold_pad_rows(model), *_hold_zeros(model)]:
             undo.callback(handle.remove)
         try:
             yield
@@ -112,6 +113,17 @@ def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStac
 def _is_rate(module: nn.Module, name: str) -> bool:
     number = isinstance(vars(module)[name], int | float) and not isinstance(vars(module)[name], bool)
     return number and (name == "dropout" or name.endswith("_dropout"))
+
+
+def _hold_zeros(model: nn.Module) -> list[Any]:
+    """Keep the zeros of masked layers: without a gradient, neither AdamW nor its weight decay moves a 0."""
+
+    def within(mask: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * mask.to(gradient.device)
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and keeps_zeros(m)]
+    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}
+    return [weight.register_hook(partial(within, weight.detach() != 0)) for weight in weights.values()]
 
 
 def _hold_pad_rows(model: Any) -> list[Any]:

@@ -57,6 +57,7 @@ def measure(
     device: str = "auto",
     counts: Mapping[int, int] | None = None,
     told: Callable[[Latency, str], None] | None = None,
+    arrays: Path | None = None,
 ) -> Latency:
     """Time every artifact against `artifacts[baseline]` on the same texts, from text to text.
 
@@ -77,6 +78,7 @@ def measure(
         device: auto, cpu or cuda.
         counts: how many texts to use, by batch size, where that was decided before.
         told: called with what is known so far and the name of each artifact that has been timed.
+        arrays: of the task `tensors`, the file with the rows; `texts` are their places in it.
 
     Raises:
         InputError: no texts, or `baseline` is not among `artifacts`.
@@ -86,7 +88,7 @@ def measure(
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
-    job = Job(settings, task, generation or Generation(), texts, pairs, device, dict(counts or {}))
+    job = Job(settings, task, generation or Generation(), texts, pairs, device, dict(counts or {}), arrays)
     others = [name for name in artifacts if name != baseline]
     with ExitStack() as stack:
         measurement = _Measurement(job, baseline, progress, max(1, len(others)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import read_manifest, threads_of
-from smelt.core.data import Task
+from smelt.core.data import TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.evaluate.latency.machine_load import Load
 from smelt.evaluate.latency.process import WorkerProcess
@@ -36,7 +36,7 @@ class Timed:
 
 @dataclass
 class Job:
-    """What is asked of every worker. counts: texts used, by batch size, once decided."""
+    """What is asked of every worker. counts: texts used, by batch size, once decided; arrays: `measure`'s."""
 
     settings: LatencySettings
     task: Task
@@ -45,6 +45,7 @@ class Job:
     pairs: Sequence[str | None] | None
     device: str
     counts: dict[int, int] = field(default_factory=dict)
+    arrays: Path | None = None
     _prompts_cut: bool = False
 
     def start(self, stack: ExitStack, path: Path) -> Timed:
@@ -56,8 +57,9 @@ class Job:
         threads = self.settings.threads or _own_threads(path) or 1
         worker = stack.enter_context(WorkerProcess(threads, self.settings.time_limit_seconds))
         answer = worker.ask(
-            op="load", artifact=str(path.resolve()), threads=threads, task=self.task, device=self.device
-        )
+            op="load", artifact=str(path.resolve()), threads=threads, task=self.task, device=self.device,
+            arrays=None if self.arrays is None else str(self.arrays),
+        )  # fmt: skip
         if self.task == "language-modeling" and not self._prompts_cut:
             self._cut_prompts(worker)
         place = Place(threads, os.cpu_count() or 1, answer["device"])
@@ -116,7 +118,7 @@ class Job:
 
     def row(self, size: int, pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengths) -> Row:
         """Sum one batch size up."""
-        unit = "sentences/s" if self.task == "translation" else "texts/s"
+        unit = {"translation": "sentences/s", TENSORS: "rows/s"}.get(self.task, "texts/s")
         found = summarize(pairs, own, baseline, lengths)
         if self.task == "language-modeling":
             unit, found["throughput"] = "tokens/s", found["throughput"] * lengths.output_tokens

@@ -4,7 +4,7 @@ Speaks JSON lines: a request per line on standard input, an answer per line on s
 works only between a request and its answer and is blocked on the pipe otherwise, so that it disturbs
 nobody's measurement; when the pipe closes (the parent ended, however) it ends too.
 
-    load: artifact, threads, task, device             -> runner, device
+    load: artifact, threads, task, device, arrays     -> runner, device
     cut: texts, prompt_tokens, new_tokens             -> texts, new_tokens
     prepare: batch_size, texts, pairs, generation, limit_ms
                                                       -> call_ms, input_tokens, output_tokens, whole
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from smelt.core.data import SIMILARITY, Example
+from smelt.core.data import SIMILARITY, TENSORS, Example
 from smelt.evaluate.latency.machine_load import between, look
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Worker:
         self._task = ""
         self._generation: Generation | None = None
         self._groups: list[list[Example]] = []
+        self._arrays: Any = None  # of rows that are no texts
+        self._fed: dict[int, Any] = {}  # what the graph is fed for a group of them
         self._asked: list[Any] = []  # by group, what a graph that holds the loop is asked
 
     def answer(self, request: dict[str, Any]) -> Answer:
@@ -79,6 +81,10 @@ class Worker:
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._watch, self._task = Watch(runner), request["task"]
+        if self._task == TENSORS:
+            from smelt.core.rows.arrays import read_arrays
+
+            self._arrays = read_arrays(Path(request["arrays"]))
         return {"runner": f"{runner.name} {runner.version}", "device": runner.device}
 
     def _cut(self, request: dict[str, Any]) -> Answer:
@@ -101,6 +107,8 @@ class Worker:
         self._generation = Generation.model_validate(request["generation"])
         self._groups = groups_of(request["texts"], request["pairs"], request["batch_size"])
         self._asked = []
+        if self._task == TENSORS:
+            self._feed()
         read = written = texts = 0
         timed: list[float] = []
         begin = time.perf_counter()
@@ -108,8 +116,8 @@ class Worker:
             at = time.perf_counter()
             self._run(group)
             timed.append(1000 * (time.perf_counter() - at))
-            assert self._watch.batch is not None
-            read += int(self._watch.batch.attention_mask.sum())
+            if self._watch.batch is not None:  # of a graph of arrays there is none
+                read += int(self._watch.batch.attention_mask.sum())
             written += self._written(len(group))
             texts += len(group)
             if 1000 * (time.perf_counter() - begin) > request["limit_ms"]:
@@ -122,8 +130,20 @@ class Worker:
             "whole": len(timed) == len(self._groups),
         }
 
+    def _feed(self) -> None:
+        """Make the arrays of each group, whose texts are places of rows."""
+        assert self._watch is not None
+        signature = self._watch.signature
+        for group in self._groups:
+            rows = self._arrays.some([int(example.text) for example in group])
+            self._fed[id(group)] = signature.feeds(rows, 0, rows.rows)
+
     def _run(self, group: Sequence[Example]) -> None:
-        """Do for one batch of texts what `generate`, `predict` and `embed` of `smelt.load` do."""
+        """Do for one batch what `generate`, `predict`, `embed` and `run` of `smelt.load` do."""
+        if self._task == TENSORS:
+            assert self._watch is not None
+            self._watch.run(self._fed[id(group)])
+            return
         from smelt.runtime.class_predictions import predictions
         from smelt.runtime.predict import class_logits, generate_texts, sentence_vectors
 
@@ -141,7 +161,7 @@ class Worker:
         from smelt.runtime.generate.decoding import settle
 
         assert self._generation is not None
-        if self._task in ("text-classification", SIMILARITY):
+        if self._task in ("text-classification", SIMILARITY, TENSORS):
             return 0
         if self._task == "language-modeling":
             return texts * int(self._generation.max_new_tokens or 0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.runtime.layers import emit
+from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import joined
 
 Cache = tuple[Tensor, Tensor]
@@ -37,19 +38,32 @@ class Scope:
 
 
 class Pack(nn.Module):
-    """Several linear layers of one input as one product, when they are of one kind, else one by one."""
+    """Several linear layers of one input as one product, when they are of one kind, else one by one.
+
+    Of a low-rank pair the half that reads the input goes into the product; the other half is a product of its
+    own behind it.
+
+    sizes: outputs of the layers. firsts: what reads the input. packed: these as one, None where they are not
+    of one kind. is_whole: whether that one product gives all outputs.
+    """
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
         super().__init__()
         self.sizes = [_out_features(m) for m in linears]
         self.parts = nn.ModuleList(linears)
-        self.packed = _packed(linears)
+        self.firsts = [m.down if isinstance(m, LowRankLinear) else m for m in linears]
+        self._widths = [_out_features(m) for m in self.firsts]
+        self.packed = _packed(self.firsts)
+        self.is_whole = self.packed is not None and self.firsts == list(linears)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map [..., K] to one [..., N] for each layer."""
         if self.packed is None:
             return tuple(m(x) for m in self.parts)
-        return torch.split(self.packed(x), self.sizes, dim=-1)
+        found = torch.split(self.packed(x), self._widths, dim=-1)
+        return tuple(
+            m.up(y) if isinstance(m, LowRankLinear) else y for m, y in zip(self.parts, found, strict=True)
+        )
 
 
 def _out_features(module: nn.Module) -> int:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import uncollected
+from smelt.core.text import article
 from smelt.export.graphs.attention import Scope
 from smelt.export.graphs.attention_modules import attention_modules, graph_attention, pack_projections
 from smelt.export.graphs.decoder_only import causal_graph
@@ -96,7 +97,7 @@ def graphs_of(model: Any) -> list[Graph]:
         types = ["token_type_ids"] if takes_types(model.config.to_dict()) else []
         return [_encoder(model, ["input_ids", "attention_mask", *types], "logits")]
     known = "; ".join(f"for {task} {', '.join(names)}" for task, names in BY_TASK.items())
-    raise InputError(f"a {type(model).__name__} cannot be exported to ONNX yet. Known: {known}.")
+    raise InputError(f"{article(type(model).__name__)} cannot be exported to ONNX yet. Known: {known}.")
 
 
 def _encoder(model: Any, names: list[str], output: str) -> Graph:

@@ -89,15 +89,15 @@ class Origin:
 class HowTo:
     """How a package is used: what its README says and the command line prints.
 
-    run: one line that answers a text, for a shell in the package's folder. load: blocks of code,
-    (language, text), each as it can be run there. requirements: what has to be installed, a line each.
-    notes: what else a user should know, a sentence or paragraph each. front: YAML that README.md begins with,
-    without its lines of dashes.
+    install: one line that installs what `run` needs, run: one line that answers a text, both for a shell in
+    the package's folder. load: blocks of code, (language, text), each as it can be run there. notes: what
+    else a user should know, a sentence or paragraph each. front: YAML that README.md begins with, without its
+    lines of dashes.
     """
 
+    install: str
     run: str
     load: tuple[tuple[str, str], ...]
-    requirements: tuple[str, ...]
     notes: tuple[str, ...] = ()
     front: str = ""
 

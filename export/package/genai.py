@@ -25,14 +25,18 @@ _NAMELESS = ("TokenizersBackend", "PreTrainedTokenizerFast", None)
 _LOOPS = ("generate.onnx", "generate_beams.onnx")
 
 _PROGRAM = """\
-import sys
+import argparse
+from pathlib import Path
 
 import onnxruntime_genai as og
 
+parser = argparse.ArgumentParser(description="Texts go on.")
+parser.add_argument("text", nargs="+", type=lambda text: text.encode().decode(), help="a text, in UTF-8")
+texts = parser.parse_args().text
 BEFORE = {before}  # tokens that a text begins with
-model = og.Model(".")
+model = og.Model(str(Path(__file__).parent))
 tokenizer = og.Tokenizer(model)
-for text in sys.argv[1:]:
+for text in texts:
     ids = [int(token) for token in tokenizer.encode(text)]
     ids = ids if ids[: len(BEFORE)] == BEFORE else BEFORE + ids
     settings = og.GeneratorParams(model)
@@ -104,7 +108,8 @@ class Genai:
             "Tokens are cut by onnxruntime-genai's own reader of tokenizer.json, which was not compared with"
             " the model's.",
         )
-        return HowTo('python answer.py "TEXT"', (("python", program),), ("onnxruntime-genai>=0.18",), notes)
+        install = "pip install 'onnxruntime-genai>=0.18'"
+        return HowTo(install, 'python answer.py "TEXT"', (("python", f"# answer.py\n{program}"),), notes)
 
 
 def genai_config(source: Path, config: dict[str, Any], decoding: Decoding) -> dict[str, Any]:

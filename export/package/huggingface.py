@@ -13,7 +13,14 @@ from smelt.core.files import read_json, write_json
 from smelt.export.package.form import HowTo, Origin, Takes
 from smelt.export.package.hub.card import front_matter
 from smelt.export.package.hub.generation import generation_words
-from smelt.export.package.hub.tokenizer_files import CONFIG, FAST, notes_on_texts, portable, prefixed
+from smelt.export.package.hub.tokenizer_files import (
+    CONFIG,
+    FAST,
+    more_for,
+    notes_on_texts,
+    portable,
+    prefixed,
+)
 from smelt.export.package.write import copy_artifact
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.models.structure import read_edits
@@ -53,12 +60,13 @@ class HuggingFace:
         Raises:
             InputError: it has layers that transformers would make otherwise; names them and the stage.
         """
-        found = Counter(str(edit.get("op")) for edit in read_edits(artifact.path))
+        # a mask says something of later training alone
+        found = Counter(str(e.get("op")) for e in read_edits(artifact.path) if e.get("op") != "mask")
         if found:
             parts = [_cause(op, count) for op, count in found.items()]
             raise InputError(
                 f"config.json of transformers has no words for {'; '.join(parts)}. Package a step before it,"
-                " or export with `onnx` and take another form."
+                " or export it (`- onnx: {target: ort-cpu}`) for a form of graphs, such as standalone."
             )
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
@@ -80,9 +88,9 @@ class HuggingFace:
                 " chooses from the whole vocabulary: texts may differ."
             )
         return HowTo(
+            install=f"pip install transformers torch{more_for(folder)}",
             run=f"python -c {shlex.quote(code.replace(chr(10), '; '))}",
             load=(("python", code),),
-            requirements=("transformers", "torch", *_more(folder)),
             notes=tuple(notes),
             front=front_matter(task, origin, library),
         )
@@ -91,10 +99,6 @@ class HuggingFace:
 def _cause(op: str, count: int) -> str:
     what, stage = _CAUSES.get(op, (f"edits of the kind {op!r}", "a stage"))
     return f"{what} ({count}, made by {stage})"
-
-
-def _more(folder: Path) -> tuple[str, ...]:
-    return ("sentencepiece",) if any(folder.glob("*.spm")) else ()
 
 
 def _code(task: str, source: Path, origin: Origin) -> str:

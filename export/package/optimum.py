@@ -12,14 +12,14 @@ from smelt.core.data import SIMILARITY
 from smelt.core.files import read_json
 from smelt.export.package.form import ANY_GRAPH_FOR_CPU, HowTo, Origin, Takes
 from smelt.export.package.hub.generation import generation_words
-from smelt.export.package.hub.tokenizer_files import copy_tokenizer_files, notes_on_texts, prefixed
+from smelt.export.package.hub.tokenizer_files import copy_tokenizer_files, more_for, notes_on_texts, prefixed
 from smelt.runtime.causal import is_causal
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.text.sentence_files import FILES as SENTENCE_FILES
 
 ENCODER, DECODER, MODEL = "encoder_model", "decoder_with_past_model", "model"
 FIRST, MERGED = "decoder_model", "decoder_model_merged"
-_REQUIRES = ("optimum-onnx[onnxruntime]==0.1.0",)
+_REQUIRES = "pip install 'optimum-onnx[onnxruntime]==0.1.0'"
 _CLASSES = {
     "seq2seq": "ORTModelForSeq2SeqLM",
     "causal": "ORTModelForCausalLM",
@@ -58,9 +58,9 @@ class Optimum:
         else:
             _write_model(source, folder, kind)
         return HowTo(
+            install=f"{_REQUIRES}{more_for(folder)}",
             run=f"python -c {shlex.quote(_one_line(kind, source, origin))}",
             load=(("python", _code(kind, source, origin)),),
-            requirements=_REQUIRES,
             notes=(*_notes(kind, source), *notes_on_texts(source)),
         )
 

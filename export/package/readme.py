@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import Artifact
+from smelt.core.artifact import SUMS, Artifact
 from smelt.core.files import size_of
 from smelt.export.package.form import Form, HowTo, Origin
 
-SUMS = "SHA256SUMS"
 _WIDTH = 110
 _LONGEST = 60  # characters of a setting's value
 
@@ -79,10 +78,8 @@ def _sizes(artifact: Artifact, folder: Path) -> str:
 
 
 def _loading(how: HowTo) -> str:
-    needs = "\n".join(how.requirements)
-    parts = ["## How to use it", f"In this folder:\n\n```bash\n{how.run}\n```"]
+    parts = ["## How to use it", f"In this folder:\n\n```bash\n{how.install}\n{how.run}\n```"]
     parts += [f"```{language}\n{code.strip()}\n```" for language, code in how.load]
-    parts += [f"It needs:\n\n```\n{needs}\n```"] if needs else []
     return "\n\n".join(parts)
 
 

@@ -26,6 +26,7 @@ from smelt.runtime.text.tokenizing_file import read_tokenizing
 
 GRAPHS = "onnx"
 _PACKAGE = "@huggingface/transformers@4"
+_SCRIPTS = "`--ignore-scripts` leaves out what onnxruntime-node would fetch for GPUs; a CPU needs none of it."
 _SUFFIX = {"fp32": "", "q8": "_quantized", "q4": "_q4"}  # utils/dtypes.js
 _CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -77,10 +78,10 @@ class TransformersJs:
             write_json(folder / "generation_config.json", generation)
         code = shlex.quote(_code(kind, source, "; "))
         return HowTo(
-            run=f"npm install {_PACKAGE} && node --input-type=module -e {code}",
+            install=f"npm install --ignore-scripts {_PACKAGE}",
+            run=f"node --input-type=module -e {code}",
             load=(("javascript", _code(kind, source, "\n")),),
-            requirements=(_PACKAGE,),
-            notes=(*_notes(kind, source, dtype), *notes_on_texts(source)),
+            notes=(_SCRIPTS, *_notes(kind, source, dtype), *notes_on_texts(source)),
         )
 
 

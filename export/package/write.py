@@ -6,11 +6,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from smelt.core.artifact import MANIFEST, Artifact, FileRecord, is_harmless
+from smelt.core.artifact import MANIFEST, SUMS, Artifact, FileRecord, is_harmless
 from smelt.core.files import sha256_of, size_of, write_json
 from smelt.export.package.form import Form, HowTo, Origin
 from smelt.export.package.new_folder import new_folder
-from smelt.export.package.readme import SUMS, readme
+from smelt.export.package.readme import readme
 
 README = "README.md"
 

@@ -20,6 +20,7 @@ from smelt.export.parity.operators import check_operators
 from smelt.export.parity.reference import Exact, Reference, exact_of, logits_for, round_weights_
 from smelt.export.parity.twin import exact_twin
 from smelt.export.parity.where import first_difference
+from smelt.runtime.schemes.scheme import GRAPHS_OF
 
 Figures = dict[str, dict[str, float]]
 
@@ -196,7 +197,9 @@ def _opened(subject: Subject, folder: Path, dtype: str) -> Iterator[Any]:
     from smelt.runtime.backends.open_runner import open_folder
 
     try:
-        with open_folder(folder, "onnx", subject.target, subject.threads, dtype=dtype) as runner:
+        # an engine has roundings of its own, and is built for minutes: here the graph is asked, not TensorRT
+        device = "cpu" if subject.target in GRAPHS_OF else "auto"
+        with open_folder(folder, "onnx", subject.target, subject.threads, device, dtype) as runner:
             yield runner
     except (ParityError, MissingDependencyError):
         raise

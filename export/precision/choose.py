@@ -72,7 +72,7 @@ def narrow_graphs(
         model = read_graph(path)
         wide = wide_parts(model, graph.module, homes[graph.name], ranges.get(graph.name))
         # caches of ONNX Runtime are numpy's, which has no bf16
-        all_caches = dtype == "bf16" and target == "ort-cuda"
+        all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt", "ort-tensorrt-rtx")
         narrow(model, graph.name, dtype, wide.nodes, _outside(model, wide, all_caches))
         write_graph(model, path)
         chosen[graph.name] = wide

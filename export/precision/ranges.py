@@ -20,7 +20,7 @@ from smelt.export.parity.reference import Reference
 from smelt.export.precision.narrow import float_values
 from smelt.runtime.batch import Batch
 
-_MARK, _SUM = "smelt.largest.", "smelt.sum."
+MARK, SUM = "smelt.largest.", "smelt.sum."
 # whose inputs are added up; of the last one, their squares
 _SUMMED = ("MatMul", "Gemm", "ReduceSum", "ReduceMean", "ReduceL2")
 _AT_ONCE = 4  # rows
@@ -46,11 +46,11 @@ def ranges_of(folder: Path, name: str, references: Sequence[Reference], threads:
         threads: of ONNX Runtime.
     """
     model = read_graph(folder / f"{name}.onnx")
-    found = Ranges(_weights(model), {})
-    session = _probe(model, folder, name, threads)
+    found = Ranges(weights(model), {})
+    session = probe(model, folder, name, threads)
     for reference in references:
         for _, got in calls(session, folder, name, reference):
-            for mark, into in ((_MARK, found.values), (_SUM, found.sums)):
+            for mark, into in ((MARK, found.values), (SUM, found.sums)):
                 for output in (o for o in got if o.startswith(mark)):
                     value = float(got[output])
                     value = float("inf") if np.isnan(value) else value
@@ -71,14 +71,15 @@ def pieces(batch: Batch) -> Iterator[Batch]:
         )
 
 
-def _weights(model: Any) -> dict[str, float]:
+def weights(model: Any) -> dict[str, float]:
+    """Return the largest magnitude of each float32 weight of an onnx.ModelProto, by its name."""
     from onnx import TensorProto, numpy_helper
 
     floats = [tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT]
     return {t.name: float(np.abs(numpy_helper.to_array(t)).max(initial=0.0)) for t in floats}
 
 
-def _probe(model: Any, folder: Path, name: str, threads: int | None) -> Any:
+def probe(model: Any, folder: Path, name: str, threads: int | None) -> Any:
     """Open `model` with a number more for every floating value that a node gives."""
     import onnx
 
@@ -90,7 +91,7 @@ def _probe(model: Any, folder: Path, name: str, threads: int | None) -> Any:
     graph = model.graph
     for node in list(graph.node):
         for value in (v for v in node.output if v in floats):
-            _largest(graph, value, f"{_MARK}{value}")
+            _largest(graph, value, f"{MARK}{value}")
         if node.op_type in _SUMMED and node.input[0] in floats:
             _sum(graph, node)
     with TemporaryDirectory(dir=folder) as beside:
@@ -112,7 +113,7 @@ def _sum(graph: Any, node: Any) -> None:
     """Add the same node over the magnitudes of what it adds up; a mean as the sum that it is before."""
     from onnx import NodeProto, helper
 
-    output = f"{_SUM}{node.output[0]}"
+    output = f"{SUM}{node.output[0]}"
     bound = NodeProto()
     bound.CopyFrom(node)
     bound.op_type = {"ReduceMean": "ReduceSum", "ReduceL2": "ReduceSumSquare"}.get(node.op_type, node.op_type)

@@ -26,14 +26,19 @@ def load_graph(path: Path) -> Any:
     """Read an ONNX file without its external weights.
 
     Raises:
-        RunError: it is damaged.
+        RunError: it is damaged, empty, or something else than ONNX.
     """
     import onnx
 
     try:
-        return onnx.load(path, load_external_data=False)
+        model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises several kinds, all meaning the same
         raise RunError(f"{path}: not an ONNX file that can be read: {error}") from error
+    if not model.HasField("graph"):  # protobuf reads nothing at all, and much else, as a model without one
+        size = path.stat().st_size
+        what = f"its {size:,} bytes hold no graph, so it is no ONNX model" if size else "the file is empty"
+        raise RunError(f"{path}: {what}. Copy it again, or export the model again.")
+    return model
 
 
 def preflight(model: Any, path: Path) -> list[Problem]:

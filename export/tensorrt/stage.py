@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
+from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt.build import BuildOptions, build_engine, timing_cache_path
+from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
 from smelt.export.tensorrt.preflight import Problem, check_profile, load_graph, preflight
 from smelt.export.tensorrt.profile import Range, Shapes, shapes_of
 from smelt.export.tensorrt.ranges import largest, profile_ranges
@@ -29,10 +30,10 @@ from smelt.runtime.backends.tensorrt_sidecar import (
 class TensorrtStage:
     """Build a TensorRT engine for each ONNX graph.
 
-    Takes what `onnx: {target: tensorrt}` wrote; its dtype and quantization are the engine's, since
-    TensorRT 11 knows no others. The file is checked first, because TensorRT builds some mistakes
-    without a word. Sizes come from the data: batch 1 to `max_batch_size`, lengths 1 to the 99th
-    percentile, fastest at the median. An engine runs on the kind of GPU that built it, unless
+    Takes what `onnx: {target: tensorrt}` wrote, or an ONNX model that a recipe starts from; its dtype and
+    quantization are the engine's, since TensorRT 11 knows no others. The file is checked first, because
+    TensorRT builds some mistakes without a word. Sizes come from the data: batch 1 to `max_batch_size`,
+    lengths 1 to the 99th percentile, fastest at the median. An engine runs on the kind of GPU that built it, unless
     `hardware_compatibility` says otherwise; beside each engine, `NAME.plan.json` says what built it.
 
         - tensorrt: {optimization_level: 4, max_batch_size: 16}
@@ -47,7 +48,7 @@ class TensorrtStage:
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
     version: ClassVar[int] = 5
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(EVERY_TASK)
 
     def __call__(self, src: Artifact, settings: TensorrtSettings, ctx: Context) -> None:
         """Write `NAME.plan` for every `NAME.onnx` of `src`, with config and tokenizer.
@@ -57,15 +58,17 @@ class TensorrtStage:
             MissingDependencyError: TensorRT is not installed.
             RunError: the preflight found an error, or TensorRT refused the graph (node and remedy named).
         """
-        target = src.manifest.facts.get("target")
-        if target != "tensorrt":
+        target, foreign = (src.manifest.facts.get(word) for word in ("target", "foreign"))
+        if target != "tensorrt" and not foreign:
             raise InputError(
                 f"{src.path}: this ONNX was exported for '{target}'; TensorRT needs its own."
                 " Put `- onnx: {target: tensorrt}` before the step, and `from:` where it branches off."
             )
         trt = import_tensorrt()
-        profiles, limit = profile_ranges(src.path, settings, ctx)
-        graphs = plan_graphs(src.path, profiles, limit, ctx.warnings)
+        profiles, limit = (foreign_ranges if foreign else profile_ranges)(src.path, settings, ctx)
+        graphs = plan_graphs(
+            src.path, profiles, limit, ctx.warnings, foreign_shapes if foreign else shapes_of
+        )
         options = _options(trt, settings)
         for path, shapes in graphs.items():
             plan, said = build_engine(trt, path, shapes, options, ctx.progress)
@@ -76,7 +79,7 @@ class TensorrtStage:
             if options.weights == "outside":
                 copy_graph(path, ctx.out)
         _copy_the_rest(src.path, ctx.out)
-        kept = ("parameters", "dtype", "scheme")
+        kept = ("parameters", "dtype", "scheme", "foreign")
         ctx.facts.update({k: src.manifest.facts[k] for k in kept if k in src.manifest.facts})
         ctx.facts.update(
             target="tensorrt",
@@ -88,9 +91,15 @@ class TensorrtStage:
 
 
 def plan_graphs(
-    folder: Path, profiles: Sequence[Mapping[str, Range]], limit: int | None, warnings: list[str]
+    folder: Path,
+    profiles: Sequence[Mapping[str, Range]],
+    limit: int | None,
+    warnings: list[str],
+    shapes_for: Callable[[Any, Mapping[str, Range], str], Shapes] = shapes_of,
 ) -> dict[Path, list[Shapes]]:
     """Return the shapes to build each ONNX graph for, by profile, after all have passed the preflight.
+
+    shapes_for: what makes the shapes of a graph's inputs from the ranges.
 
     Raises:
         RunError: with every error of every graph.
@@ -100,7 +109,7 @@ def plan_graphs(
     for path in sorted(folder.glob("*.onnx")):
         model = load_graph(path)
         problems += preflight(model, path)
-        graphs[path] = [shapes_of(model, ranges, path.name) for ranges in profiles]
+        graphs[path] = [shapes_for(model, ranges, path.name) for ranges in profiles]
         found = [problem for shapes in graphs[path] for problem in check_profile(model, shapes, limit)]
         problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(found)]
     if not graphs:

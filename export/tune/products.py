@@ -81,7 +81,7 @@ def choose_forms(
     for graph in graphs:
         for pack in graph.module.modules():
             if isinstance(pack, Pack) and isinstance(pack.packed, QuantizedLinear):
-                _hand_on(pack.packed.matrix, pack.parts)
+                _hand_on(pack.packed.matrix, pack.firsts)
     return _facts(products.values())
 
 
@@ -101,13 +101,18 @@ def multiplied(module: Any) -> Iterator[tuple[str, QuantizedLinear]]:
     for one in module.attentions:
         parts = one.parts
         if parts.cross:
-            unused |= {id(one.part(parts.key)), id(one.part(parts.value)), id(one.module.pack.packed)}
+            unused |= _ids([one.part(parts.key), one.part(parts.value), one.module.pack.packed])
     packs = [m for m in module.modules() if isinstance(m, Pack) and m.packed is not None]
-    crossed = {id(one.part(one.parts.query)) for one in module.attentions if one.parts.cross}
-    unused |= {id(part) for pack in packs for part in pack.parts} - crossed
+    crossed = _ids(one.part(one.parts.query) for one in module.attentions if one.parts.cross)
+    unused |= {id(first) for pack in packs for first in pack.firsts} - crossed
     for name, found in module.named_modules():
         if isinstance(found, QuantizedLinear) and id(found) not in unused:
             yield name, found
+
+
+def _ids(layers: Iterable[nn.Module | None]) -> set[int]:
+    """Return the identities of layers and of the halves of those that are low-rank pairs."""
+    return {id(module) for layer in layers if layer is not None for module in layer.modules()}
 
 
 def _hand_on(matrix: Matrix, parts: Iterable[nn.Module]) -> None:

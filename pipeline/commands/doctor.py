@@ -12,6 +12,7 @@ import platform
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,7 @@ class Finding:
 def diagnose() -> list[Finding]:
     """Look at everything; takes a few seconds, since runtimes are imported and tried."""
     findings: list[Finding] = []
-    for look in (_machine, _packages, _torch, _onnxruntime, _openvino, _engines, _processor):
+    for look in (_machine, _packages, _torch, _onnxruntime, _providers, _openvino, _engines, _processor):
         findings += _safely(look)
     return findings
 
@@ -189,6 +190,43 @@ def _onnxruntime() -> Iterator[Finding]:
             yield Finding("runtimes", name, False, "no NVIDIA GPU with a working driver", remedy)
         else:
             yield _attempt(name, lambda p=provider, t=target: _session(model, p, t), remedy)  # type: ignore[misc]
+
+
+def _providers() -> Iterator[Finding]:
+    """TensorRT inside of ONNX Runtime."""
+    from smelt.look.machine import has_cuda
+    from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, lack_of, lack_of_package
+
+    for target in PROVIDERS:
+        name = f"onnxruntime {target.removeprefix('ort-')}"
+        if not has_cuda():
+            mend = lack_of_package(target) or "with an NVIDIA GPU nothing else is missing"
+            yield Finding("runtimes", name, False, "no NVIDIA GPU with a working driver", mend)
+        elif (lack := lack_of(target)) is not None:
+            yield Finding("runtimes", name, False, "cannot be loaded", lack)
+        else:
+            yield _attempt(name, partial(_engine, target), "see docs/tensorrt.md, TensorRT in ONNX Runtime")
+
+
+def _engine(target: str) -> str:
+    """Let a provider of TensorRT build an engine of the tiny graph and run it."""
+    import tempfile
+
+    import numpy as np
+
+    from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, onnxruntime_here
+    from smelt.runtime.backends.ort_tensorrt.session import open_session
+    from smelt.runtime.backends.ort_tensorrt.told import Told
+    from smelt.runtime.backends.tensorrt_sidecar import hash_of_graph
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.onnx"
+        path.write_bytes(_tiny_graph())
+        session = open_session(PROVIDERS[target], path, Told(hash_of_graph(path), {}))
+        (result,) = session.run(None, {"x": np.array([1.0, 2.0], dtype=np.float32)})
+    if result.tolist() != [2.0, 4.0]:
+        raise RuntimeError("a sum came out wrong")
+    return f"{onnxruntime_here()}, for target {target}"
 
 
 # What the targets of `onnx` run on; whatever else a build brings along, no target of smelt uses.

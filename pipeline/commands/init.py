@@ -34,14 +34,15 @@ def init(
     target_language: str | None,
     force: bool,
 ) -> None:
-    """Look at MODEL (a folder or hub id) and write a first recipe for it."""
-    from smelt.core.data import TASKS
+    """Look at MODEL (a folder, a hub id or an .onnx file) and write a first recipe for it."""
+    from smelt.core.data import EVERY_TASK
     from smelt.core.errors import InputError, nearest
     from smelt.look.data import parse_columns
     from smelt.look.init_recipe import Wishes, init_recipe
 
-    if task is not None and task not in TASKS:
-        raise InputError(f"--task {task}: no such task; there are {', '.join(TASKS)}.{nearest(task, TASKS)}")
+    if task is not None and task not in EVERY_TASK:
+        known = ", ".join(EVERY_TASK)
+        raise InputError(f"--task {task}: no such task; there are {known}.{nearest(task, EVERY_TASK)}")
     named = parse_columns(columns).model_dump(exclude_unset=True)
     wishes = Wishes(task, named, (source_language, target_language))
     text, path = init_recipe(model, data, out, task, force, wishes)

@@ -28,8 +28,8 @@ class _Package(click.Command):
 @click.command(cls=_Package, short_help="Write an artifact as a folder to ship.")
 @click.argument("artifact", type=FOLDER)
 @click.option("--for", "form", metavar="FORM", default="standalone", show_default=True, help="What for.")
-@click.option("--out", type=click.Path(path_type=Path), help="The folder to write (default: NAME-FORM here).")
-def package(artifact: Path, form: str, out: Path | None) -> None:
+@click.option("--out", metavar="FOLDER", help="The folder to write (default: NAME-FORM here).")
+def package(artifact: Path, form: str, out: str | None) -> None:
     """Write ARTIFACT as a folder of real files that others can open.
 
     ARTIFACT is a folder such as runs/x/artifacts/onnx-int8. The package is complete or absent, and has a

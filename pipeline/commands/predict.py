@@ -46,6 +46,8 @@ def predict(
 ) -> None:
     """Run ARTIFACT on each TEXT, on the rows of --data, or on the lines of standard input.
 
+    An artifact of the task `tensors` takes --data FILE.npz and prints the outputs of each row as JSON.
+
     A tab parts the two texts of a pair. A sentence embedder prints the vector of a text, the cosine of a
     pair.
     """
@@ -56,6 +58,12 @@ def predict(
         raise click.UsageError("give texts or --data, not both.")
     if columns and data is None:
         raise click.UsageError("--column means nothing without --data.")
+    from smelt.use.arrays import predicted_lines, reads_arrays
+
+    if reads_arrays(artifact):
+        given = bool(text or columns)
+        click.echo("\n".join(predicted_lines(artifact, data, as_json, threads, device, batch_size, given)))
+        return
     from smelt.use.predict import Predictor
     from smelt.use.predict_data import examples_of, read_examples
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
@@ -14,7 +17,7 @@ from smelt.execute.scoring import library_versions
 from smelt.look.machine import device_of
 
 if TYPE_CHECKING:
-    from smelt.evaluate.latency import Latency
+    from smelt.evaluate.latency import Latency, LatencySettings
 
 # What the time from text to text depends on, besides smelt itself.
 _LIBRARIES = (
@@ -27,6 +30,9 @@ _LIBRARIES = (
     "onnxruntime",
     "tensorrt",
     "tensorrt-rtx",
+    "tensorrt-cu13",
+    "tensorrt-cu12",
+    "onnxruntime-ep-nv-tensorrt-rtx",
     "openvino",
 )
 
@@ -80,19 +86,21 @@ class LatencyScores:
                         self.store.write_score(keys[each], kept[each])
             told(kept)
 
-        result = measure(
-            {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}},
-            baseline,
-            [e.text for e in self.split.examples],
-            score.latency,
-            self.recipe.task,
-            generation=score.generation,
-            progress=progress,
-            pairs=[e.text_pair for e in self.split.examples],
-            device=self.recipe.device,
-            counts=_counts(kept),
-            told=keep,
-        )
+        with timed_rows(self.split, score.latency) as (split, arrays):
+            result = measure(
+                {name: artifacts[name].path for name in {baseline: None, **dict.fromkeys(missing)}},
+                baseline,
+                [e.text for e in split.examples],
+                score.latency,
+                self.recipe.task,
+                generation=score.generation,
+                progress=progress,
+                pairs=[e.text_pair for e in split.examples],
+                device=self.recipe.device,
+                counts=_counts(kept),
+                told=keep,
+                arrays=arrays,
+            )
         for name in missing:
             keep(result, name)
         return kept
@@ -115,6 +123,25 @@ class LatencyScores:
                 "libraries": library_versions(_LIBRARIES),
             }
         )
+
+
+@contextlib.contextmanager
+def timed_rows(split: Split, settings: LatencySettings) -> Iterator[tuple[Split, Path | None]]:
+    """Yield the rows to be timed and, where they are arrays, a file of them for the processes that time.
+
+    Of arrays no more rows than are used: they are of one shape, so one is as long as the other.
+    """
+    if split.arrays is None:
+        yield split, None
+        return
+    import numpy as np
+
+    some = split.head(max(settings.texts, *settings.batch_sizes))
+    assert some.arrays is not None
+    with TemporaryDirectory(prefix="smelt-") as folder:
+        path = Path(folder, "rows.npz")
+        np.savez(path, allow_pickle=False, **some.arrays.values)
+        yield some, path
 
 
 def _value(artifact: Artifact, result: Latency, name: str) -> dict[str, Any]:

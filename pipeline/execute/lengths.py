@@ -8,6 +8,7 @@ from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.text import count
 
 
 def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> None:
@@ -35,8 +36,9 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
             first = (
                 ("line " if all(lines) else "row ") + ", ".join(named) + (", ..." if len(rows) > 5 else "")
             )
+            hold = f"{count(len(rows), 'row')} {'holds' if len(rows) == 1 else 'hold'}"
             problems.append(
-                f"{split.origin} ({name}): {len(rows)} rows hold texts of more than {limit} tokens, the"
+                f"{split.origin} ({name}): {hold} texts of more than {limit} tokens, the"
                 f" model's limit (strict: true): {first}. Shorten them; without strict they are cut."
             )
     if problems:

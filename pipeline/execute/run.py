@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import Split
+from smelt.core.data import TENSORS, Split
 from smelt.core.errors import InputError, SmeltError
 from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
@@ -21,12 +21,13 @@ from smelt.execute.head import settle_head
 from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.lengths import require_lengths
 from smelt.execute.report_data import ReportBuilder
+from smelt.execute.roots.foreign import begin_with_graph
+from smelt.execute.roots.untrained import start
 from smelt.execute.run_folder import RunFolder
 from smelt.execute.run_result import Result, write_report
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work
-from smelt.execute.untrained import start
 from smelt.look.machine import unscored_reason
 from smelt.plan.untrained import NOT_SCORED
 from smelt.plan.warnings import data_warnings, decoding_warnings
@@ -179,6 +180,11 @@ class _Run:
     def _root(self) -> None:
         self.display.begin(ROOT)
         recipe, model = self.plan.recipe, self.plan.recipe.model
+        if self.plan.foreign is not None and self.plan.foreign.texts is None:
+            self._finished(
+                ROOT, *begin_with_graph(self.shop, self.plan.foreign, self.data, self._is_fresh(ROOT)), 0.0
+            )
+            return
         settled = settle_head(self.plan, self.data, self.scorer.metrics)
         folder, head = settled.folder, settled.head
         self.scorer = replace(self.scorer, metrics=settled.metrics)
@@ -231,7 +237,7 @@ class _Run:
             took = "from the store" if cached else duration(seconds)
             self.display.line(f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB; not scored: {reason}")
             return
-        if name == self.plan.recipe.baseline:
+        if name == (ROOT if self.plan.recipe.task == TENSORS else self.plan.recipe.baseline):
             self.scorer = replace(self.scorer, reference=artifact)
         score = self._score(name, artifact)
         self.artifacts[name] = artifact

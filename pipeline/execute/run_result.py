@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smelt.core.data import TENSORS
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_atomically
 
@@ -63,6 +64,8 @@ def summary_lines(result: Result) -> Sequence[str]:
     step = step_to_ship(result.report)
     if step is not None:
         place = shlex.quote(_short(result.folder / "artifacts" / step))
+        if result.report["recipe"].get("task") == TENSORS:
+            return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]
         lines += [f'Try it: smelt predict {place} "TEXT"', f"Ship it: smelt package {place}"]
     return lines
 

@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Example, Split, Task, texts_read
+from smelt.core.data import SIMILARITY, TENSORS, TEXT_TO_TEXT, Example, Split, Task, texts_read
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
 from smelt.core.stage import Progress, silent
 from smelt.core.store.store import Store
+from smelt.core.text import count
 from smelt.look.machine import device_of
 from smelt.recipe.problem import AGREEMENT
+from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 4
+VERSION = 5
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 
@@ -29,7 +31,8 @@ class Scorer:
     """Scores artifacts on one split with fixed metrics, decoding and batches.
 
     reference: the artifact whose vectors others are compared with (`agreement`); None as long as there is
-    none, and then the metric is left out. vectors: of the reference, by the rows that they are of.
+    none, and then the metric is left out. Of the outputs of graphs the untouched one. vectors: of the
+    reference, by the rows that they are of.
     """
 
     store: Store
@@ -46,7 +49,7 @@ class Scorer:
     @property
     def compares(self) -> bool:
         """Whether a score depends on the reference too."""
-        return self.task == SIMILARITY and AGREEMENT in self.metrics
+        return self.task == TENSORS or (self.task == SIMILARITY and AGREEMENT in self.metrics)
 
     def score(self, artifact: Artifact, split: Split, progress: Progress = silent) -> dict[str, Any]:
         """Return `{"quality": {metric: score}, "statistics": ..., "warnings": [...], ...}`.
@@ -65,7 +68,7 @@ class Scorer:
             too_long = _count_too_long(runner, split.examples, self.task)
             if too_long and self.strict:
                 raise InputError(
-                    f"{split.origin}: {too_long} texts are longer than the model's limit (strict: true)."
+                    f"{split.origin}: {count(too_long, 'text')} longer than the model's limit (strict: true)."
                 )
             value = _SCORED[self.task](self, runner, split, progress)
             value["runner"] = f"{runner.name} {runner.version}"
@@ -75,8 +78,9 @@ class Scorer:
                 scored["signature"] += f"|device:{runner.device}"
         warnings = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
         if too_long:
+            were = "was" if too_long == 1 else "were"
             warnings.insert(
-                0, f"{too_long} of {len(split)} texts were longer than the model's limit and were cut"
+                0, f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} cut"
             )
         value["warnings"] = warnings
         self.store.write_score(self._key(artifact, split), value)
@@ -139,13 +143,13 @@ class Scorer:
         from smelt.runtime.causal import window_losses
         from smelt.runtime.models.checkpoint import load_tokenizer
         from smelt.runtime.text.limits import length_limit
-        from smelt.runtime.text.windows import cut_windows
+        from smelt.runtime.text.windows import cut_windows, joined
 
         tokenizer = load_tokenizer(runner.folder)
         text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
         losses = window_losses(runner, text, self.batch_size, progress)
-        ids = [window.tolist() for window in text.ids]
-        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, ids))
+        whole = joined(split)  # a trimmed vocabulary cuts the same text otherwise
+        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, whole))
 
     def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.execute.label_scores import score_classifier
@@ -184,6 +188,31 @@ class Scorer:
             ]
         return value
 
+    def _arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
+        from smelt.evaluate.tensor_quality import score_outputs
+        from smelt.runtime.foreign.runner import by_row
+
+        assert split.arrays is not None
+        assert self.reference is not None  # the run's root is scored first, `smelt eval` asks for it
+        got = by_row(runner, split.arrays, self.batch_size, progress)
+        key = hash_of([self.reference.key, split.fingerprint])
+        if self.reference.path == runner.folder:
+            self.vectors[key] = got
+        elif key not in self.vectors:
+            self.vectors[key] = self._reference_outputs(self.reference, split, progress)
+        scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
+        return {**_dump(scores), "predictions": []}
+
+    def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
+        """Return the outputs of the untouched graph, which an earlier run scored."""
+        from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.foreign.runner import GraphRunner, by_row
+
+        assert split.arrays is not None
+        with open_runner(reference, self.threads, self.device) as runner:
+            assert isinstance(runner, GraphRunner)
+            return by_row(runner, split.arrays, self.batch_size, progress)
+
     def _reference_vectors(self, reference: Artifact, texts: Sequence[str], progress: Progress) -> Any:
         """Return the vectors that the reference, which an earlier run scored, makes of `texts`."""
         from smelt.runtime.backends.open_runner import open_runner
@@ -199,6 +228,7 @@ _SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = 
     "text-classification": Scorer._labels,
     "language-modeling": Scorer._windows,
     "sentence-similarity": Scorer._vectors,
+    "tensors": Scorer._arrays,
 }
 _METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
 
@@ -239,7 +269,13 @@ def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[str]:
 def _of_device(artifact: Artifact, device: str) -> list[str]:
     """Say where a graph was not scored on what it was made for."""
     facts = artifact.manifest.facts
-    if device != "cpu" or facts.get("target") != "ort-cuda":
+    target = facts.get("target")
+    if device == "cpu" and target in PROVIDERS:
+        return [
+            "this graph is for TensorRT and was run on the CPU, without it: scores and times of its engines"
+            " may be others"
+        ]
+    if device != "cpu" or target != "ort-cuda":
         return []
     half = facts.get("dtype") == "fp16"
     how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
@@ -255,6 +291,8 @@ def scores_of(split: Split) -> list[float] | None:
 def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
     from smelt.runtime.predict import encode_texts
 
+    if task == TENSORS:
+        return 0
     if task == "language-modeling":  # running text is cut in windows, so none of it is too long
         return 0
     texts, pairs = texts_read(examples, task)

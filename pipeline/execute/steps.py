@@ -43,6 +43,9 @@ _LIBRARIES = (
     "onnxruntime",
     "tensorrt",
     "tensorrt-rtx",
+    "tensorrt-cu13",
+    "tensorrt-cu12",
+    "onnxruntime-ep-nv-tensorrt-rtx",
     "openvino",
 )
 

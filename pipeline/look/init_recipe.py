@@ -16,8 +16,11 @@ from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
 from smelt.core.rows.reading import read_file
+from smelt.core.text import article
 from smelt.families.registry import FAMILIES
 from smelt.look.data import DataLook, look_at_data
+from smelt.look.foreign import is_onnx
+from smelt.look.init_foreign import graph_recipe
 from smelt.look.model import ModelLook, look
 from smelt.recipe.problem import METRICS_OF
 from smelt.recipe.stage_table import load_stage
@@ -51,12 +54,13 @@ _SEEN_ROWS = 2000
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine a recipe depends on. cores: physical ones."""
+    """What of this machine a recipe depends on. cores: physical ones. provider: TensorRT in ONNX Runtime."""
 
     cores: int
     gpu: bool
     tensorrt: bool
     openvino: bool = False
+    provider: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,11 @@ def look_at_machine() -> Machine:
 
     from smelt.evaluate.environment import physical_cores
     from smelt.look.machine import has_cuda
+    from smelt.runtime.backends.ort_tensorrt.provider import lack_of
 
     tensorrt = any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx"))
-    return Machine(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None)
+    provider = has_cuda() and lack_of("ort-tensorrt") is None
+    return Machine(physical_cores(), has_cuda(), tensorrt, find_spec("openvino") is not None, provider)
 
 
 def init_recipe(
@@ -113,6 +119,8 @@ def init_recipe(
         InputError: no model that smelt can start from, unusable data, or the file exists.
     """
     wishes = wishes or Wishes(task)
+    if is_onnx(model, Path.cwd()):
+        return _of_graph(model, data, out, task or wishes.task, force)
     seen = look(model, task or wishes.task)
     seen = replace(seen, languages=_languages(seen, wishes))
     found = look_at_data(data, seen.task, wishes.columns) if data else None
@@ -133,18 +141,36 @@ def init_recipe(
     return text, path
 
 
+def _of_graph(
+    model: str, data: Sequence[Path], out: str | None, task: Task | None, force: bool
+) -> tuple[str, Path | None]:
+    """As `init_recipe`, for an ONNX graph."""
+    path = None if out == "-" else Path(out or f"{Path(_stem(model)).stem}.yaml")
+    if path is not None and path.exists() and not force:
+        raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
+    base = (path.parent if path is not None else Path()).resolve()
+    text = graph_recipe(model, data, task, path or Path("RECIPE.yaml"), base)
+    if data:
+        _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
+    if path is not None:
+        write_atomically(path, text)
+    return text, path
+
+
 def _languages(seen: ModelLook, wishes: Wishes) -> tuple[str | None, str | None]:
     """Return the languages that the recipe has to say: of a multilingual model both."""
     family = FAMILIES[seen.family]
     if family.languages != "codes":
         if any(wishes.languages):
-            raise InputError(f"--source-language, --target-language: a {seen.family} model takes none.")
+            raise InputError(
+                f"--source-language, --target-language: {article(seen.family)} model takes none."
+            )
         return None, None
     source, target = (mine or its for mine, its in zip(wishes.languages, seen.languages, strict=True))
     if source is None or target is None:
         raise InputError(
-            f"a {seen.family} model has to be told its languages, as its tokenizer writes them, for instance:"
-            f" --source-language {family.codes[0]} --target-language {family.codes[1]}."
+            f"{article(seen.family)} model has to be told its languages, as its tokenizer writes them, for"
+            f" instance: --source-language {family.codes[0]} --target-language {family.codes[1]}."
         )
     return source, target
 
@@ -262,7 +288,10 @@ def _trained(seen: ModelLook) -> Iterator[_Step]:
 
 def _untrained() -> Iterator[_Step]:
     yield _Step(
-        "factorize", "{energy: 0.98}", "needs no training rows; with some: prune, then distill", "small"
+        "factorize",
+        "{method: svd, energy: 0.98}",
+        "needs no training rows; with some: prune, then distill",
+        "small",
     )
 
 
@@ -275,6 +304,9 @@ def _leaving(machine: Machine) -> Iterator[_Step]:
     if machine.gpu or machine.tensorrt:
         yield _Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
         yield _Step("tensorrt", "{}", "skipped where it cannot run", optional=True)
+    if machine.provider:
+        how = "{target: ort-tensorrt, dtype: fp16}"
+        yield _Step("onnx", how, "engines that ONNX Runtime builds", "ort-tensorrt", "small", optional=True)
 
 
 def _lines(step: _Step) -> Iterator[str]:

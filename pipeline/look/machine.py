@@ -13,6 +13,7 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.stage import Settings, Stage
+from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, lack_of
 
 _SECONDS_TO_MAKE_A_BUILDER = 60
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -50,6 +51,10 @@ def unscored_reason(made: Format, target: str | None = None, dtype: str | None =
         return "ONNX Runtime runs no bf16 graph of target tensorrt; the engine built from it is scored."
     if made == "onnx" and dtype == "bf16" and target == "ort-cuda" and cuda_lacks() is not None:
         return "scoring a bf16 graph needs ONNX Runtime on CUDA, and there is no such GPU here. It is kept."
+    if made == "onnx" and target in PROVIDERS and (lack := lack_of(target)) is not None:
+        return (
+            f"{lack} The graphs are exported and kept; smelt eval --device cpu scores them without TensorRT."
+        )
     if made != "tensorrt" or cuda_lacks() is None:
         return None
     return (

@@ -11,6 +11,7 @@ from typing import Any
 from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.hub import cache_alone, hub_lacks
+from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES
 from smelt.look.model_folder import (
     check_model_folder,
@@ -111,7 +112,7 @@ def _choose(
     """
     if wanted is not None:
         if wanted not in tasks:
-            raise InputError(f"--task {wanted}: a {family} model is for {' or '.join(tasks)}.")
+            raise InputError(f"--task {wanted}: {article(family)} model is for {' or '.join(tasks)}.")
         return wanted
     if embeds and SIMILARITY in tasks:
         return SIMILARITY

@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.hub import cache_alone, hub_lacks
+from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES, find_family
 from smelt.look.model_files import damaged_tensor, misfits
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
@@ -118,8 +119,8 @@ def unknown_family(kind: str, task: Task | None = None) -> str:
     tasks = [name for name, families in BY_TASK.items() if kind in families]
     if tasks and task:
         return (
-            f"a {kind} model is not supported for {task} by this version; it is for {' or '.join(tasks)}."
-            f" Supported for {task}: {', '.join(BY_TASK[task])}."
+            f"{article(kind)} model is not supported for {task} by this version; it is for"
+            f" {' or '.join(tasks)}. Supported for {task}: {', '.join(BY_TASK[task])}."
         )
     known = {task: BY_TASK[task]} if task else BY_TASK
     words = "; ".join(f"for {name} {', '.join(families)}" for name, families in known.items())

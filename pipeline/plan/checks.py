@@ -19,13 +19,15 @@ from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
-from smelt.runtime.schemes.scheme import TARGETS
+from smelt.runtime.schemes.scheme import TARGETS, graphs_for
 
 _RUNTIMES = {
     "ort-cpu": "ONNX Runtime",
     "ort-cuda": "ONNX Runtime on CUDA",
     "tensorrt": "TensorRT",
     "openvino": "OpenVINO",
+    "ort-tensorrt": "TensorRT in ONNX Runtime",
+    "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
 }
 
 
@@ -67,11 +69,15 @@ class _Draft:
 class Checker:
     """Checks one recipe; mistakes go to `mistakes`, advice to `warnings` and `notes`.
 
-    bad: what is wrong already, as dotted paths, and of which nothing more is said.
+    bad: what is wrong already, as dotted paths, and of which nothing more is said. begins_as: the format of
+    the untouched model.
     """
 
-    def __init__(self, recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
+    def __init__(
+        self, recipe: Recipe, mistakes: Mistakes, bad: set[str], begins_as: Format = "torch"
+    ) -> None:
         self.recipe, self.mistakes, self.bad = recipe, mistakes, bad
+        self._begins_as: Format = begins_as
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self.drafts: dict[str, _Draft] = {}
@@ -133,7 +139,9 @@ class Checker:
         return None
 
     def _load(self, draft: _Draft) -> None:
-        draft.cls = stage_table.load_stage(draft.entry.word)
+        word = draft.entry.word
+        from_graph = self._begins_as == "onnx"
+        draft.cls = stage_table.load_stage(stage_table.ON_GRAPHS.get(word, word) if from_graph else word)
         settings_type: type[Settings] = draft.cls.settings_type
         draft.settings, wrong = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
         draft.wrong = frozenset(str(place[0]) for place in wrong if place)
@@ -148,7 +156,8 @@ class Checker:
         """Check order, task, data and machine for one step whose parents were checked."""
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
-        if "task" not in self.bad and self.recipe.task not in draft.cls.tasks:
+        elsewhere = self._begins_as not in draft.cls.accepts and self._begins_as == "onnx"  # said below
+        if "task" not in self.bad and self.recipe.task not in draft.cls.tasks and not elsewhere:
             tasks = ", ".join(sorted(draft.cls.tasks))
             self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
         given = self.recipe.data.splits()
@@ -214,14 +223,21 @@ class Checker:
         word, path = draft.entry.word, draft.entry.path
         above = self._above(draft)
         parent = above[0] if above else None
-        given: Format | None = parent.format if parent else "torch"
+        given: Format | None = parent.format if parent else self._begins_as
         if given is not None and given not in draft.cls.accepts:
             accepts = " or ".join(sorted(draft.cls.accepts))
             advice = self._advice(draft, given, above)
             reality = f"its parent step '{draft.parent}' gives {given}"
             self.mistakes.add(path, f"{word} works on {accepts} models, but {reality}; {advice}.")
             return
-        quantized = next((d for d in above if d.entry.word == "quantize"), None)
+        if getattr(draft.cls, "foreign", False) and self._begins_as != "onnx":
+            self.mistakes.add(
+                path,
+                f"{word} is for ONNX models that a recipe starts from; what smelt exports is simplified on"
+                " the way, quantized by `quantize` before it, narrowed by `onnx: {dtype: fp16}`.",
+            )
+            return
+        quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-graph")), None)
         if quantized and getattr(draft.settings, "lora", None) is not None:
             self.mistakes.add(
                 (*path, "lora"),
@@ -253,6 +269,13 @@ class Checker:
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
             assert parent is not None
+            if self._begins_as == "onnx":
+                self.mistakes.add(
+                    draft.entry.path,
+                    f"tensorrt reads symmetric int8, and '{parent.name}' is for {made_for}; give"
+                    f" `{parent.entry.word}: {{scheme: int8-static, target: tensorrt}}`.",
+                )
+                return
             self.mistakes.add(
                 draft.entry.path,
                 f"tensorrt reads graphs with target tensorrt, but '{parent.name}' has target {made_for};"
@@ -274,13 +297,17 @@ class Checker:
                     f"{where}: the {scheme.name} weights of '{d.name}' were not trained and say little;"
                     f" put a distill after '{d.name}', which trains through the codes."
                 )
-        if draft.entry.word == "distill" and draft.entry.settings.get("student"):
-            late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
-            if late:
-                self.warnings.append(
-                    f"{where}: choosing a student's layers after {late} throws part of that work away;"
-                    " distil to fewer layers first."
-                )
+        student = draft.entry.word == "distill" and draft.entry.settings.get("student")
+        late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
+        if late and student:
+            self.warnings.append(
+                f"{where}: choosing a student's layers after {late} throws part of that work away;"
+                " distil to fewer layers first."
+            )
+        if late and draft.entry.word == "depth":
+            self.warnings.append(
+                f"{where}: layers that go after {late} take part of that work with them; put depth first."
+            )
 
     def _above(self, draft: _Draft) -> list[_Draft]:
         """Return the steps above `draft`, the nearest first."""
@@ -292,12 +319,18 @@ class Checker:
         return found
 
     def _format(self, name: str) -> Format | None:
-        return "torch" if name == ROOT else self.drafts[name].format
+        return self._begins_as if name == ROOT else self.drafts[name].format
 
     def _advice(self, draft: _Draft, given: Format, above: list[_Draft]) -> str:
         """Say how `draft` comes to a parent whose format it accepts."""
         assert draft.cls is not None
         accepts = draft.cls.accepts
+        if self._begins_as == "onnx" and given == "onnx":
+            fitting = [w for w in stage_table.TABLE if "onnx" in stage_table.load_stage(w).accepts]
+            return (
+                f"what can follow an ONNX model: {', '.join(fitting)}. For {draft.entry.word} start from the"
+                " folder with weights that it was exported from"
+            )
         ways = []
         turned = [d for d in above if d.format == given]
         if turned and turned[-1].parent is not None and self._format(turned[-1].parent) in accepts:
@@ -329,6 +362,7 @@ def _scheme(draft: _Draft) -> str:
 
 def _refused(quantized: _Draft, target: str) -> str | None:
     """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
+    target = graphs_for(target)
     if quantized.wrong & {"scheme", "vocabulary"}:
         all_refuse = all(target in scheme.refused for scheme in SCHEMES.values())
         return "quantized layers" if all_refuse else None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from smelt.look.foreign import is_onnx
 from smelt.plan.checks import Checker
 from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_rows, check_windows
+from smelt.plan.foreign import check_foreign, fit_batches
 from smelt.plan.gates import baseline, cut, gates
 from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
@@ -39,12 +41,18 @@ def make_plan(
         InputError: as `load_plan`.
     """
     read, mistakes, bad = examine(document, path, overrides)
-    checker = Checker(read, mistakes, bad)
+    from_graph = is_onnx(read.model, read.base)
+    checker = Checker(read, mistakes, bad, "onnx" if from_graph else "torch")
     every = fit_engines(checker.steps(), read, checker.places, mistakes)
     kept = cut(checker, until)
     judged = gates(checker, kept)
     baseline(checker, kept)
-    folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
+    foreign = check_foreign(read, mistakes, bad, checker.warnings)
+    read = fit_batches(read, foreign, mistakes)
+    if from_graph:
+        folder = foreign.texts if foreign else None
+    else:
+        folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
     check_untrained(read, every, mistakes, bad)
     check_new_head(read, every, folder, mistakes)
     check_fit(every, checker.places, folder, mistakes)
@@ -72,4 +80,5 @@ def make_plan(
         rest=tuple(step for step in every if step.name not in kept),
         order=tuple(step.name for step in every),
         problem=problem,
+        foreign=foreign,
     )

@@ -12,6 +12,7 @@ from smelt.core.data import Split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
 from smelt.core.stage import Need, Settings, Stage
+from smelt.look.foreign import ForeignModel
 from smelt.look.model_folder import fetch_model
 from smelt.plan.splits import read_source
 from smelt.recipe.recipe import Recipe
@@ -78,7 +79,8 @@ class Plan:
     are small. text: the recipe as it stands in its file. rest: the steps that `until` cuts off. order: the
     names of all steps, as the recipe has them.
     warnings: what a person should know; the report says it too. notes: what only the plan's reader needs.
-    problem: what a classifier does, where model and data are at hand.
+    problem: what a classifier does, where model and data are at hand. foreign: the ONNX graph that the recipe
+    starts from; None where it starts from weights.
     """
 
     recipe: Recipe
@@ -93,6 +95,7 @@ class Plan:
     rest: tuple[Step, ...] = ()
     order: tuple[str, ...] = ()
     problem: ProblemType | None = None
+    foreign: ForeignModel | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:

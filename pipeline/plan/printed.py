@@ -9,6 +9,7 @@ from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.evaluate.metrics import LOWER_IS_BETTER
+from smelt.plan.foreign import described as described_graph
 from smelt.plan.plan import Plan, Step
 from smelt.plan.sentences import described, sentence_rules
 from smelt.plan.text_rules import text_rules
@@ -23,6 +24,8 @@ def describe_plan(plan: Plan) -> str:
     recipe = plan.recipe
     lines = [*_wrapped(f"{recipe.path}: {recipe.task}, {_count(len(plan.steps), 'step')}", 2), ""]
     lines += _wrapped(f"model       {_model(recipe.model)}", 12)
+    for said in described_graph(plan.foreign) if plan.foreign else ():
+        lines += _wrapped(said, 12)
     for name, origin in recipe.data.splits().items():
         rows = f" ({_count(len(plan.splits[name]), 'row')})" if name in plan.splits else ""
         share = recipe.data.split.given().get(name)
@@ -80,7 +83,8 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
     elif step.optional:
         parts.append("optional")
     if step.unscored and not step.unavailable:
-        parts.append("built, not scored (needs a CUDA GPU)")
+        built = "built, not scored (needs a CUDA GPU)"
+        parts.append(built if step.format == "tensorrt" else f"not scored: {step.unscored}")
     yield from textwrap.wrap(
         "  ".join(parts), WIDTH, initial_indent=first, subsequent_indent=f"{rest}    ", break_on_hyphens=False
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
+from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
 from smelt.recipe.recipe import Recipe
@@ -45,7 +46,7 @@ def text_rules(recipe: Recipe, folder: Path) -> tuple[TextRules, list[str]]:
     if languages == "prefix" and data.target_language:
         prefix = f">>{data.target_language}<< "
         return TextRules(prefix=prefix), [
-            f"prefix {prefix!r} (a {kind} model's word for the target language)"
+            f"prefix {prefix!r} ({article(kind)} model's word for the target language)"
         ]
     return _from_params(recipe, config)
 
@@ -75,8 +76,8 @@ def _languages(recipe: Recipe, folder: Path, family: Family) -> tuple[TextRules,
     target = data.target_language or known.target_language
     if source is None or target is None:
         raise InputError(
-            f"a {family.name} model has to be told its languages, as its tokenizer writes them, for instance:"
-            f" data: {{source_language: {family.codes[0]}, target_language: {family.codes[1]}}}."
+            f"{article(family.name)} model has to be told its languages, as its tokenizer writes them, for"
+            f" instance: data: {{source_language: {family.codes[0]}, target_language: {family.codes[1]}}}."
         )
     for code in (source, target):
         _check_code(code, folder)

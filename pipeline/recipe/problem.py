@@ -28,6 +28,8 @@ METRICS_OF: dict[ProblemType, tuple[str, ...]] = {
 AGREEMENT = "agreement"
 SCORE_METRICS = ("spearman", "pearson")
 VECTOR_METRICS = (*SCORE_METRICS, AGREEMENT)
+# Of the outputs of a graph, with those of the untouched one.
+TENSOR_METRICS = (AGREEMENT, "top1", "relative_error")
 LABEL_METRICS = tuple(metric for metrics in METRICS_OF.values() for metric in metrics)
 
 

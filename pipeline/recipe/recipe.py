@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import SIMILARITY, TASKS, Task
+from smelt.core.data import EVERY_TASK, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
@@ -17,7 +17,7 @@ from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.recipe.errors import Mistakes, check, dotted, shown, touches
 from smelt.recipe.inputs import Data, Embedding, Untrained
 from smelt.recipe.overrides import apply_overrides
-from smelt.recipe.problem import LABEL_METRICS, VECTOR_METRICS
+from smelt.recipe.problem import LABEL_METRICS, TENSOR_METRICS, VECTOR_METRICS
 from smelt.recipe.stages import StageEntry, read_stages, step_names
 from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.backends.device import Device
@@ -30,6 +30,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "language-modeling": ("perplexity", "bits_per_byte"),
     "text-classification": LABEL_METRICS,
     "sentence-similarity": VECTOR_METRICS,
+    "tensors": TENSOR_METRICS,
 }
 # What is scored where a recipe names no metrics: all that fit the task, except here. Of a classifier
 # the problem type decides, of vectors whether there are scores, which is known when model and data are
@@ -72,10 +73,14 @@ class Gate(Settings):
 
 
 class RecipeKeys(Settings):
-    """The keys of a recipe besides `stages`, as they stand in the file."""
+    """The keys of a recipe besides `stages`, as they stand in the file.
+
+    tokenizer: of a model that is an ONNX file, the folder with its config.json and tokenizer.
+    """
 
     model: str | Untrained
     task: Task
+    tokenizer: str | None = None
     data: Data
     embedding: Embedding = Embedding()
     score: ScoreSettings = ScoreSettings()
@@ -106,7 +111,7 @@ class Recipe(RecipeKeys):
 
 
 # What stands in for a part that is wrong, so that the rest can be checked in the same go.
-_STAND_INS: dict[str, Any] = {"model": "", "task": TASKS[0], "data": {}}
+_STAND_INS: dict[str, Any] = {"model": "", "task": EVERY_TASK[0], "data": {}}
 _KEYS = (*RecipeKeys.model_fields, "stages")
 
 
@@ -193,15 +198,15 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
 def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
     """Return what is to stand in for a task that this version does not know; nothing for one it does."""
     task = head.get("task")
-    if not isinstance(task, str) or task in TASKS:
+    if not isinstance(task, str) or task in EVERY_TASK:
         return {}
-    known = ", ".join(TASKS)
+    known = ", ".join(EVERY_TASK)
     if task in LATER_TASKS:
         mistakes.add(("task",), f"'{task}' is not yet supported by this version. Supported: {known}.")
     else:
-        hint = nearest(task, (*TASKS, *LATER_TASKS))
+        hint = nearest(task, (*EVERY_TASK, *LATER_TASKS))
         mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}")
-    return {"task": TASKS[0]}
+    return {"task": EVERY_TASK[0]}
 
 
 def _check_data(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:

@@ -11,14 +11,22 @@ from smelt.core.stage import Stage
 TABLE: dict[str, str] = {
     "finetune": "smelt.compress.finetune:Finetune",
     "distill": "smelt.compress.distill.logits:Distill",
+    "vocabulary": "smelt.compress.vocabulary.stage:Vocabulary",
+    "depth": "smelt.compress.depth.stage:Depth",
     "prune": "smelt.compress.prune.structured:Prune",
-    "factorize": "smelt.compress.factorize.svd:Factorize",
+    "sparsify": "smelt.compress.sparsify.stage:Sparsify",
+    "factorize": "smelt.compress.factorize.stage:Factorize",
     "share": "smelt.compress.share.layers:Share",
     "shortlist": "smelt.compress.shortlist.stage:ShortlistStage",
     "quantize": "smelt.compress.quantize.stage:Quantize",
     "onnx": "smelt.export.onnx_stage:Onnx",
+    "simplify": "smelt.export.foreign.simplify:Simplify",
+    "quantize-graph": "smelt.export.foreign.quantize:QuantizeGraph",
+    "fp16": "smelt.export.foreign.fp16:Fp16",
     "tensorrt": "smelt.export.tensorrt.stage:TensorrtStage",
 }
+# What a word means behind an ONNX graph that a recipe starts from.
+ON_GRAPHS = {"quantize": "quantize-graph"}
 
 
 def load_stage(word: str) -> type[Stage[Any]]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.data import TENSORS
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
+
+if TYPE_CHECKING:
+    from smelt.evaluate.latency import LatencySettings
 
 _WIDTH = 80
 DOUBT = "?"  # behind a speed-up whose times were disturbed
@@ -81,19 +86,20 @@ def bench(
     artifacts = open_artifacts(folders)
     task: Any = next(iter(artifacts.values())).manifest.task
     devices = {name: device_of(artifact, device) for name, artifact in artifacts.items()}
-    texts = list(STANDARD_TEXTS) if data is None else read_texts(data, task, column)
     chosen = LatencySettings(**(settings or {}))
     baseline = next(iter(artifacts))
-    result = measure(
-        {name: artifact.path for name, artifact in artifacts.items()},
-        baseline,
-        texts,
-        chosen,
-        task,
-        generation=generation_of(dict(generation or {})),
-        progress=progress,
-        device=device,
-    )
+    with _rows(data, task, column, artifacts[baseline], chosen) as (texts, arrays):
+        result = measure(
+            {name: artifact.path for name, artifact in artifacts.items()},
+            baseline,
+            texts,
+            chosen,
+            task,
+            generation=generation_of(dict(generation or {})),
+            progress=progress,
+            device=device,
+            arrays=arrays,
+        )
     return {
         "baseline": baseline,
         "task": task,
@@ -116,6 +122,21 @@ def bench(
             for name, artifact in artifacts.items()
         },
     }
+
+
+@contextlib.contextmanager
+def _rows(
+    data: Path | None, task: str, column: str | None, artifact: Artifact, settings: LatencySettings
+) -> Iterator[tuple[list[str], Path | None]]:
+    """Yield the texts to be timed; of arrays the places of rows, and a file with them."""
+    if task != TENSORS:
+        yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
+        return
+    from smelt.execute.latency_scores import timed_rows
+    from smelt.use.arrays import read_rows
+
+    with timed_rows(read_rows(data, artifact), settings) as (split, path):
+        yield [example.text for example in split.examples], path
 
 
 def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
@@ -171,9 +192,10 @@ def bench_text(result: Mapping[str, Any]) -> str:
     texts, cpu = result["texts"], result["environment"]["cpu"]
     used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
     count = f"{used:,} of {texts['n']:,}" if used < texts["n"] else f"{texts['n']:,}"
+    way, rows = ("arrays to arrays", "rows") if result["task"] == TENSORS else ("text to text", "texts")
     notes = [
-        f"From text to text. The rounds of each alternate with those of '{result['baseline']}', which the"
-        f" speed-up is against; [95 % interval]. {count} texts ({texts['from']}),"
+        f"From {way}. The rounds of each alternate with those of '{result['baseline']}', which the"
+        f" speed-up is against; [95 % interval]. {count} {rows} ({texts['from']}),"
         f" {threads} thread{'s' * (counts != [1])}, {places}, {cpu}."
     ]
     notes += [f"{name}: {a['error']}" for name, a in artifacts.items() if a["error"]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import SIMILARITY, Split, read_split
+from smelt.core.data import SIMILARITY, TENSORS, Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.store.store import Store
@@ -17,6 +17,7 @@ from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns
 from smelt.recipe.problem import AGREEMENT, METRICS_OF, SCORE_METRICS, metric_mistakes
 from smelt.recipe.recipe import DEFAULT_METRICS, METRICS
+from smelt.use.arrays import read_rows
 
 
 def evaluate_artifact(
@@ -39,7 +40,7 @@ def evaluate_artifact(
 
     window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`;
     what is not said is as it was in the run that made the artifact. baseline: an artifact whose vectors a
-    sentence embedder's are compared with. say: is told what was taken from there,
+    sentence embedder's are compared with, or the untouched graph. say: is told what was taken from there,
     and what a person should know of the scores.
 
     Raises:
@@ -58,10 +59,18 @@ def evaluate_artifact(
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
-    if baseline is not None and task != SIMILARITY:
+    if baseline is not None and task not in (SIMILARITY, TENSORS):
         raise InputError(
-            f"--baseline is for {SIMILARITY}: only vectors are compared; this one is for {task}."
+            f"--baseline is for {SIMILARITY} and {TENSORS}: only vectors and outputs are compared; this one"
+            f" is for {task}."
         )
+    if task == TENSORS:
+        if baseline is None:
+            raise InputError(
+                "--baseline: name the artifact of the untouched graph (runs/NAME/artifacts/model), whose"
+                " outputs these are compared with."
+            )
+        read_rows(Path(data), artifact)  # says what does not fit
     split = read_split(data, task, parse_columns(columns), Path.cwd()).head(limit)
     split = _cut(split, artifact, window, stride, say)
     with tempfile.TemporaryDirectory() as scratch:

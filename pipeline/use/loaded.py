@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import SIMILARITY, Example, Task
+from smelt.core.data import SIMILARITY, TENSORS, Example, Task
 from smelt.core.errors import InputError, TruncationWarning
 from smelt.families.registry import find_family
 from smelt.runtime.class_predictions import Prediction, predictions
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CLASSIFIES: Task = "text-classification"
 # Which method of a model is for its task, where it is not `generate`.
-_METHODS: dict[str, str] = {CLASSIFIES: "predict", SIMILARITY: "embed"}
+_METHODS: dict[str, str] = {CLASSIFIES: "predict", SIMILARITY: "embed", TENSORS: "run"}
 Text = str | tuple[str, str]
 
 
@@ -56,7 +56,8 @@ class Model:
         self.artifact.verify()
         self._runner = open_runner(self.artifact, count, device)
         try:
-            self._runner.text.tokenizer  # noqa: B018 -- opened here: the first request need not wait for it
+            if self.task != TENSORS:
+                self._runner.text.tokenizer  # noqa: B018 -- opened here: the first request need not wait for it
         except BaseException:
             self._runner.close()
             raise
@@ -155,6 +156,26 @@ class Model:
             found = sentence_vectors(self._runner, given, size, cut=cuts)
             self._report(cuts, len(given))
         return found
+
+    def run(self, arrays: Mapping[str, Any], batch_size: int = 32) -> dict[str, NDArray[Any]]:
+        """Return the outputs of a graph of arrays, by name, for all rows.
+
+        Args:
+            arrays: by the names of the graph's inputs, a row per place of axis 0.
+            batch_size: rows at once; a graph whose batch is fixed gets as many as it takes.
+
+        Raises:
+            InputError: the model takes texts or was closed, or the arrays do not fit the graph.
+            RunError: the graph cannot compute it.
+        """
+        from smelt.runtime.foreign.runner import GraphRunner
+        from smelt.use.arrays import arrays_of, run_rows
+
+        with self._calls:
+            self._require("run")
+            assert isinstance(self._runner, GraphRunner)
+            rows = arrays_of(arrays, self._runner.signature)
+            return run_rows(self._runner, rows, count_of(batch_size, "batch_size"))
 
     @property
     def _width(self) -> int:

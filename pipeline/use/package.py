@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact, read_artifact
+from smelt.core.data import TENSORS
 from smelt.core.errors import InputError
 from smelt.use.package_origin import artifacts_of, origin_of, run_of
 
@@ -36,8 +38,15 @@ def package_artifact(
     from smelt.export.package.registry import FORMS, find_form
     from smelt.export.package.write import write_package
 
+    if out is not None and not os.fspath(out).strip():
+        raise InputError("--out: it is empty. Name the folder to write, or leave --out away.")
     path, chosen = Path(given).expanduser(), find_form(form)
     artifact = read_artifact(path)
+    if artifact.manifest.task == TENSORS:
+        raise InputError(
+            f"{given}: a graph of arrays needs no package: ONNX Runtime opens its model.onnx as it is. Copy"
+            f" the folder: cp -rL {shlex.quote(str(given))} NEW"
+        )
     run = run_of(path, artifact)
     others = {} if run is None else {n: a for n, a in artifacts_of(run[0]).items() if n != run[1]}
     require_fit(chosen, artifact, str(given), FORMS.values(), others)
@@ -56,6 +65,7 @@ def package_lines(package: Package) -> list[str]:
     folder = shlex.quote(str(package.folder))
     return [
         f"Wrote {package.folder} ({package.size_bytes:,} bytes). Its README.md says how it is used.",
+        f"Install what it needs: (cd {folder} && {package.how.install})",
         f"Run it: (cd {folder} && {package.how.run})",
     ]
 

@@ -76,6 +76,25 @@ def cuda_devices() -> int:
     return 0 if failed else count.value
 
 
+def cuda_gpus() -> tuple[tuple[str, str], ...]:
+    """Return name and compute capability ("8.6") of each NVIDIA GPU, as the driver tells them."""
+    if not cuda_devices():
+        return ()
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    found = []
+    for ordinal in range(cuda_devices()):
+        device, text = ctypes.c_int(0), ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        driver.cuDeviceGetName(text, len(text), device)
+        numbers = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            number = ctypes.c_int(0)
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+            numbers.append(str(number.value))
+        found.append((text.value.decode(errors="replace"), ".".join(numbers)))
+    return tuple(found)
+
+
 @cache
 def bf16_works() -> bool:
     """Try one bf16 product of torch on the CPU, in another process.

@@ -10,9 +10,11 @@ V = vocabulary.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -20,12 +22,23 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of, take_rows
-from smelt.runtime.backends.device import onnx_device
+from smelt.runtime.backends.device import Place, onnx_device
 from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
 from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.causal import KEEP
 
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class Opener(NamedTuple):
+    """How graphs are opened elsewhere than on the CPU or CUDA: a provider of another kind.
+
+    session: gives the session of a graph, by its path and the threads. memory: where what a graph leaves
+    lies, cpu or cuda.
+    """
+
+    session: Callable[[Path, int | None], Any]
+    memory: Place
 
 
 @dataclass
@@ -57,9 +70,12 @@ class OnnxBackend:
         threads: int | None,
         device: str,
         dtype: str | None = None,
+        opener: Opener | None = None,
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
-        self.device = onnx_device(device, target)
+        self.device = onnx_device(device, target) if opener is None else "cuda"
+        self._memory = self.device if opener is None else opener.memory
+        self._opens = partial(open_session, device=self.device) if opener is None else opener.session
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"
@@ -78,7 +94,7 @@ class OnnxBackend:
 
     def _open_steps(self) -> None:
         """Open the graphs of a single step; others see them once all is known of them."""
-        made = {g.name: _open(self._folder, g, self._threads, self.device) for g in self._graphs.in_order}
+        made = {g.name: self._open(g) for g in self._graphs.in_order}
         main = made[self._graphs.main.name]
         # graphs made before there was such an input give the logits of all tokens
         self._may_keep = any(i.name == KEEP for i in main.get_overridable_initializers())
@@ -129,12 +145,33 @@ class OnnxBackend:
         made = {name: self._value(values) for name, values in (shared or {}).items()}
         if self._graphs.before is not None:
             made |= self._run_before(self._graphs.before.name, feeds or {})
+        empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty_caches()]
+        return self._holding([self._value(array) for array in empty], made)
+
+    def _empty_caches(self) -> list[Any]:
+        self._session(self._graphs.main.name)  # so that its graphs are open
+        return self._empty
+
+    def _holding(self, caches: list[Any], shared: dict[str, Any]) -> Held:
+        """Bind what the next call takes; OrtValues."""
         binding = self._session(self._graphs.main.name).io_binding()
-        empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty]
-        held = Held(binding, [self._value(array) for array in empty], made)
-        for name, value in (*made.items(), *zip(self._past, held.caches, strict=True)):
+        for name, value in (*shared.items(), *zip(self._past, caches, strict=True)):
             binding.bind_ortvalue_input(name, value)
-        return held
+        return Held(binding, caches, shared)
+
+    def taken(self, parts: Sequence[Held], rows: Tokens, shared: dict[str, Any] | None) -> Held:
+        """Return what rows `rows` of all `parts`, one after another, hold.
+
+        Args:
+            parts: as many calls old as each other.
+            rows: int64 [R], counted through all parts.
+            shared: what is to be shared, that of `parts` at the same rows if None.
+        """
+        caches = [_gathered([part.caches[i] for part in parts], rows) for i in range(len(self._past))]
+        if shared is None:
+            names = parts[0].shared
+            shared = {n: self._value(_gathered([part.shared[n] for part in parts], rows)) for n in names}
+        return self._holding([self._value(array) for array in caches], shared)
 
     def _run_before(self, graph: str, feeds: Feeds) -> dict[str, Any]:
         """Return what `graph` leaves for all calls, where it was made."""
@@ -143,7 +180,7 @@ class OnnxBackend:
         for name, values in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         for name in self._once:
-            binding.bind_output(name, self.device)
+            binding.bind_output(name, self._memory)
         session.run_with_iobinding(binding)
         return {past_of(name): v for name, v in zip(self._once, binding.get_outputs(), strict=True)}
 
@@ -170,7 +207,7 @@ class OnnxBackend:
         # outputs are bound anew: they grow, and what the last step left is now an input
         binding.bind_output("logits", "cpu")
         for name in self._present:
-            binding.bind_output(name, self.device)
+            binding.bind_output(name, self._memory)
         self._session(self._graphs.main.name).run_with_iobinding(binding)
         return binding.get_outputs()
 
@@ -183,7 +220,7 @@ class OnnxBackend:
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
         session = self._session(self._graphs.main.name)
         logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
-        there = caches if self.device == "cpu" else [self._value(cache.numpy()) for cache in caches]
+        there = caches if self._memory == "cpu" else [self._value(cache.numpy()) for cache in caches]
         return [logits, *there]
 
     def reorder(self, held: Held, rows: Tokens, shared: bool) -> None:
@@ -200,7 +237,7 @@ class OnnxBackend:
         return self._value(take_rows(value.numpy(), rows))
 
     def _value(self, array: NDArray[Any]) -> Any:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._memory)
 
     def _session(self, graph: str) -> Any:
         """Return the session of a graph, opened now if it waited for that."""
@@ -215,9 +252,20 @@ class OnnxBackend:
     def _open_late(self, graph: str) -> None:
         if graph in self.whole:
             shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
-            self._publish({graph: _open(self._folder, shape, self._threads, self.device)})
+            self._publish({graph: self._open(shape)})
         else:
             self._open_steps()
+
+    def _open(self, graph: Graph) -> Any:
+        path = _require(self._folder, graph)
+        session = self._opens(path, self._threads)
+        inputs, outputs = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
+        if lacking := (graph.inputs - inputs) | (graph.outputs - outputs):
+            raise InputError(
+                f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
+                f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {MAKE_AGAIN}"
+            )
+        return session
 
     def close(self) -> None:
         """Free the sessions and their threads."""
@@ -231,13 +279,5 @@ def _require(folder: Path, graph: Graph) -> Path:
     return path
 
 
-def _open(folder: Path, graph: Graph, threads: int | None, device: str) -> Any:
-    path = _require(folder, graph)
-    session = open_session(path, threads, device)
-    inputs, outputs = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
-    if lacking := (graph.inputs - inputs) | (graph.outputs - outputs):
-        raise InputError(
-            f"{path}: this graph has no {', '.join(sorted(lacking))}; it has the inputs"
-            f" {', '.join(sorted(inputs))} and the outputs {', '.join(sorted(outputs))}. {MAKE_AGAIN}"
-        )
-    return session
+def _gathered(values: Sequence[Any], rows: Tokens) -> NDArray[Any]:
+    return take_rows(np.concatenate([value.numpy() for value in values]), rows)

@@ -12,6 +12,8 @@ from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.causal import is_causal
 from smelt.runtime.classifier import Classifier
 from smelt.runtime.embedder import Embedder
+from smelt.runtime.foreign.runner import GraphRunner
+from smelt.runtime.foreign.signature import FILE as SIGNATURE
 from smelt.runtime.generate.decoder_only import DecoderOnly
 from smelt.runtime.generate.encoder_decoder import EncoderDecoder
 from smelt.runtime.generate.in_graph import generate_in_graph
@@ -50,9 +52,11 @@ def open_folder(
     except InputError as error:
         raise InputError(f"{folder}: {error}") from error
     files = read_files(folder)
-    kind = runner_for(files.config, embeds=(folder / MODULES).is_file())
+    kind: Any = runner_for(files.config, embeds=(folder / MODULES).is_file())
+    kind = GraphRunner if (folder / SIGNATURE).is_file() else kind
     backend = runtime.load()(folder, kind.graphs, target, threads, device, dtype)
-    return kind(files, backend, generate_in_graph if backend.whole else generate_with)
+    runner: Runner = kind(files, backend, generate_in_graph if backend.whole else generate_with)
+    return runner
 
 
 def runner_for(

@@ -10,6 +10,7 @@ from smelt.core.artifact import Format
 from smelt.core.errors import InputError
 from smelt.runtime.backends.backend import Opens
 from smelt.runtime.backends.device import Place, onnx_device, torch_device
+from smelt.runtime.backends.ort_tensorrt.provider import place_of
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,16 @@ def _torch(wanted: str, target: str | None) -> Place:
 
 
 _HERE = "smelt.runtime.backends"
+_IN_ORT = f"{_HERE}.ort_tensorrt.backend:OrtTensorrtBackend"
+_ORT_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", "tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+_RTX = "onnxruntime-ep-nv-tensorrt-rtx"
+_RTX_LIBRARIES = ("onnxruntime-gpu", "onnxruntime", _RTX, f"{_RTX}-cu13", f"{_RTX}-cu12")
 RUNTIMES: tuple[Runtime, ...] = (
     Runtime("torch", f"{_HERE}.torch_backend:TorchBackend", ("torch", "transformers"), _torch),
     Runtime("onnx", f"{_HERE}.onnx_backend:OnnxBackend", ("onnxruntime-gpu", "onnxruntime"), onnx_device),
     Runtime("onnx", f"{_HERE}.openvino_backend:OpenvinoBackend", ("openvino",), "cpu", target="openvino"),
+    Runtime("onnx", _IN_ORT, _ORT_LIBRARIES, place_of, calls=1, target="ort-tensorrt"),
+    Runtime("onnx", _IN_ORT, _RTX_LIBRARIES, place_of, calls=1, target="ort-tensorrt-rtx"),
     # an engine's execution context and its stream serve one thread at a time
     Runtime(
         "tensorrt", f"{_HERE}.tensorrt_backend:TensorrtBackend", ("tensorrt", "tensorrt-rtx"), "cuda", calls=1

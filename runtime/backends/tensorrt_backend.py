@@ -85,8 +85,12 @@ class TensorrtBackend:
         self._past = [past_of(name) for name in main.outputs if name.startswith(PRESENT)]
         if graphs.caches and not self._past:
             raise InputError(f"{paths[-1]}: an engine without a cache: it gives no {PRESENT}*. {_MAKE_AGAIN}")
-        self._most_rows = first.longest("input_ids", _ROWS)
-        self.at_once: int | None = first.longest("input_ids", _LENGTH)
+        reads = (
+            "input_ids" in first.inputs
+        )  # a graph of arrays has other inputs, of which axis 0 are the rows
+        self._lead = "input_ids" if reads else next(iter(first.inputs))
+        self._most_rows = first.longest(self._lead, _ROWS)
+        self.at_once: int | None = first.longest("input_ids", _LENGTH) if reads else None
         # the last token of a text is never fed
         self.in_all = main.longest(self._past[0], _PLACES) + 1 if self._past else None
         self._threads = TorchThreads(threads)  # the last line: an engine that does not load changes nothing
@@ -104,7 +108,7 @@ class TensorrtBackend:
         """Run an engine once; return all of its outputs by name, floats as float32."""
         engine = self._engine(graph)
         with torch.cuda.stream(self._stream):
-            parts = [engine(_to_gpu(feeds, rows)) for rows in self._slices(len(feeds["input_ids"]))]
+            parts = [engine(_to_gpu(feeds, rows)) for rows in self._slices(len(feeds[self._lead]))]
             return {name: _to_numpy([part[name] for part in parts]) for name in engine.outputs}
 
     @torch.inference_mode()

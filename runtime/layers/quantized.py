@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 from smelt.runtime.layers import emit
 from smelt.runtime.schemes.registry import check_options, find
 from smelt.runtime.schemes.scheme import Codes, Options, Scheme, Use
@@ -214,7 +215,9 @@ def empty_quantized(module: nn.Module, scheme: str, options: Options) -> Quantiz
         keep_scale(table, module)
         return table
     fit = "a Linear or an Embedding" if kind.tables else "a Linear"
-    raise InputError(f"scheme {scheme}: a {type(module).__name__} cannot be quantized; expected {fit}.")
+    raise InputError(
+        f"scheme {scheme}: {article(type(module).__name__)} cannot be quantized; expected {fit}."
+    )
 
 
 def matrix_types(model: nn.Module) -> dict[str, torch.dtype]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of, head_of
@@ -58,7 +59,8 @@ def hidden_axes(model: Any) -> list[Axis]:
     family = family_of(model)
     if family is None:
         raise InputError(
-            f"the layers of a {model.config.model_type} model are not known. Known: {', '.join(FAMILIES)}."
+            f"the layers of {article(model.config.model_type)} model are not known. Known:"
+            f" {', '.join(FAMILIES)}."
         )
     names: dict[Tensor, list[str]] = {}
     for kind in (model.named_parameters, model.named_buffers):
@@ -124,7 +126,7 @@ def _tensor(model: Any, name: str) -> Tensor:
     tensor = getattr(module, last, None)
     if not isinstance(tensor, Tensor):
         raise InputError(
-            f"{owner} is a {type(module).__name__}, whose width cannot change. Make the model narrower before"
-            " it is quantized."
+            f"{owner} is {article(type(module).__name__)}, whose width cannot change. Make the model narrower"
+            " before it is quantized."
         )
     return tensor

@@ -25,7 +25,14 @@ from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
 from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model, sentence_class
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
-from smelt.runtime.models.structure import Edit, apply_edits, read_edits, scheme_options, write_edits
+from smelt.runtime.models.structure import (
+    Edit,
+    apply_edits,
+    read_edits,
+    scheme_options,
+    with_masks,
+    write_edits,
+)
 from smelt.runtime.models.unread_tensors import is_unread
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
 from smelt.runtime.models.weights_fit import require_all_read, require_all_there
@@ -85,6 +92,18 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     Raises:
         InputError: weights are missing, damaged, or do not fit the config and the edits.
     """
+    model, edits = empty_model(folder)
+    _fill(model, turned(model, _with_prefix(model, read_tensors(folder))), folder)
+    model.eval()
+    return model, edits
+
+
+def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
+    """Return the model of `folder` as its structure says, its weights on the meta device, and its edits.
+
+    Raises:
+        InputError: config and edits make no model.
+    """
     config = load_config(folder)
     config.dtype = torch.float32  # in memory, whatever the file holds
     kind = _class_of(config, folder)
@@ -101,14 +120,12 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
         ) from error
     use_linears(model)
     apply_edits(model, edits)
-    _fill(model, turned(model, _with_prefix(model, read_tensors(folder))), folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         read_json(folder / "generation_config.json")  # says what is wrong with it in our words
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             # newer files say it only there, and training reads the config
             config.decoder_start_token_id = model.generation_config.decoder_start_token_id
-    model.eval()
     return model, edits
 
 
@@ -240,6 +257,7 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: Store
     Returns:
         What the user should know: weights that do not fit into 16 bits.
     """
+    edits = with_masks(model, edits)
     tensors, names = _distinct(model)
     types = stored_types(src, dtype)
     fixed = matrix_types(model)
@@ -253,14 +271,19 @@ def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: Store
     if is_sentence_model(model) and not edits:  # else nobody but smelt reads it, by the names in its edits
         stored = as_bare_encoder(model, stored)
     save_file(stored, out / WEIGHTS, metadata={"format": "pt"})
+    save_beside(model, edits, out, src, config_type(t for name, t in stored.items() if name not in fixed))
+    return notes
+
+
+def save_beside(model: Any, edits: list[Edit], out: Path, src: Path, dtype: str) -> None:
+    """Write into `out` what lies beside the weights: config (saying `dtype`), edits, tokenizer's files."""
     model.config.architectures = [getattr(model, "body_class", type(model)).__name__]
-    model.config.dtype = config_type(t for name, t in stored.items() if name not in fixed)
+    model.config.dtype = dtype
     model.config.save_pretrained(out)
     if model.can_generate():
         model.generation_config.save_pretrained(out)
     write_edits(out, edits)
     copy_tokenizer(src, out)
-    return notes
 
 
 def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:

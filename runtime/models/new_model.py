@@ -12,6 +12,7 @@ import transformers
 from smelt.core.data import TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
+from smelt.core.text import article
 from smelt.families.registry import FAMILIES, family_of
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.models.checkpoint import load_tokenizer, save_model
@@ -109,8 +110,8 @@ def agreement(values: Mapping[str, Any], tokenizer: Any, task: Task, exact: bool
         token = getattr(tokenizer, f"{role}_token_id", None)
         if token is None and _needs(role, task):
             raise InputError(
-                f"model.tokenizer: it has no {role} token, which a {kind} model for {task} needs. Add one:"
-                f" tokenizer.{role}_token = ...; tokenizer.save_pretrained(FOLDER)."
+                f"model.tokenizer: it has no {role} token, which {article(kind)} model for {task} needs. Add"
+                f" one: tokenizer.{role}_token = ...; tokenizer.save_pretrained(FOLDER)."
             )
         wanted[f"{role}_token_id"] = token
     if task in TEXT_TO_TEXT:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 from smelt.runtime.text.sentence_files import SentenceRules
 
 # Below all values of hidden states, and finite in float16.
@@ -40,7 +41,9 @@ def sentence_class(config: Any, rules: SentenceRules) -> Any:
     """
     body = transformers.MODEL_MAPPING.get(type(config), None)
     if body is None:
-        raise InputError(f"config.json: a {config.model_type} model has no encoder that makes vectors.")
+        raise InputError(
+            f"config.json: {article(config.model_type)} model has no encoder that makes vectors."
+        )
     parent: Any = body.__bases__[0]  # the family's, which knows how its weights are drawn
 
     class SentenceModel(parent):  # type: ignore[misc]

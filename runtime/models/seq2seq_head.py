@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.text import article
 
 
 def lacks_head(config: Any) -> bool:
@@ -42,7 +43,7 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
     name = model.config.model_type
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         raise InputError(
-            f"{src}: a {name} model without an output head, whose config says that it is not the word"
+            f"{src}: {article(name)} model without an output head, whose config says that it is not the word"
             " embedding (tie_word_embeddings: false). Start from a checkpoint that generates text."
         )
     require_body(name, info, src)

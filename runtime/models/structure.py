@@ -8,8 +8,11 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
+    {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
 
-Edits only make room; the values come from the tensors. They work on the meta device.
+Edits only make room; the values come from the tensors. A mask is not stored either: the zeros of the weight
+are the mask. It belongs to the module and goes with it, so that `mask` edits are written last, of the layers
+that have one then. They work on the meta device.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from smelt.runtime.layers.low_rank import LowRankLinear
 
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
+_MASKED = "smelt_keeps_zeros"
 
 
 def apply_edits(model: nn.Module, edits: list[Edit]) -> None:
@@ -110,6 +114,23 @@ def write_edits(folder: Path, edits: list[Edit]) -> None:
         write_json(folder / FILE, {"schema": 1, "edits": edits})
 
 
+def keep_zeros(module: nn.Linear) -> None:
+    """Have the zeros of the weight of `module` stay zero in later training, and say so where it is saved."""
+    setattr(module, _MASKED, True)
+
+
+def keeps_zeros(module: nn.Module) -> bool:
+    """Say whether the zeros of the weight of `module` are to stay zero; only of a Linear they can."""
+    return isinstance(module, nn.Linear) and bool(getattr(module, _MASKED, False))
+
+
+def with_masks(model: nn.Module, edits: list[Edit]) -> list[Edit]:
+    """Return `edits` with a `mask`, at the end, for each layer of `model` whose zeros are to stay."""
+    masked = [names[0] for module, names in names_of(model).items() if keeps_zeros(module)]
+    others = [edit for edit in edits if edit.get("op") != "mask"]
+    return [*others, *({"op": "mask", "module": name} for name in masked)]
+
+
 def scheme_options(edit: Edit) -> dict[str, Any]:
     """Return what an edit `quantize` says besides the module and the scheme."""
     return {name: value for name, value in edit.items() if name not in ("op", "module", "scheme")}
@@ -168,6 +189,13 @@ def _own_bias(model: nn.Module, edit: Edit) -> None:
     family.relative_bias().own(model.get_submodule(edit["module"]), edit["heads"], edit["module"])
 
 
+def _mask(model: nn.Module, edit: Edit) -> None:
+    module = model.get_submodule(edit["module"])
+    if not isinstance(module, nn.Linear):
+        raise TypeError("it is not a Linear")
+    keep_zeros(module)
+
+
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
@@ -175,4 +203,5 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "quantize": _quantize,
     "share": _share,
     "own_bias": _own_bias,
+    "mask": _mask,
 }

@@ -4,7 +4,7 @@ Weights: parts/rows.py. Activations: symmetric, one scale for all inputs of a pr
 
     scale = range / 127        x_q = clamp(round(x / scale), -128, 127)        round half to even
 
-as the ONNX operator QuantizeLinear defines it. The range is found on rows of data (`compress/calibrate`).
+as the ONNX operator QuantizeLinear defines it. The range is found on rows of data (`compress/calibration`).
 Products are summed in int32, then y = (scale * weight scale) * sum + bias. So a row of a product depends on
 nothing but itself.
 

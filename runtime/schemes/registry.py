@@ -13,7 +13,7 @@ from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
-from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored
+from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, graphs_for
 
 _ALL: tuple[Scheme, ...] = (
     Int8Dynamic(),
@@ -91,7 +91,7 @@ def filed_bytes(stored: Stored) -> int:
 def targets_of(schemes: Iterable[Scheme]) -> list[str]:
     """Return the targets of export that run all of `schemes`."""
     refused = {target for scheme in schemes for target in scheme.refused}
-    return [target for target in TARGETS if target not in refused]
+    return [target for target in TARGETS if graphs_for(target) not in refused]
 
 
 def operators() -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,14 @@ Options: TypeAlias = Mapping[str, Value]
 Grid: TypeAlias = Mapping[str, "Tensor"]
 Use: TypeAlias = Literal["product", "lookup"]
 # The targets of the stage `onnx`.
-TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino")
+TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
+# Those that run the graphs of another one, in another way; what a scheme refuses is said of that one.
+GRAPHS_OF = {"ort-tensorrt": "tensorrt", "ort-tensorrt-rtx": "tensorrt"}
+
+
+def graphs_for(target: str) -> str:
+    """Return the target whose graphs `target` runs."""
+    return GRAPHS_OF.get(target, target)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from smelt.core.data import Split
 from smelt.core.errors import InputError
+from smelt.core.text import count
 from smelt.core.windows import Windows
 from smelt.runtime.batch import Tokens
 
@@ -90,7 +91,9 @@ def cut_windows(
     coded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(coded["input_ids"], dtype=np.int64)
     if len(ids) < 2:
-        raise InputError(f"{split.origin}: its text is {len(ids)} tokens long; at least 2 are needed.")
+        raise InputError(
+            f"{split.origin}: its text is {count(len(ids), 'token')} long; at least 2 are needed."
+        )
     ends = _byte_ends(text, [end for _, end in coded["offset_mapping"]])
     starts = range(0, max(1, len(ids) - 1), stride)
     places, done = [], 0  # (begin, last token, tokens before the first that counts)

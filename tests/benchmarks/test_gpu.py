@@ -78,4 +78,18 @@ def test_commands_name_what_is_there(tmp_path):
     plan = load_plan("quickstart", [o for o in overrides if o != "device=cuda"], "recovered")
     assert plan.steps[-1].settings.precision == "bf16"
     assert (ROOT / "benchmarks" / "recipes" / "gpu.yaml").is_file()
+    for name in ("ort-tensorrt", "ort-tensorrt-rtx"):
+        command = next(each for each in gpu.parts() if each.name == name).command
+        changed = [command[at + 1] for at, word in enumerate(command) if word == "--set"]
+        plan = load_plan(ROOT / gpu.ORT, [*changed, "device=auto"])
+        targets = [step.settings.target for step in plan.steps if step.stage == "onnx"]
+        assert targets == [name] * 3
     compile(gpu.BITSANDBYTES, "bitsandbytes", "exec")
+
+
+def test_a_part_gets_the_libraries_that_it_is_for(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/there")
+    monkeypatch.setenv("SMELT_TENSORRT_10", "/ten")
+    found = {each.name: each.environment["LD_LIBRARY_PATH"] for each in gpu.parts()}
+    assert {name for name, path in found.items() if path == "/ten:/there"} == {"ort-tensorrt"}
+    assert set(found.values()) == {"/ten:/there", "/there"}

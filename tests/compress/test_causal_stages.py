@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.train.data import collate, encode_split
@@ -100,7 +101,9 @@ def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path
 
 
 def test_low_rank_model_is_the_same_when_loaded_again(folder, ctx, monkeypatch):
-    _, edits = _round_trip(Factorize(), FactorizeSettings(ratio=0.5), ctx, monkeypatch)
+    _, edits = _round_trip(
+        Factorize(), FactorizeSettings(method="svd", aim="size", ratio=0.5), ctx, monkeypatch
+    )
     layers = 2 * (4 if "gpt2" in folder.name else 7)
     assert sum(edit["op"] == "low_rank" for edit in edits) == layers
 

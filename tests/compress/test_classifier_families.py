@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, Example, read_split
@@ -129,7 +130,7 @@ def test_pruned_units_are_gone_and_the_rest_computes_as_with_zeros(tmp_path, fam
 def test_a_factorized_model_loads_as_it_was_and_keeps_its_classifier_whole(tmp_path, family):
     source = make(tmp_path, family)
     ctx = context(tmp_path, source)
-    model, edits = run(Factorize, FactorizeSettings(rank=8), source, ctx)
+    model, edits = run(Factorize, FactorizeSettings(method="svd", aim="size", rank=8), source, ctx)
     assert len(edits) == 2 * (4 + 2)
     base = model.base_model_prefix
     assert all(edit["module"].startswith(f"{base}.") for edit in edits)

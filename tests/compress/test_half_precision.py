@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
@@ -37,7 +38,7 @@ LABELS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SEN
 SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "learning_rate": 1e-3, "evals": 1}
 STAGES = {
     "prune": (Prune, PruneSettings, {"keep": 0.5, "importance": "magnitude"}),
-    "factorize": (Factorize, FactorizeSettings, {"rank": 4}),
+    "factorize": (Factorize, FactorizeSettings, {"rank": 4, "aim": "size"}),
     "finetune": (Finetune, FinetuneSettings, SHORT),
     "distill": (Distill, DistillSettings, SHORT),
     "quantize": (Quantize, QuantizeSettings, {"scheme": "int4", "group_size": 16}),

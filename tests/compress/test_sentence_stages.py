@@ -8,7 +8,8 @@ import tiny
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -26,7 +27,7 @@ STAGES = {
     "distill": (Distill, DistillSettings(student={"layers": 1}, **SHORT)),
     "prune": (Prune, PruneSettings(keep=0.5, rows=8, batch_size=4)),
     "magnitude": (Prune, PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize, FactorizeSettings(rank=8)),
+    "factorize": (Factorize, FactorizeSettings(method="svd", aim="size", rank=8)),
     "share": (Share, ShareSettings()),
     "int8": (Quantize, QuantizeSettings()),
     "int4": (Quantize, QuantizeSettings(scheme="int4", group_size=32)),

@@ -10,7 +10,8 @@ from transformers import AutoModelForSeq2SeqLM
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.student import keep_layers
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.groups import find_groups
 from smelt.compress.prune.structured import Prune, PruneSettings
@@ -193,7 +194,7 @@ def test_finetuning_sees_the_prefix_and_is_kept(folder, tmp_path):
 
 
 def test_factorized_model_is_loaded_as_it_was(folder, tmp_path):
-    ctx = run(Factorize(), folder, FactorizeSettings(rank=4), tmp_path / "out")
+    ctx = run(Factorize(), folder, FactorizeSettings(method="svd", aim="size", rank=4), tmp_path / "out")
     assert ctx.facts["ranks"]
     assert not any("lm_head" in name or "relative" in name for name in ctx.facts["ranks"])
     model, _ = load_model(ctx.out)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from sharing import assert_first_two_are_one, folder_of, products, share
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
@@ -82,7 +83,9 @@ def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
 @pytest.mark.parametrize("family", SOME)
 def test_factorized_layers_are_one_pair(family, tmp_path):
     source = share(family, tmp_path / "shared")
-    ctx = every_family.run(Factorize(), FactorizeSettings(rank=4), source, family, tmp_path / "pairs")
+    ctx = every_family.run(
+        Factorize(), FactorizeSettings(method="svd", aim="size", rank=4), source, family, tmp_path / "pairs"
+    )
     model, _ = load_model(ctx.out)
     assert_first_two_are_one(model)
     assert all(
@@ -99,7 +102,11 @@ def _place(model):
 def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_path):
     source = share("bert", tmp_path / "shared", groups=1)
     settings = FactorizeSettings(
-        rank=4, include=["*.1.intermediate*", "*.output.dense"], exclude=["*.2.output*"]
+        method="svd",
+        aim="size",
+        rank=4,
+        include=["*.1.intermediate*", "*.output.dense"],
+        exclude=["*.2.output*"],
     )
     ctx = every_family.run(Factorize(), settings, source, "bert", tmp_path / "pairs")
     assert sorted(ctx.facts["ranks"]) == [
@@ -110,7 +117,9 @@ def test_factorizing_leaves_a_layer_alone_when_one_of_its_names_is_excluded(tmp_
 
 def test_pairs_that_are_shared_are_cut_once(tmp_path):
     source = share("marian", tmp_path / "shared")
-    pairs = every_family.run(Factorize(), FactorizeSettings(rank=4), source, "marian", tmp_path / "pairs").out
+    pairs = every_family.run(
+        Factorize(), FactorizeSettings(method="svd", aim="size", rank=4), source, "marian", tmp_path / "pairs"
+    ).out
     settings = PruneSettings(importance="magnitude")
     pruned = every_family.run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
     model, _ = load_model(pruned)

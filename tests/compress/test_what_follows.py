@@ -4,21 +4,39 @@ import every_family
 import pytest
 import what_follows
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.stage import Vocabulary
 
 STAGES = {
+    "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
+    "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
-    "factorize": (Factorize(), FactorizeSettings(rank=6)),
+    "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
+    "sparsify": (Sparsify(), SparsifySettings(rows=4)),
     "share": (Share(), ShareSettings()),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
 }
 
 
 @pytest.mark.parametrize(
-    ("stage", "family"), [("prune", "bert"), ("factorize", "gpt2"), ("share", "mistral"), ("shortlist", "t5")]
+    ("stage", "family"),
+    [
+        ("vocabulary", "qwen2"),
+        ("depth", "t5"),
+        ("prune", "bert"),
+        ("factorize", "gpt2"),
+        ("share", "mistral"),
+        ("sparsify", "qwen3"),
+        ("shortlist", "t5"),
+    ],
 )
 def test_what_a_stage_leaves_can_be_saved_trained_quantized_and_exported(stage, family, tmp_path):
     made = every_family.run(*STAGES[stage], every_family.of_layers(family, 3), family, tmp_path / "made").out

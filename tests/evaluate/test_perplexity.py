@@ -43,6 +43,23 @@ def test_difference_is_a_rise_when_the_model_got_worse():
         compare(worse, _scores(examples=("y",))["perplexity"].statistics)
 
 
+def test_same_text_in_other_windows_is_drawn_apart():
+    """As after a vocabulary was trimmed: more tokens, windows that begin elsewhere."""
+    losses, tokens, sizes = [14.0, 21.0, 9.0, 11.0, 9.0], [6, 7, 5, 5, 5], [26, 25, 19, 21, 15]
+    other = score_windows(["bits_per_byte"], losses, tokens, sizes, "window:8|stride:8", ["x"])
+    found = compare(other["bits_per_byte"].statistics, _scores()["bits_per_byte"].statistics)
+    draw = np.random.default_rng(1)
+    one, two = (
+        np.array(n)[at].sum(1) / np.array(b)[at].sum(1) / math.log(2)
+        for n, b, at in (
+            (losses, sizes, draw.integers(0, 5, (20000, 5))), (LOSSES, SIZES, draw.integers(0, 4, (20000, 4)))
+        )
+    )  # fmt: skip
+    assert found["difference"] == pytest.approx((64 / 106 - 60 / 106) / math.log(2))
+    assert found["ci95"] == pytest.approx(np.quantile(one - two, (0.025, 0.975)), abs=0.03)
+    assert found["p_value"] > 0.05
+
+
 def test_perplexity_stays_finite_when_a_model_is_broken():
     assert math.isfinite(_scores([1e6] * 4)["perplexity"].value)
 

@@ -16,7 +16,6 @@ from smelt.core.artifact import Manifest, read_artifact
 from smelt.core.errors import RunError
 from smelt.core.store.store import Store
 from smelt.export import graph_files
-from smelt.export.example_feeds import example_feeds
 from smelt.export.graph_files import (
     data_file,
     give_defaults,
@@ -26,6 +25,7 @@ from smelt.export.graph_files import (
     write_graph,
 )
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.parity.example_feeds import example_feeds
 from smelt.runtime.backends.open_runner import open_runner
 
 LIMIT = 2000

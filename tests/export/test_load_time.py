@@ -1,5 +1,6 @@
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.load_time import spell_out, spell_out_file
@@ -73,3 +74,33 @@ def test_a_graph_without_place_holders_is_left_alone(tmp_path):
     before = path.read_bytes()
     spell_out_file(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("word", "axis"), [("DequantizedRows", 0), ("DequantizedColumns", 1)])
+def test_a_matrix_in_int8_is_read_where_onnx_runtime_asks_for_exact_products(word: str, axis: int) -> None:
+    """As on processors without VNNI; without zero points ONNX Runtime 1.31 refuses a scale for each row."""
+    import onnxruntime
+
+    codes = np.arange(-6, 6, dtype=np.int8).reshape(4, 3)
+    scales = np.array([0.5, 1, 2, 4][: codes.shape[axis]], np.float32)
+    nodes = [
+        helper.make_node(word, ["codes", "scales"], ["table"], domain=LOAD_TIME),
+        helper.make_node("Gather", ["table", "ids"], ["out"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"])],
+        [helper.make_tensor_value_info("out", TensorProto.FLOAT, ["n", 3])],
+        [numpy_helper.from_array(codes, "codes"), numpy_helper.from_array(scales, "scales")],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(LOAD_TIME, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    assert spell_out(model) == 1
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    (out,) = session.run(None, {"ids": np.array([2, 0], np.int64)})
+    assert out.tolist() == (codes * np.expand_dims(scales, 1 - axis))[[2, 0]].tolist()

@@ -66,11 +66,19 @@ CASES: dict[str, Case] = {
     "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
     "distill bert, inside": Case("distill", "bert", TRAINING | {"losses": INSIDE, "layer_map": {0: 0, 2: 1}}),
     "distill marian, through codes": Case("distill", "marian", TRAINING, (("quantize", BINARY),)),
+    "vocabulary marian": Case("vocabulary", "marian", {"coverage": 0.7, "round_to": 1}),
+    "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
+    "depth bert": Case("depth", "bert", {"importance": "block-influence"}),
+    "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
     "prune bert": Case("prune", "bert"),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
-    "factorize marian": Case("factorize", "marian", {"ratio": 0.5}),
-    "factorize bert, by energy": Case("factorize", "bert", {"energy": 0.5}),
+    "factorize marian, one budget": Case(
+        "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}
+    ),
+    "factorize bert, plain, by energy": Case(
+        "factorize", "bert", {"method": "svd", "energy": 0.5, "aim": "size"}
+    ),
     "share bert": Case("share", "bert"),
     "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
     "shortlist marian": Case("shortlist", "marian", LISTED),

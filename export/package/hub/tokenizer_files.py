@@ -90,6 +90,11 @@ def prefixed(source: Path, text: str) -> str:
     return rules.prefix + (text.lower() if rules.lower else text)
 
 
+def more_for(folder: Path) -> str:
+    """Return what `pip install` needs for the tokenizer in `folder`, with a blank before; or nothing."""
+    return " sentencepiece" if any(folder.glob("*.spm")) or any(folder.glob("*.model")) else ""
+
+
 class _Limit:
     def __init__(self, longest: int) -> None:
         self.model_max_length = longest

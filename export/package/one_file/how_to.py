@@ -14,45 +14,59 @@ from smelt.export.package.form import HowTo
 NUMBERS, STRINGS = "model.onnx", "model_text.onnx"
 GENERATES = ("translation", "summarization", "language-modeling")
 _PYTHON, _NODE = "answer.py", "answer.mjs"
+# its scripts would fetch what GPUs need
+_INSTALL_IN_NODE = "npm install --ignore-scripts onnxruntime-node"
 _SHOWN = 24  # characters of an awkward text
 
 _FROM_STRINGS = """\
-import sys
+import argparse
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
 import onnxruntime_extensions
 
+parser = argparse.ArgumentParser(description="Answers texts.")
+parser.add_argument("text", nargs="+", type=lambda text: text.encode().decode(), help="a text, in UTF-8")
+texts = np.array(parser.parse_args().text, dtype=object)
 options = onnxruntime.SessionOptions()
 options.log_severity_level = 3  # else it warns of each input that has a default
 options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
-session = onnxruntime.InferenceSession("{file}", options)
-texts = np.array(sys.argv[1:], dtype=object)
+session = onnxruntime.InferenceSession(Path(__file__).with_name("{file}"), options)
 for answer in session.run(["{answer}"], {{"texts": texts}})[0]:
     print(answer)
 """
 
 _FROM_NUMBERS = """\
-import sys
+import argparse
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
 
+parser = argparse.ArgumentParser(description="Answers the tokens of a text.")
+parser.add_argument("token", nargs="+", type=int, help="the number of a token in the vocabulary")
+ids = np.array([parser.parse_args().token])  # one text; of several the mask says what is padding
 options = onnxruntime.SessionOptions()
 options.log_severity_level = 3  # else it warns of each input that has a default
-session = onnxruntime.InferenceSession("{file}", options)
-ids = np.array([[int(word) for word in sys.argv[1:]]])  # one text; of several the mask says what is padding
+session = onnxruntime.InferenceSession(Path(__file__).with_name("{file}"), options)
 feeds = {{"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}}
 taken = {{one.name: feeds[one.name] for one in session.get_inputs()}}
 print(*session.run(["{answer}"], taken)[0][0].tolist())
 """
 
 _IN_NODE = """\
-// npm install onnxruntime-node
+import {{ fileURLToPath }} from "node:url";
 import * as ort from "onnxruntime-node";
 
-const session = await ort.InferenceSession.create("{file}", {{ logSeverityLevel: 3 }});
-const words = process.argv.slice(2).map(BigInt);  // one text
+const given = process.argv.slice(2);  // one text
+if (!given.length || !given.every((word) => /^\\d+$/.test(word))) {{
+  console.error("usage: node answer.mjs TOKEN..., numbers of tokens in the vocabulary");
+  process.exit(2);
+}}
+const words = given.map(BigInt);
+const file = fileURLToPath(new URL("{file}", import.meta.url));
+const session = await ort.InferenceSession.create(file, {{ logSeverityLevel: 3 }});
 const tensor = (values) => new ort.Tensor("int64", BigInt64Array.from(values), [1, words.length]);
 const all = {{
   input_ids: tensor(words),
@@ -90,19 +104,20 @@ def how_to(folder: Path, answers: tuple[str, str], why: str | None, awkward: Seq
     file, answer = (NUMBERS, numbers) if why is not None else (STRINGS, strings)
     python = made.format(file=file, answer=answer)
     (folder / _PYTHON).write_text(python, encoding="utf-8")
-    load = (("python", python), ("javascript", node))
+    in_node = f"{_INSTALL_IN_NODE}\nnode {_NODE} 5 6 7"
+    load = (("bash", in_node), ("python", f"# {_PYTHON}\n{python}"), ("javascript", f"// {_NODE}\n{node}"))
     if why is not None:
         said = (plain, f"No file takes strings: {why}.")
-        return HowTo(f"python {_PYTHON} 5 6 7", load, ("onnxruntime", "numpy"), said)
+        return HowTo("pip install onnxruntime numpy", f"python {_PYTHON} 5 6 7", load, said)
     notes = [
         f"`{STRINGS}` takes `texts` and gives `{strings}`: `python {_PYTHON} TEXT...`. Its tokenizer is"
         " operators of onnxruntime-extensions, which Python and C# can load (`RegisterOrtExtensions()`, not"
         " run here), and onnxruntime-node and onnxruntime-web cannot.",
-        f"{plain} `node {_NODE} 5 6 7` runs it. Each file is whole in itself: copy the one you need.",
+        f"{plain} `{_NODE}` runs it in Node. Each file is whole in itself: copy the one you need.",
         "10,000 texts by rule, of the words of its vocabulary, are read as by the model's own tokenizer.",
     ]
     if awkward:
         shown = ", ".join(json.dumps(text[:_SHOWN], ensure_ascii=True) for text in awkward)
         notes.append(f"Awkward texts that are read otherwise, or not at all: {shown}.")
-    needs = ("onnxruntime", "onnxruntime-extensions>=0.15", "numpy")
-    return HowTo(f'python {_PYTHON} "TEXT"', load, needs, tuple(notes))
+    needs = "pip install onnxruntime 'onnxruntime-extensions>=0.15' numpy"
+    return HowTo(needs, f'python {_PYTHON} "TEXT"', load, tuple(notes))

@@ -58,11 +58,13 @@ def _collect(
 
 
 def _imports(imports: Mapping[str, set[str]]) -> str:
-    """Return the lines that import: the future, the standard library, the others."""
-    groups: tuple[list[str], ...] = ([], [], [])
+    """Return the lines that import: the standard library, the others."""
+    groups: tuple[list[str], ...] = ([], [])
     for module, names in sorted(imports.items()):
         top = module.split(".")[0].split()[0]
-        group = groups[0 if top == "__future__" else 1 if top in sys.stdlib_module_names else 2]
+        if top == "__future__":
+            continue  # no annotation in there needs it
+        group = groups[0 if top in sys.stdlib_module_names else 1]
         group += [f"import {module}"] if "" in names else []
         wanted = sorted(names - {""}, key=lambda name: (not name.isupper(), name))
         group += [f"from {module} import {', '.join(wanted)}"] if wanted else []

@@ -61,7 +61,6 @@ class Standalone:
         from smelt.export.package.standalone.beside import (
             INSTALL,
             dockerfile,
-            requirements,
             requirements_file,
         )
         from smelt.export.package.standalone.settings import settings_of
@@ -77,12 +76,12 @@ class Standalone:
         (folder / "requirements.txt").write_text(requirements_file(reader), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         return HowTo(
+            install=INSTALL,
             run=f'python {INFER} "TEXT"',
             load=(
-                ("bash", f"{INSTALL}\npython {INFER} < lines.txt"),
+                ("bash", f"python {INFER} < lines.txt"),
                 ("python", f"from infer import {kind}\n\n{use}"),
                 ("bash", "docker build -t NAME . && docker run --rm -i NAME < lines.txt"),
             ),
-            requirements=tuple(requirements(reader)),
             notes=(*notes, "The Dockerfile was never built: smelt is developed without Docker."),
         )

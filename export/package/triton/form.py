@@ -23,13 +23,17 @@ _DELAY_US = 2000
 _WORDS = ("tokenizer.json", "source.spm", "vocab.json")
 
 _CLIENT = """\
-import sys
+import argparse
 
 import numpy as np
 import tritonclient.http as http
 
-client = http.InferenceServerClient("localhost:8000")
-texts = np.array([[text.encode()] for text in sys.argv[1:]], dtype=object)
+parser = argparse.ArgumentParser(description="Asks the server, which has to run.")
+parser.add_argument("text", nargs="+", type=str.encode, help="a text, in UTF-8")
+parser.add_argument("--server", default="localhost:8000", help="default: localhost:8000")
+asked = parser.parse_args()
+client = http.InferenceServerClient(asked.server)
+texts = np.array([[text] for text in asked.text], dtype=object)
 given = http.InferInput("TEXT", list(texts.shape), "BYTES")
 given.set_data_from_numpy(texts)
 for answer in client.infer("text", [given]).as_numpy("ANSWER"):
@@ -82,15 +86,18 @@ class Triton:
         inputs, output, most = _write_graph(artifact, decoding, folder / REPOSITORY / GRAPH)
         _write_text(artifact, decoding, inputs, output, most, folder / REPOSITORY / TEXT)
         (folder / "client.py").write_text(_CLIENT, encoding="utf-8")
-        run = "tritonserver --model-repository $PWD/model_repository"
+        run = 'tritonserver --model-repository "$PWD/model_repository"'
+        reader = "tokenizers" if list(folder.rglob("tokenizer.json")) else "sentencepiece"
+        ask = "pip install numpy 'tritonclient[http]'\npython client.py \"TEXT\""
         notes = (
             "The server was not run where this was written: config.pbtxt was checked against the published"
             " schema, and `execute` of the model in Python was run on a stand-in for Triton's module.",
-            "`client.py` asks it (`pip install tritonclient[http]`): `python client.py TEXT...`.",
-            "`text` needs numpy and tokenizers (or sentencepiece) in the Python of the server.",
+            f"What is installed first is for `text`, in the Python of the server: numpy and {reader}. Triton"
+            " has to have the backends that config.pbtxt names.",
+            "`client.py` asks the server once it runs; `--server` says where that is.",
         )
         return HowTo(
-            run, (("python", _CLIENT),), ("Triton with the backends that config.pbtxt names",), notes
+            f"pip install numpy {reader}", run, (("bash", ask), ("python", f"# client.py\n{_CLIENT}")), notes
         )
 
 

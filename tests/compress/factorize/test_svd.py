@@ -1,137 +1,73 @@
-"""Factorization against Eckart and Young, and the rule of where it saves."""
+"""Pairs against Eckart and Young, in any metric."""
 
-import json
-
-import harness
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
-from transformers import MarianConfig, MarianMTModel
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings, choose_rank, factorize_layer
-from smelt.core.artifact import Artifact, Manifest
-from smelt.core.errors import InputError
-from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.checkpoint import load_model
+from smelt.compress.factorize.svd import Metric, spectrum, thin_pair
 
 
 @pytest.fixture
 def layer():
     torch.manual_seed(2)
-    return nn.Linear(40, 24)
+    return nn.Linear(40, 24).requires_grad_(False)
 
 
-@pytest.fixture
-def source(tmp_path):
-    torch.manual_seed(0)
-    config = MarianConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=16,
-        pad_token_id=63,
-        decoder_start_token_id=63,
-        eos_token_id=0,
-        forced_eos_token_id=0,
-    )
-    MarianMTModel(config).save_pretrained(tmp_path / "model")
-    manifest = Manifest(
-        key="0" * 64,
-        format="torch",
-        task="translation",
-        stage="model",
-        settings={},
-        seed=0,
-        parent=None,
-        versions={},
-    )
-    return Artifact(tmp_path / "model", manifest)
-
-
-def context(tmp_path):
-    out = tmp_path / "out"
-    return harness.context(out, seed=1)
+def product(pair):
+    return (pair.up.weight.double() @ pair.down.weight.double()).detach()
 
 
 def test_the_error_is_the_root_of_the_dropped_squares(layer):
-    layer.requires_grad_(False)
-    pair, rank, error = factorize_layer(layer, FactorizeSettings(rank=6))
-    pair.requires_grad_(False)
+    pair, error = thin_pair(layer, 6, Metric())
     sigma = torch.linalg.svdvals(layer.weight.double())
-    product = pair.up.weight.double() @ pair.down.weight.double()
-    lost = (layer.weight.double() - product).norm()
-    assert rank == pair.rank == 6
+    lost = (layer.weight.double() - product(pair)).norm()
+    assert pair.rank == 6
     torch.testing.assert_close(lost, sigma[6:].square().sum().sqrt(), rtol=1e-5, atol=0)
     assert error == pytest.approx(float(lost / layer.weight.double().norm()), rel=1e-5)
 
 
 def test_the_pair_computes_the_product_and_keeps_the_bias(layer):
-    torch.nn.init.zeros_(layer.weight)
-    layer.weight.data += torch.outer(torch.arange(24.0), torch.arange(40.0))  # rank 1: nothing is lost
-    pair, rank, error = factorize_layer(layer, FactorizeSettings(energy=0.999))
+    layer.weight.copy_(torch.outer(torch.arange(24.0), torch.arange(40.0)))  # rank 1: nothing is lost
+    pair, error = thin_pair(layer, 1, Metric())
     x = torch.randn(3, 5, 40)
-    assert rank == 1
     assert error < 1e-6
     torch.testing.assert_close(pair(x), layer(x), rtol=1e-4, atol=1e-3)
 
 
-def test_the_rank_is_the_smallest_that_holds_the_energy():
-    sigma = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)  # squares 16, 9, 4, 1 of 30
-    for energy, rank in ((0.5, 1), (0.54, 2), (0.83, 2), (0.84, 3), (0.96, 3), (0.97, 4), (1.0, 4)):
-        assert choose_rank(sigma, 4, 4, FactorizeSettings(energy=energy)) == rank
-    assert choose_rank(sigma, 40, 24, FactorizeSettings(ratio=0.5)) == 7  # 0.5 * 960 / 64 = 7.5
+@pytest.mark.parametrize("kind", ["matrix", "diagonal", "outputs"])
+def test_no_other_product_of_the_rank_is_nearer_in_the_metric(layer, kind):
+    torch.manual_seed(3)
+    into = torch.rand(40, dtype=torch.float64) + 0.1
+    metric = {
+        "matrix": Metric(into=(m := torch.randn(40, 40).double()), back=m.inverse()),
+        "diagonal": Metric(into=into, back=1 / into),
+        "outputs": Metric(outputs=torch.rand(24, dtype=torch.float64) + 0.1),
+    }[kind]
+
+    def off(matrix):
+        out = layer.weight.double() - matrix
+        if metric.into is not None:
+            out = out @ (metric.into if kind == "matrix" else metric.into.diag())
+        return (out if metric.outputs is None else metric.outputs.diag() @ out).norm()
+
+    pair, error = thin_pair(layer, 6, metric)
+    sigma = spectrum(layer.weight, metric)
+    torch.testing.assert_close(off(product(pair)), sigma[6:].square().sum().sqrt(), rtol=1e-4, atol=0)
+    assert error == pytest.approx(float(off(product(pair)) / off(torch.zeros(24, 40))), rel=1e-4)
+    plain, _ = thin_pair(layer, 6, Metric())
+    assert off(product(pair)) < 0.99 * off(product(plain))
+    # the optimum: no small change of a factor helps
+    for _ in range(5):
+        up = pair.up.weight.double() + 1e-3 * torch.randn(24, 6).double()
+        assert off(up @ pair.down.weight.double()) > off(product(pair))
 
 
-def test_a_layer_is_left_alone_where_the_rank_saves_nothing(layer):
-    # 24 * 40 / 64 = 15: rank 14 saves, rank 15 costs the same
-    assert factorize_layer(layer, FactorizeSettings(rank=14))[0] is not None
-    assert factorize_layer(layer, FactorizeSettings(rank=15))[0] is None
+def test_the_bias_takes_what_the_mean_of_the_inputs_made_of_the_dropped_part(layer):
+    mean = torch.randn(40, dtype=torch.float64)
+    pair, _ = thin_pair(layer, 6, Metric(mean=mean))
+    torch.testing.assert_close(pair(mean.float()), layer(mean.float()), rtol=1e-4, atol=1e-5)
 
 
-def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
-    ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(rank=18, exclude=["lm_head", "model.decoder.*"]), ctx)
-    # 32 x 32 breaks even at 16, 64 x 32 at 21.3
-    chosen = {f"model.encoder.layers.{i}.{n}" for i in (0, 1) for n in ("fc1", "fc2")}
-    assert ctx.facts["ranks"] == dict.fromkeys(chosen, 18)
-    assert "rank 18 of 32 x 32" in ctx.facts["left_alone"]["model.encoder.layers.0.self_attn.q_proj"]
-    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == 4 * (64 * 32 - 18 * 96)
-    assert ctx.warnings == []
-    model, edits = load_model(ctx.out)
-    assert {e["module"] for e in edits} == chosen
-    original, _ = load_model(source.path)
-    x = torch.randn(2, 32)
-    fc1 = model.model.encoder.layers[0].fc1
-    assert isinstance(fc1, LowRankLinear)
-    u, s, vt = torch.linalg.svd(original.model.encoder.layers[0].fc1.weight)
-    wanted = x @ (u[:, :18] * s[:18] @ vt[:18]).T + original.model.encoder.layers[0].fc1.bias
-    torch.testing.assert_close(fc1(x), wanted, rtol=1e-4, atol=1e-6)
-
-
-def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
-    ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(rank=8), ctx)
-    again = context(tmp_path / "out")
-    with pytest.raises(InputError, match="choose no linear layer"):
-        Factorize()(Artifact(ctx.out, source.manifest), FactorizeSettings(rank=4), again)
-
-
-def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path):
-    ctx = context(tmp_path)
-    Factorize()(source, FactorizeSettings(energy=1.0), ctx)
-    assert ctx.facts["ranks"] == {}
-    assert len(ctx.warnings) == 1
-    assert "left all 32 layers alone" in ctx.warnings[0]
-    assert not (ctx.out / "structure.json").exists()
-    assert json.loads((ctx.out / "config.json").read_text())["encoder_layers"] == 2
-
-
-def test_two_ways_to_say_the_rank_are_refused():
-    with pytest.raises(ValidationError, match="give one of energy, rank and ratio"):
-        FactorizeSettings(energy=0.9, rank=4)
+def test_a_layer_without_a_bias_gets_none():
+    layer = nn.Linear(40, 24, bias=False)
+    assert thin_pair(layer, 3, Metric())[0].up.bias is None

@@ -8,7 +8,8 @@ import tiny
 import torch
 from prunable import batch_for, bert, factorized, loss_of, marian
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.groups import columns_of, find_groups, rows_of
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
@@ -42,7 +43,9 @@ def both(request, tmp_path):
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     source = tiny.artifact(tmp_path / "whole")
-    Factorize()(source, FactorizeSettings(rank=RANK), harness.context(tmp_path / "pairs"))
+    Factorize()(
+        source, FactorizeSettings(method="svd", aim="size", rank=RANK), harness.context(tmp_path / "pairs")
+    )
     return tmp_path / "whole", tmp_path / "pairs"
 
 
@@ -88,7 +91,9 @@ def test_taylor_of_a_pair_is_that_of_its_product(tmp_path):
     (tmp_path / "whole").mkdir()
     save_model(model, edits, tmp_path / "whole", folder)
     Factorize()(
-        tiny.artifact(tmp_path / "whole"), FactorizeSettings(rank=RANK), harness.context(tmp_path / "pairs")
+        tiny.artifact(tmp_path / "whole"),
+        FactorizeSettings(method="svd", aim="size", rank=RANK),
+        harness.context(tmp_path / "pairs"),
     )
     ids = torch.arange(5, 25).view(2, 10)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}

@@ -8,14 +8,12 @@ import torch
 from prunable import batch_for, bert, factorized, loss_of, marian
 from transformers import AutoModelForSeq2SeqLM
 
+from smelt.compress.prune.cut import cut_heads, cut_neurons, say_in_config
 from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance import magnitude_scores, taylor_scores
 from smelt.compress.prune.structured import (
     Prune,
     PruneSettings,
-    _cut_heads,
-    _cut_neurons,
-    _say_in_config,
     heads_kept,
     neurons_kept,
 )
@@ -28,6 +26,11 @@ from smelt.runtime.models.checkpoint import load_model, save_model
 def outputs(model):
     with torch.no_grad():
         return model(**batch_for(model)).logits
+
+
+def best(scores, kept):
+    """The units with the highest scores, rising."""
+    return scores.topk(kept).indices.sort().values
 
 
 def mask_units(model, heads, neurons):
@@ -64,10 +67,14 @@ def test_a_cut_model_equals_the_masked_one_also_when_read_again(build, tmp_path)
     mask_units(model, heads, neurons)
     masked = outputs(model)
     for group in attentions:
-        _cut_heads(model, edits, group, scores.heads[group.name], settings)
+        cut_heads(
+            model, edits, group, best(scores.heads[group.name], heads_kept(group.count(model), settings))
+        )
     for block in blocks:
-        _cut_neurons(model, edits, block, scores.neurons[block.name], settings)
-    edits = _say_in_config(model, edits)
+        cut_neurons(
+            model, edits, block, best(scores.neurons[block.name], neurons_kept(block.count(model), settings))
+        )
+    edits = say_in_config(model, edits)
     assert (masked - untouched).abs().max() > 1e-3
     torch.testing.assert_close(outputs(model), masked, rtol=1e-4, atol=1e-5)
     assert all(g.count(model) == 2 for g in attentions)
@@ -92,10 +99,12 @@ def test_pruning_units_without_outgoing_weights_changes_nothing():
     settings = PruneSettings(keep=0.5, round_to=1)
     edits = []
     for group in attentions:
-        _cut_heads(model, edits, group, scores.heads[group.name], settings)
+        cut_heads(
+            model, edits, group, best(scores.heads[group.name], heads_kept(group.count(model), settings))
+        )
     torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
     for block in blocks[:2]:  # the encoder's 64 neurons, of which 32 are silent
-        _cut_neurons(model, edits, block, columns_of(model, block.parts.down).weight.norm(dim=0), settings)
+        cut_neurons(model, edits, block, best(columns_of(model, block.parts.down).weight.norm(dim=0), 32))
     torch.testing.assert_close(outputs(model), before, rtol=1e-5, atol=1e-6)
 
 
@@ -104,7 +113,12 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
     attentions, blocks = find_groups(model)
     scores = magnitude_scores(model, attentions, blocks)
     for group in attentions:
-        _cut_heads(model, [], group, scores.heads[group.name], PruneSettings(keep=0.75))
+        cut_heads(
+            model,
+            [],
+            group,
+            best(scores.heads[group.name], heads_kept(group.count(model), PruneSettings(keep=0.75))),
+        )
     batch = {k: v for k, v in batch_for(model).items() if k != "decoder_input_ids"}
     with_cache, without = (
         model.generate(**batch, max_new_tokens=8, num_beams=1, do_sample=False, use_cache=c)
@@ -130,7 +144,7 @@ def run(folder, out, data=None, task="translation", **settings):
 
 def test_units_too_few_to_be_divided_are_told(tmp_path):
     folder = causal.model(tmp_path / "llama", "llama")  # two key-value heads
-    magnitude = {"importance": "magnitude", "task": "language-modeling"}
+    magnitude = {"importance": "magnitude", "compensate": False, "task": "language-modeling"}
     ctx = run(folder, tmp_path / "a", what=["heads"], keep=0.75, **magnitude)
     assert set(ctx.facts["kept_heads"].values()) == {2}
     assert ctx.warnings == [
@@ -166,7 +180,10 @@ def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "smelt.runtime.backends.device.torch_device", lambda wanted: asked.append(wanted) or "cpu"
     )
-    run(tiny.bert(tmp_path / "m"), tmp_path / "a", {"train": rows()}, "text-classification", device="cuda")
+    source = tiny.bert(tmp_path / "m")
+    run(
+        source, tmp_path / "a", {"train": rows()}, "text-classification", device="cuda", compensate=False
+    )  # fmt: skip
     assert asked == ["cuda"]
     monkeypatch.undo()
     if not torch.cuda.is_available():
@@ -180,14 +197,18 @@ def test_taylor_finds_on_a_gpu_what_it_finds_on_the_cpu(tmp_path):
     folder = tiny.bert(tmp_path / "m")
     kept = []
     for device in ("cpu", "cuda"):
-        ctx = run(folder, tmp_path / device, {"train": rows()}, "text-classification", device=device)
+        data = {"train": rows()}
+        ctx = run(folder, tmp_path / device, data, "text-classification", device=device, compensate=False)
         kept.append(load_model(ctx.out)[0].state_dict())
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
 
 
 def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_any():
     taylor, magnitude = PruneSettings(), PruneSettings(importance="magnitude")
-    assert needs_of(Prune, magnitude, {"train"}) == set()
+    assert needs_of(Prune, magnitude, ()) == set()
+    assert needs_of(Prune, magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
+    alone = PruneSettings(importance="magnitude", compensate=False)
+    assert needs_of(Prune, alone, {"train"}) == set()
     assert needs_of(Prune, taylor, ()) == {"train"}
     assert needs_of(Prune, taylor, {"train", "calibration"}) == {"calibration"}
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from smelt.compress.calibrate import CalibrationRows
+from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.quantize.planned import plan_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.smooth import scales, smooth

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from sharing import assert_first_two_are_one, folder_of, products, share
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import Share, ShareSettings, grouped, share_layers
 from smelt.core.errors import InputError
@@ -112,7 +113,11 @@ def test_layers_of_other_sizes_stay_apart_and_say_so(tmp_path):
 
 def test_pairs_have_no_mean_but_can_be_taken_from_one_layer(tmp_path):
     pairs = every_family.run(
-        Factorize(), FactorizeSettings(rank=4), folder_of("bert"), "bert", tmp_path / "pairs"
+        Factorize(),
+        FactorizeSettings(method="svd", aim="size", rank=4),
+        folder_of("bert"),
+        "bert",
+        tmp_path / "pairs",
     ).out
     model, edits = load_model(pairs)
     known = len(edits)

@@ -9,7 +9,8 @@ import torch
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -98,7 +99,11 @@ def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings"), [(Share(), ShareSettings(what=["ffn"])), (Factorize(), FactorizeSettings(rank=6))]
+    ("stage", "settings"),
+    [
+        (Share(), ShareSettings(what=["ffn"])),
+        (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
+    ],
 )
 def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage, settings):
     before = harness.run(stage, settings, tiny.marian(tmp_path / "model"), tmp_path / "a", data=rows)

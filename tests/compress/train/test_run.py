@@ -286,7 +286,7 @@ def test_cut_rows_are_counted(classifier, tmp_path):
     long = Split("x", (*sentiment(2).examples, Example("dog " * 40, label="pos")))
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
-    assert ctx.warnings == ["finetune: train: 1 texts of 5 rows were cut at 16 tokens"]
+    assert ctx.warnings == ["finetune: train: 1 text of 5 rows was cut at 16 tokens"]
 
 
 def test_auto_precision_never_kills_the_process(monkeypatch):

@@ -7,7 +7,8 @@ import onnxruntime
 import pytest
 import tiny
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.export.onnx_stage import Onnx, OnnxSettings
@@ -38,7 +39,13 @@ def small(request, tmp_path_factory):
     source = tiny.artifact(folder / "m", TASK)
     settings = PruneSettings(keep_heads=0.75, keep_ffn=0.5, importance="magnitude")
     pruned, _ = step(folder, "pruned", Prune, settings, source)
-    thin, _ = step(folder, "thin", Factorize, FactorizeSettings(rank=6, include=["*.0.*"]), pruned)
+    thin, _ = step(
+        folder,
+        "thin",
+        Factorize,
+        FactorizeSettings(method="svd", aim="size", rank=6, include=["*.0.*"]),
+        pruned,
+    )
     return folder, thin
 
 

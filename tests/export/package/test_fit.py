@@ -51,7 +51,7 @@ def test_what_fits_is_taken(make):
     ("takes", "given", "said"),
     [
         ({"mend": "Add onnx."}, {"made": "torch"}, "it is a torch artifact; this form takes onnx. Add onnx."),
-        ({"targets": frozenset({"b", "a"})}, {}, "it was exported for ort-cpu; this form takes a and b. "),
+        ({"targets": frozenset({"b", "a"})}, {}, "it was exported for ort-cpu; this form takes a and b."),
         ({"tasks": frozenset({"x"})}, {}, "it is for translation; this form takes x."),
         (
             {"families": frozenset({"t5", "bart", "gpt2"})},
@@ -78,10 +78,25 @@ def test_artifacts_of_the_run_and_forms_that_fit_are_named(make):
     with pytest.raises(InputError) as caught:
         require_fit(wanted, make("t", "torch"), "runs/x/t", forms, run)
     assert str(caught.value) == (
-        "runs/x/t cannot be packaged as 'made': it is a torch artifact; this form takes onnx. Export it."
-        " Of the same run it takes int8 and fp32. Forms that take this artifact: torch-form (--for)."
+        "runs/x/t cannot be packaged as 'made': it is a torch artifact; this form takes onnx."
+        " Of the same run it takes the steps int8 and fp32 (artifacts/int8)."
+        " Forms that take this artifact: torch-form (--for)."
     )
+    with pytest.raises(InputError, match=r"it takes the step int8 \(artifacts/int8\)\."):
+        require_fit(wanted, make("v", "torch"), "v", forms, {"int8": run["int8"]})
     require_fit(wanted, make("u"), "u", forms, {})
+
+
+def test_a_step_is_proposed_only_where_it_helps(make):
+    form = Made(tasks=frozenset({"language-modeling"}), mend="Add the step onnx.")
+    for task, helps in (("translation", False), ("language-modeling", True)):
+        with pytest.raises(InputError) as caught:
+            require_fit(form, make(task, "torch", task=task), "t", [form], {})
+        assert ("Add the step onnx." in str(caught.value)) is helps
+    assert str(refusal(form, make("onnx", "tensorrt", task="language-modeling"))).startswith("it is a tens")
+    assert str(refusal(Made("f", formats=frozenset({"torch"})), make("x"))) == (
+        "it is an onnx artifact; this form takes torch."
+    )
 
 
 def test_nothing_is_proposed_where_nothing_fits(make):

@@ -104,7 +104,10 @@ def test_the_line_of_the_readme_runs():
             [{"op": "low_rank"}, {"op": "linear"}],
             r"two thin matrices \(1, made by factorize\); layers of sizes",
         ),
-        ([{"op": "share"}], r"that several layers share \(1, made by share\)"),
+        (
+            [{"op": "share"}],
+            r"several layers share \(1, made by share\)\. Package a step before it, or export .*standalone",
+        ),
         ([{"op": "new"}], r"edits of the kind 'new' \(1, made by a stage\)"),
     ],
 )

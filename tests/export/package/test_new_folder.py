@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,17 +132,76 @@ def test_a_full_disk_while_the_form_writes(tmp_path):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
 def test_a_place_that_must_not_be_written_is_named(number, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", full(number))
-    said = rf"{os.strerror(number)}. Nothing was left at .*p; give another --out"
+    said = rf"^{re.escape(str(tmp_path))}: {os.strerror(number)}. Nothing was left at .*p; give another --out"
     with pytest.raises(InputError, match=said):
         make(tmp_path / "p")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_place_of_a_folder_above(tmp_path):
+@pytest.mark.parametrize("out", ["x/p", "x/y/p"])
+def test_a_file_in_the_place_of_a_folder_above_is_named(out, tmp_path):
     (tmp_path / "x").write_text("mine")
-    with pytest.raises(InputError, match="--out"), new_folder(tmp_path / "x" / "p"):
+    with pytest.raises(InputError, match=r"^[^:]*/x: this is a file, and .*/p needs a folder.*move the file"):
+        require_free(tmp_path / out)
+    with pytest.raises(InputError, match="this is a file"), new_folder(tmp_path / out):
         pass
     assert (tmp_path / "x").read_text() == "mine"
+
+
+def test_the_current_folder_is_not_replaced_under_its_users_feet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out in (Path("."), tmp_path):
+        with pytest.raises(InputError, match="this is the current one"):
+            require_free(out)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from smelt.export.package.new_folder import new_folder
+with new_folder(Path(sys.argv[1])) as folder:
+    (folder / "a").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_what_a_killed_process_left_goes_with_the_next_try(tmp_path):
+    out = tmp_path / "a+b"
+    subprocess.run([sys.executable, "-c", KILLED, out], check=False)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert [path.rpartition(".")[2] for path in left] == ["part", "owner"]
+    make(tmp_path / "a")  # another package
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "a"]
+    make(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a+b"]
+
+
+def test_the_work_of_a_living_process_stays(tmp_path):
+    mine = tmp_path / ".p.mine.part"
+    mine.mkdir()
+    fresh = tmp_path / ".p.0123abcd.part"  # without a marker: its maker may be about to write one
+    fresh.mkdir()
+    old = tmp_path / ".p.89abcdef.part"
+    old.mkdir()
+    os.utime(old, (1, 1))
+
+    def meanwhile(folder):
+        (folder / "a").write_text("a")
+        make(tmp_path / "p")
+        assert (folder / "a").read_text() == "a"
+
+    with pytest.raises(InputError, match="not empty"):
+        make(tmp_path / "p", meanwhile)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [fresh.name, mine.name, "p"]
+
+
+def test_a_full_disk_is_told_whoever_says_it(tmp_path):
+    with pytest.raises(RunError, match="p: the disk is full"), new_folder(tmp_path / "p"):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers does
+    with pytest.raises(ValueError, match="other"), new_folder(tmp_path / "p"):
+        raise ValueError("other")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_in_a_package_is_a_mistake(tmp_path):

@@ -13,7 +13,7 @@ from smelt.core.errors import InputError
 from smelt.export.package.form import HowTo, Origin, Score, Step, Takes
 from smelt.export.package.write import copy_artifact, write_package
 
-HOW = HowTo("open it", (("python", "import it"),), ("needed==1",), ("Mind the gap.",))
+HOW = HowTo("fetch it", "open it", (("python", "import it"),), ("Mind the gap.",))
 ORIGIN = Origin(
     run="translate",
     model="my-model",
@@ -98,9 +98,8 @@ def test_the_readme_says_it_all(package, artifact):
         "nrefs:1|gen:greedy",
         "3.7 ms (median) at batch 1",
         f"{artifact.size_bytes:,} bytes",
-        "```bash\nopen it\n```",
+        "```bash\nfetch it\nopen it\n```",
         "```python\nimport it\n```",
-        "needed==1",
         "Mind the gap.",
         "apache-2.0 (its model card)",
         "sha256sum -c SHA256SUMS",

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,7 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
     import onnxruntime
 
     from smelt.export.onnx_stage import OnnxSettings
+    from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 
     every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: every)
@@ -56,11 +58,13 @@ def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyP
         "torch cuda",
         "onnxruntime cpu",
         "onnxruntime cuda",
+        "onnxruntime tensorrt",
+        "onnxruntime tensorrt-rtx",
         "openvino",
         "tensorrt",
     }
     targets = set(OnnxSettings.model_json_schema()["properties"]["target"]["enum"])
-    assert targets == {*doctor._PROVIDERS, "openvino", "tensorrt"}
+    assert targets == {*doctor._PROVIDERS, *PROVIDERS, "openvino", "tensorrt"}
     assert "bitsandbytes" not in {f.name for f in findings}
 
 
@@ -72,6 +76,37 @@ def test_cuda_that_has_no_gpu_is_not_blamed_on_its_libraries(monkeypatch: pytest
     monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: False)
     (finding,) = [f for f in doctor._onnxruntime() if f.name == "onnxruntime cuda"]
     assert (finding.ok, finding.detail) == (False, "no NVIDIA GPU with a working driver")
+
+
+def test_tensorrt_in_onnx_runtime_is_told_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "smelt.runtime.backends.ort_tensorrt.provider"
+    monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: False)
+    monkeypatch.setattr(f"{module}.lack_of_package", lambda target: f"{target}: pip install it")
+    found = list(doctor._providers())
+    assert [f.name for f in found] == ["onnxruntime tensorrt", "onnxruntime tensorrt-rtx"]
+    assert {(f.ok, f.detail) for f in found} == {(False, "no NVIDIA GPU with a working driver")}
+    assert [f.remedy for f in found] == ["ort-tensorrt: pip install it", "ort-tensorrt-rtx: pip install it"]
+    monkeypatch.setattr("smelt.look.machine.has_cuda", lambda: True)
+    monkeypatch.setattr(f"{module}.lack_of", lambda target: f"{target} lacks")
+    assert [f.remedy for f in doctor._providers()] == ["ort-tensorrt lacks", "ort-tensorrt-rtx lacks"]
+    monkeypatch.setattr(f"{module}.lack_of", lambda target: None)
+    monkeypatch.setattr(
+        "smelt.runtime.backends.ort_tensorrt.session.open_session",
+        lambda provider, path, told: Doubling(told.sha256),
+    )
+    assert [(f.ok, f.detail.split(", ")[1]) for f in doctor._providers()] == [
+        (True, "for target ort-tensorrt"), (True, "for target ort-tensorrt-rtx"),
+    ]  # fmt: skip
+
+
+class Doubling:
+    """A session of the tiny graph."""
+
+    def __init__(self, sha256: str) -> None:
+        assert len(sha256) == 64
+
+    def run(self, names: None, feeds: Any) -> list[Any]:
+        return [2 * feeds["x"]]
 
 
 def test_a_probe_that_breaks_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
   - prune: {what: [ffn], keep: 0.5, importance: magnitude}
-  - factorize: {energy: 0.5}
+  - factorize: {energy: 0.5, aim: size}
 score: {latency: false}
 """
 

@@ -84,6 +84,18 @@ def test_damaged_file_is_a_finding_and_the_others_are_checked(tmp_path):
     assert "b.onnx: nothing found" in text
 
 
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [(b"", "the file is empty"), (b"\x08\x07", "its 2 bytes hold no graph, so it is no ONNX")],
+)
+def test_a_file_that_holds_no_graph_is_said_to_be_that(tmp_path, held, said):
+    """Protobuf reads an empty file as a model without a word."""
+    (tmp_path / "m.onnx").write_bytes(held)
+    text = " ".join(harness.smelt("tensorrt-check", tmp_path / "m.onnx", code=1).stdout.split())
+    assert said in text
+    assert "Copy it again, or export the model again." in text
+
+
 @pytest.mark.parametrize("what", ["nothing", "empty"])
 def test_what_has_no_graph_is_refused_with_what_to_do(tmp_path, what):
     (tmp_path / "empty").mkdir()

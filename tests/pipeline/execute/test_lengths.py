@@ -35,9 +35,9 @@ def test_pairs_count_together_and_every_split_is_named(tmp_path):
 def test_targets_count_and_running_text_does_not(tmp_path):
     folder = tiny.marian(tmp_path)
     rows = (Example("a man", ("ein mann",)), Example("a man", ("ein mann", "ein mann " * 40)))
-    with pytest.raises(InputError, match=r"1 rows hold .* row 2\."):
+    with pytest.raises(InputError, match=r"1 row holds .* row 2\."):
         require_lengths(folder, "translation", {"train": Split("x", rows)})
     lined = (rows[0], Example("a man", ("ein mann " * 40,), line=12))
-    with pytest.raises(InputError, match=r"1 rows hold .* line 12\."):
+    with pytest.raises(InputError, match=r"1 row holds .* line 12\."):
         require_lengths(folder, "translation", {"train": Split("x", lined)})
     require_lengths(folder, "language-modeling", {"train": Split("x", rows)})

@@ -22,11 +22,11 @@ task: text-classification
 data: {train: data.jsonl, test: data.jsonl}
 stages:
   - prune: {what: [ffn], keep: 0.5, importance: magnitude}
-  - factorize: {energy: 0.5}
+  - factorize: {energy: 0.5, aim: size}
     name: left
   - quantize: {}
     name: left-int8
-  - factorize: {energy: 0.9}
+  - factorize: {energy: 0.9, aim: size}
     from: prune
     name: right
 score: {latency: false}

@@ -23,7 +23,7 @@ data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
   - prune: {what: [ffn], keep: 0.75, importance: magnitude}
   - finetune: {max_steps: 4, batch_size: 4, evals: 2, precision: fp32}
-  - factorize: {method: svd, energy: 0.9}
+  - factorize: {method: svd, energy: 0.9, aim: size}
   - distill: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
   - prune: {what: [heads], keep: 0.5, importance: magnitude}
   - quantize: {}

@@ -84,6 +84,18 @@ def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):
     assert "4 cores, an NVIDIA GPU and TensorRT" in " ".join(path.read_text().replace("\n# ", " ").split())
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_onnx_runtimes_tensorrt_is_proposed_only_where_it_works(tmp_path, models, works):
+    data = look_at_data([_data(tmp_path / "rows", "translation")], "translation")
+    path = tmp_path / "r.yaml"
+    machine = Machine(cores=4, gpu=True, tensorrt=False, provider=works)
+    path.write_text(recipe_text("m", look(str(models["t5"])), data, machine, tmp_path, path))
+    steps = load_plan(path).steps
+    targets = [step.settings.target for step in steps if step.stage == "onnx"]
+    assert ("ort-tensorrt" in targets) == works
+    assert not works or steps[-1].optional
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_openvino_stands_beside_onnx_runtime_where_it_is_installed(tmp_path, models, there):
     data = look_at_data([_data(tmp_path / "rows", "translation")], "translation")

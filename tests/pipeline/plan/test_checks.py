@@ -150,6 +150,10 @@ def test_a_step_after_an_unreadable_one_is_not_blamed(folder: Path) -> None:
 
 
 def test_poor_orders_are_warned_about(folder: Path) -> None:
+    deep = plan(folder, "[prune, depth]")
+    assert deep.warnings == (
+        "line 4: depth: layers that go after prune take part of that work with them; put depth first.",
+    )
     made = plan(folder, "[factorize, prune, {distill: {student: {decoder_layers: 1}}}]")
     assert made.warnings == (
         "line 4: prune: pruning after factorize finds few whole matrices; prune first.",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smelt.core.data import TASKS
+from smelt.core.data import EVERY_TASK
 from smelt.core.errors import InputError
 from smelt.recipe.recipe import (
     METRICS,
@@ -211,7 +211,7 @@ def test_wrong_stages_are_explained(stage: str, message: str) -> None:
         ("image-classification", "'image-classification' is not yet supported by this version. Supported: "),
         (
             "translatoin",
-            f"unknown task 'translatoin'. Supported: {', '.join(TASKS)}. Did you mean 'translation'?",
+            f"unknown task 'translatoin'. Supported: {', '.join(EVERY_TASK)}. Did you mean 'translation'?",
         ),
     ],
 )

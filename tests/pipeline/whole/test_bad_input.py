@@ -70,12 +70,12 @@ def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
     result = harness.smelt("run", home / "recipe.yaml", "--until", "model", "--out", home / "r", "--quiet")
     assert result.exit_code == 0, result.output
     report = json.loads((home / "r" / "report.json").read_text())
-    said = "1 of 9 texts were longer than the model's limit and were cut"
+    said = "1 of 9 texts was longer than the model's limit and was cut"
     assert report["steps"][0]["warnings"] == [said]
     assert said in (home / "r" / "report.html").read_text().replace("&#39;", "'")
     refused(
         home, RECIPE + "strict: true\n",
-        "data.jsonl (train): 1 rows hold texts of more than 32 tokens, the model's limit (strict: true): line 9.",  # noqa: E501
+        "data.jsonl (train): 1 row holds texts of more than 32 tokens, the model's limit (strict: true): line 9.",  # noqa: E501
         "data.jsonl (test): 1 rows", command="run",
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
 def test_a_target_beyond_the_limit_is_too_long_under_strict_too(home):
     with (home / "pairs.jsonl").open("a") as stream:
         stream.write(json.dumps({"source": "a man", "target": "ein mann " * 40}) + "\n")
-    words = ("(train): 1 rows hold texts of more than 40 tokens", "line 9.")
+    words = ("(train): 1 row holds texts of more than 40 tokens", "line 9.")
     refused(home, TRANSLATE + "strict: true\n", *words, command="run")
 
 

@@ -19,7 +19,7 @@ stages:
   - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1}
   - prune: {keep: 0.5, rows: 8}
   - finetune: {max_steps: 2, batch_size: 4, evals: 1}
-  - factorize: {rank: 8}
+  - factorize: {rank: 8, aim: size}
   - quantize: {}
   - onnx: {}
 score: {latency: false}

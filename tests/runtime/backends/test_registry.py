@@ -23,7 +23,9 @@ def test_format_decides_and_a_target_where_a_runtime_is_for_it(monkeypatch):
         assert find_runtime("onnx", target).opens == names[1]
     assert find_runtime("torch", None).opens == names[0]
     assert find_runtime("onnx", "openvino").opens == names[2]
-    assert find_runtime("tensorrt", "tensorrt").opens == names[3]
+    for target in ("ort-tensorrt", "ort-tensorrt-rtx"):
+        assert find_runtime("onnx", target).opens == names[3] == names[4]
+    assert find_runtime("tensorrt", "tensorrt").opens == names[5]
     assert find_runtime("onnx", "elsewhere") is extra
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
+from smelt.compress.factorize.svd import Metric, thin_pair
 from smelt.compress.prune.groups import AttentionGroup
 from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES
@@ -129,7 +129,7 @@ def test_a_low_rank_pair_reads_in_one_half_and_gives_in_the_other():
     whole = {(axis.name, axis.dim) for axis in hidden_axes(model)}
     for name in ("fc1", "fc2"):
         layer = model.get_submodule(f"model.encoder.layers.0.{name}")
-        pair = factorize_layer(layer, FactorizeSettings(rank=9))[0]
+        pair = thin_pair(layer, 9, Metric())[0]
         replace_module(model, f"model.encoder.layers.0.{name}", pair)
     gone = {("fc1.weight", 1), ("fc2.weight", 0), ("fc2.bias", 0)}
     new = {("fc1.down.weight", 1), ("fc2.up.weight", 0), ("fc2.up.bias", 0)}

@@ -14,6 +14,7 @@ from smelt.runtime.schemes.registry import (
     options_of_all,
     targets_of,
 )
+from smelt.runtime.schemes.scheme import GRAPHS_OF
 
 
 def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
@@ -77,9 +78,9 @@ def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):
 
 
 def test_several_schemes_run_where_each_of_them_does():
-    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
+    assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino", *GRAPHS_OF]
     assert targets_of([find("int4"), find("binary")]) == ["ort-cpu"]
-    assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt", "openvino"]
+    assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt", "openvino", *GRAPHS_OF]
 
 
 def test_an_operator_of_two_schemes_has_its_scales_in_one_place():

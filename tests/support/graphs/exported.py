@@ -8,6 +8,7 @@ from typing import Any
 
 import causal
 import classifiers
+import every_family
 import sentences
 import seq2seq
 import tiny
@@ -16,7 +17,7 @@ from once import made_once
 RECIPE = """
 model: m
 task: {task}
-data: {{test: {data}}}
+data: {{test: {data}{more}}}
 stages: [onnx]
 score: {{latency: false, generation: {{max_new_tokens: 4}}}}
 """
@@ -31,6 +32,13 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "writer": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "gpt2": (lambda folder: causal.model(folder, "gpt2"), "language-modeling"),
     "embedder": (sentences.embedder, sentences.TASK),
+    "mbart": (lambda folder: seq2seq.bart(folder, kind="mbart"), "translation"),
+    "m2m_100": (lambda folder: every_family.make(folder, "m2m_100"), "translation"),
+    "pegasus": (lambda folder: every_family.make(folder, "pegasus"), "summarization"),
+}
+LANGUAGES = {
+    "mbart": ", source_language: en_XX, target_language: de_DE",
+    "m2m_100": ", source_language: eng_Latn, target_language: deu_Latn",
 }
 
 
@@ -53,5 +61,5 @@ def _run(home: Path, kind: str) -> None:
         data = sentences.rows(home / "data.jsonl", 6)
     else:
         data = tiny.pairs(home / "data.jsonl", 6)
-    (home / "recipe.yaml").write_text(RECIPE.format(task=task, data=data.name))
+    (home / "recipe.yaml").write_text(RECIPE.format(task=task, data=data.name, more=LANGUAGES.get(kind, "")))
     smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
-from smelt.compress.factorize.svd import FactorizeSettings, factorize_layer
+from smelt.compress.factorize.svd import Metric, thin_pair
 from smelt.compress.train.losses import mixed_loss
 from smelt.runtime.models.structure import replace_module
 
@@ -54,7 +54,7 @@ def factorized() -> Any:
     model = marian()
     for name in ("encoder.layers.0.fc1", "encoder.layers.0.fc2", "decoder.layers.1.encoder_attn.v_proj"):
         layer = model.get_submodule(f"model.{name}")
-        replace_module(model, f"model.{name}", factorize_layer(layer, FactorizeSettings(rank=9))[0])
+        replace_module(model, f"model.{name}", thin_pair(layer, 9, Metric())[0])
     return model
 
 

@@ -10,7 +10,7 @@ import onnxruntime
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
 # triton-inference-server/common, protobuf/model_config.proto: the messages that are written here, with the
-# number, name and type of each field as they stand there; * is a repeated one.
+# number, name and type of each field; * is a repeated one. `make peers` compares them with Triton's client.
 SCHEMA = {
     "ModelInput": "1 name string, 2 data_type DataType, 4 dims *int64",
     "ModelOutput": "1 name string, 2 data_type DataType, 3 dims *int64",

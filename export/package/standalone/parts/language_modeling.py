@@ -37,8 +37,8 @@ class Writer:
 
     def asked(self, prompt: int) -> int:
         """Return how many new tokens are asked for behind a prompt of so many."""
-        by_length = (self.generation["max_length"] or 0) - prompt
-        return int(self.generation["max_new_tokens"] or (by_length if by_length > 0 else 128))
+        by_length = max(0, (self.generation["max_length"] or 0) - prompt)
+        return int(self.generation["max_new_tokens"] or by_length or 128)
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of `text`; of a long one the end, behind the token that texts begin with."""
@@ -51,5 +51,4 @@ class Writer:
 
 
 if __name__ == "__main__":
-    model = Writer()
-    answer_all(model, model.tokenizer)
+    answer_all(Writer, Writer.__call__, __doc__)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 
-def answer_all(answer: Callable[[list[str]], list[str]], counter: Any) -> None:
+def answer_all(make: Callable[[], Any], answer: Callable[[Any, list[str]], list[str]], about: Any) -> None:
     """Print an answer to each word of the command line, or else to each line of standard input."""
-    stream: Iterable[str] = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig") if sys.stdin else ()
-    for found in answer(sys.argv[1:] or [line.removesuffix("\n") for line in stream]):
-        sys.stdout.buffer.write(f"{found}\n".encode())
-    if counter.cut:
-        print(f"warning: {counter.cut} texts were longer than the model takes; cut.", file=sys.stderr)
+    parser = argparse.ArgumentParser(prog="infer.py", description=about)
+    parser.add_argument("text", nargs="*", help="without any, each line of standard input is one")
+    stream = sys.stdin and io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", "surrogateescape")
+    texts = parser.parse_args().text or [line.removesuffix("\n") for line in stream or ()]
+    if wrong := next((text for text in texts if text != text.encode(errors="replace").decode()), None):
+        parser.error(f"this text is not UTF-8: {wrong!r}")
+    model = make()
+    sys.stdout.buffer.write("".join(f"{found}\n" for found in answer(model, texts)).encode())
+    if cut := model.cut if hasattr(model, "cut") else model.tokenizer.cut:
+        print(f"warning: texts longer than the model takes, which were cut: {cut}", file=sys.stderr)

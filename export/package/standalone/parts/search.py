@@ -13,9 +13,8 @@ def search(said: dict[str, Any], prompt: int, new: int) -> dict[str, Any]:
     first = int(prompt == 1 and bool(said["forced_bos"]))  # the step of the first token that is free
     rules = []
     for step in range(new):
-        force = (said["forced_eos"] if step == new - 1 else []) or (
-            said["forced_bos"] if step < first else []
-        )
+        force = said["forced_bos"] if step < first else []
+        force = (said["forced_eos"] if step == new - 1 else []) or force
         ban = said["suppressed"] + (said["suppressed_first"] if step == first else [])
         ban = ban if force else ban + said["bad_words"] + (said["eos"] if step < short else [])
         rules.append((tuple(force), tuple(ban)))
@@ -23,8 +22,7 @@ def search(said: dict[str, Any], prompt: int, new: int) -> dict[str, Any]:
     biases = np.zeros((len(table), said["vocabulary"]), dtype=np.float32)
     for bias, (force, ban) in zip(biases, table, strict=True):
         bias[:] = -np.inf if force else 0
-        bias[list(force)] = 0
-        bias[list(ban)] = -np.inf
+        bias[list(force)], bias[list(ban)] = 0, -np.inf
     return {name: np.array(value) for name, value in said["inputs"].items()} | {
         "repetition_penalty": np.array(said["repetition_penalty"], dtype=np.float32),
         "max_new_tokens": np.array(new),

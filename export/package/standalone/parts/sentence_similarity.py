@@ -49,5 +49,4 @@ def lines(model: Embedder, texts: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    model = Embedder()
-    answer_all(lambda texts: lines(model, texts), model.tokenizer)
+    answer_all(Embedder, lines, __doc__)

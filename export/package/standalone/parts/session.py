@@ -11,8 +11,7 @@ import onnxruntime
 def open_graph(path: Path, threads: int | None) -> Any:
     """Open a graph with the options that its scores were taken with; threads: of one call, None for all."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # else it warns of each input that has a default
-    options.intra_op_num_threads = threads or 0
+    options.log_severity_level, options.intra_op_num_threads = 3, threads or 0  # 3: no word on defaults
     cpu = Path("/proc/cpuinfo")
     words = set(cpu.read_text(errors="replace").split()) if cpu.is_file() else set()
     if "avx2" in words and not words & {"avx512_vnni", "avx_vnni", "amx_int8"}:

@@ -79,11 +79,6 @@ class Classifier:
         return self.labels[odds.argmax()], dict(zip(self.labels, (odds / odds.sum()).tolist(), strict=True))
 
 
-def pair(text: str) -> Any:
-    """Return two texts where a tab parts them."""
-    return tuple(text.split("\t", 1)) if "\t" in text else text
-
-
 def line(label: Any, chances: dict[str, float]) -> str:
     """Return an answer as a line: label, tab, probability; a number alone."""
     if isinstance(label, float):
@@ -92,6 +87,11 @@ def line(label: Any, chances: dict[str, float]) -> str:
     return "|".join(names) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)
 
 
+def lines(model: Classifier, texts: list[str]) -> list[str]:
+    """Return a line for each text, or pair where a tab parts two texts."""
+    pairs: Any = [tuple(text.split("\t", 1)) if "\t" in text else text for text in texts]
+    return [line(*found) for found in model(pairs)]
+
+
 if __name__ == "__main__":
-    model = Classifier()
-    answer_all(lambda texts: [line(*found) for found in model(map(pair, texts))], model)
+    answer_all(Classifier, lines, __doc__)

@@ -34,5 +34,4 @@ class Translator:
 
 
 if __name__ == "__main__":
-    model = Translator()
-    answer_all(model, model.tokenizer)
+    answer_all(Translator, Translator.__call__, __doc__)

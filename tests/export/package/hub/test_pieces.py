@@ -63,6 +63,31 @@ def test_a_character_of_the_target_alone_has_its_id(source, tmp_path):
     assert ids(made, "two \u00e4 dogs") == ids(own, "two \u00e4 dogs")
 
 
+@pytest.mark.parametrize(
+    "words", [["\u00e4"], ["\u00e4", "\u2581dogs\u00e4"], ["\u00e4", "s\u00e4", "og", "\u00f6"]]
+)
+def test_words_of_the_target_alone_are_cut_as_sentencepiece_cuts(words, source, tmp_path):
+    """SentencePiece itself is asked; a piece of the target is never taken where it knows the letters."""
+    import sentencepiece
+
+    for word in words:
+        with_word(source, word)
+    pieces.write_unigram(source, tmp_path)
+    known, unknown = json.loads((source / "vocab.json").read_text()), read_tokenizing(source).unknown
+    reader = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
+    made = both(source, tmp_path)[1]
+    for text in (
+        "two dogs\u00e4 run",
+        "\u00e4",
+        "dogs\u00e4",
+        "a\u00e4s\u00e4s dogs",
+        "\u00f6 s\u00f6 \u6f22",
+        "dogs",
+    ):
+        cut = reader.encode(text, out_type=str)
+        assert ids(made, text)[:-1] == [known.get(piece, unknown) for piece in cut], (text, cut)
+
+
 def test_languages_are_tokens_of_their_own(source, tmp_path):
     place = with_word(source, ">>deu<<")
     pieces.write_unigram(source, tmp_path)

@@ -104,10 +104,12 @@ def test_a_tokenizer_that_no_operator_equals_leaves_numbers(
     assert odds / odds.sum() == pytest.approx(list(expected.values()), abs=1e-4)
 
 
-def program(folder: Path, *arguments: str) -> str:
-    """Run answer.py in `folder`."""
-    command = [sys.executable, "answer.py", *arguments]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+def program(folder: Path, *arguments: str | bytes, code: int = 0) -> str:
+    """Run answer.py of `folder` from elsewhere; return what it says."""
+    command = [sys.executable, folder / "answer.py", *arguments]
+    done = subprocess.run(command, cwd=folder.parent, check=False, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
 
 
 def test_the_program_beside_the_file_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +119,9 @@ def test_the_program_beside_the_file_answers(tmp_path: Path, monkeypatch: pytest
     with smelt.load(source) as model:
         expected = model.generate(PROMPTS, max_new_tokens=7)
     assert program(tmp_path / "p", *PROMPTS).splitlines() == expected
+    assert "the following arguments are required: text" in program(tmp_path / "p", code=2)
+    assert "invalid" in program(tmp_path / "p", b"a \xff man", code=2)
+    assert program(tmp_path / "p", "--help").startswith("usage: answer.py [-h] text")
 
 
 def test_without_extensions_there_are_numbers_and_how_to_install_them(
@@ -126,6 +131,10 @@ def test_without_extensions_there_are_numbers_and_how_to_install_them(
     how = written(read_artifact(exported.artifact("translator")), tmp_path / "p", monkeypatch)
     assert any("pip install 'smelt[strings]'" in note for note in how.notes)
     assert how.run == "python answer.py 5 6 7"
+    said = program(tmp_path / "p", "5", "6", "7")
+    assert len(said.split()) > 1
+    assert "arguments are required: token" in program(tmp_path / "p", code=2)
+    assert "invalid int value: 'two'" in program(tmp_path / "p", "two", code=2)
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(tmp_path / "p" / "model.onnx", alone)
@@ -162,13 +171,13 @@ def test_node_says_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = exported.artifact("translator")
     written(read_artifact(source), tmp_path / "p", monkeypatch, max_new_tokens=7)
     (tmp_path / "p" / "node_modules").symlink_to(home / "node_modules")
+    program = [node, tmp_path / "p" / "answer.mjs"]
     ran = subprocess.run(
-        [node, "answer.mjs", "5", "6", "7", "0"],
-        cwd=tmp_path / "p",
-        capture_output=True,
-        text=True,
-        check=True,
+        [*program, "5", "6", "7", "0"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
+    for wrong in ([], ["two"]):
+        said = subprocess.run([*program, *wrong], capture_output=True, text=True, check=False)
+        assert (said.returncode, said.stderr[:27]) == (2, "usage: node answer.mjs TOKE")
     session = onnxruntime.InferenceSession(str(tmp_path / "p" / "model.onnx"))
     ids = np.array([[5, 6, 7, 0]])
     expected = session.run(["sequences"], {"input_ids": ids, "attention_mask": np.ones_like(ids)})[0][0]

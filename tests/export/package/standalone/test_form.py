@@ -30,6 +30,7 @@ CLASSES = {
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
 }
+LESS = ["--max-new-tokens", 4]
 GENERATING = ("translator", "t5", "bart", "writer", "gpt2")
 
 
@@ -73,6 +74,27 @@ def test_texts_are_those_of_smelt(kind, wishes, request):
     assert model.tokenizer.cut == 2 * 1
     assert model([]) == []
     assert len(set(expected)) > 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "wishes"), [("mbart", "greedy"), ("mbart", "beams"), ("m2m_100", "rules"), ("pegasus", "beams")]
+)
+def test_other_families_say_what_smelt_says_in_the_language_that_was_asked(kind, wishes, request):
+    generation = GENERATIONS[wishes]
+    expected = loaded(kind, lambda model: model.generate(TEXTS, **generation))
+    folder = written(kind, generation)
+    forced = json.loads((folder / "infer.json").read_text())["generation"]["forced_bos"]
+    words = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    names = {word["id"]: word["content"] for word in words}
+    language = {"mbart": ["de_DE"], "m2m_100": ["deu_Latn"], "pegasus": []}[kind]
+    assert [names[token] for token in forced] == language
+    model = request.getfixturevalue("opened")(folder)
+    assert model(TEXTS) == expected
+    assert len(set(expected)) > 3
+    if forced:
+        model.search["forced_tokens"][:] = -1  # nothing is forced, so the texts are others
+        model.search["rule_biases"][:] = 0
+        assert model(TEXTS) != expected
 
 
 @pytest.mark.parametrize("kind", ["classifier", "roberta"])
@@ -121,7 +143,7 @@ def test_answers_of_every_kind_of_classifier(problem, logits, expected, classifi
         assert sum(chances.values()) == pytest.approx(1)
 
 
-def command(folder, *words, lines=None):
+def command(folder, *words, lines=None, code=0):
     """Run infer.py as a user does, in a process whose Python may not find smelt."""
     blocked = f"import sys; sys.modules.update(dict.fromkeys({FORBIDDEN}, None)); import runpy, os;"
     run = "sys.argv = ['infer.py', *sys.argv[1:]]; runpy.run_path('infer.py', run_name='__main__')"
@@ -134,7 +156,7 @@ def command(folder, *words, lines=None):
         check=False,
         env={"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == code, done.stderr.decode()
     return done.stdout.decode().splitlines(), done.stderr.decode()
 
 
@@ -146,13 +168,40 @@ def test_the_command_line_prints_what_smelt_predict_prints(kind):
     expected = harness.smelt("predict", exported.artifact(kind), *texts, *more, code=0).stdout.splitlines()
     found, said = command(folder, *texts)
     assert found == expected
-    assert said.startswith("warning: 1 texts were longer than the model takes")
+    assert said == "warning: texts longer than the model takes, which were cut: 1\n"
     lines = ("\ufeff" + "\r\n".join(texts[:2]) + "\n").encode()
     assert command(folder, lines=lines) == (expected_of_lines(kind, texts[:2], more), "")
 
 
+@pytest.mark.parametrize("kind", ["translator", "classifier"])
+def test_help_is_no_text(kind):
+    found, said = command(written(kind), "--help")
+    assert (found[0], said) == ("usage: infer.py [-h] [text ...]", "")
+    assert any("standard input" in line for line in found)
+
+
+def test_words_with_a_dash_are_texts_behind_two_dashes_and_unknown_options_are_none():
+    folder = written("translator")
+    assert command(folder, "--", "--help") == (expected_of_lines("translator", ["--help"], LESS), "")
+    assert command(folder, "-5 dogs run") == (expected_of_lines("translator", ["-5 dogs run"], LESS), "")
+    found, said = command(folder, "--beams", "4", code=2)
+    assert (found, said.splitlines()[-1]) == ([], "infer.py: error: unrecognized arguments: --beams")
+
+
+@pytest.mark.parametrize(
+    ("words", "lines", "said"),
+    [
+        ((), b"two dogs\r\na \xff man\n", r"'a \udcff man'"),
+        ((b"two dogs", b"a \xff man"), None, r"'a \udcff man'"),
+    ],
+)
+def test_bytes_that_are_no_text_are_told_without_a_traceback(words, lines, said):
+    found, told = command(written("translator"), *words, lines=lines, code=2)
+    assert (found, told.splitlines()[-1]) == ([], f"infer.py: error: this text is not UTF-8: {said}")
+
+
 def expected_of_lines(kind, texts, more):
-    return harness.smelt("predict", exported.artifact(kind), *texts, *more, code=0).stdout.splitlines()
+    return harness.smelt("predict", exported.artifact(kind), *more, "--", *texts, code=0).stdout.splitlines()
 
 
 def test_the_package_is_an_artifact_that_smelt_takes(tmp_path):

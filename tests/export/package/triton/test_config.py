@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import others
 import pytest
 from google.protobuf import text_format
-from triton_parts import parsed
+from triton_parts import ENUMS, SCHEMA, parsed
 
 from smelt.export.package.triton.config import Tensor, model_config
 
+SCALARS = {9: "string", 3: "int64", 5: "int32", 4: "uint64"}  # FieldDescriptor.Type
+INSIDE = {"ParametersEntry": "ModelConfig", "Kind": "ModelInstanceGroup"}
+
+
+def said() -> str:
+    inputs = [Tensor("input_ids", "TYPE_INT64", (-1,)), Tensor('a "b"', "TYPE_STRING", (1, 2))]
+    outputs = [Tensor("logits", "TYPE_FP32", (3,))]
+    return model_config("graph", "onnxruntime", inputs, outputs, 16, 500, {"k": "v"}, "KIND_GPU")
+
 
 def test_each_field_is_read_as_it_was_meant() -> None:
-    inputs = [Tensor("input_ids", "TYPE_INT64", (-1,)), Tensor('a "b"', "TYPE_STRING", (1, 2))]
-    said = model_config(
-        "graph", "onnxruntime", inputs, [Tensor("logits", "TYPE_FP32", (3,))], 16, 500, {"k": "v"}, "KIND_GPU"
-    )
-    found = parsed(said)
+    found = parsed(said())
     assert (found.name, found.backend, found.max_batch_size) == ("graph", "onnxruntime", 16)
     assert [(one.name, one.data_type, list(one.dims)) for one in found.input] == [
         ("input_ids", 9, [-1]),
@@ -31,3 +39,31 @@ def test_the_schema_of_this_test_refuses_what_it_does_not_know() -> None:
         parsed('name: "a"\nmax_batch: 3\n')
     with pytest.raises(text_format.ParseError):
         parsed("input {\n  data_type: TYPE_FLOAT\n}\n")
+
+
+def find(triton: Any, name: str) -> Any:
+    """Return a message or an enum of Triton's module."""
+    return getattr(getattr(triton, INSIDE[name]) if name in INSIDE else triton, name)
+
+
+@pytest.mark.peers
+def test_the_schema_of_the_tests_is_that_of_triton_s_client() -> None:
+    triton = others.triton_schema()
+    for name, fields in SCHEMA.items():
+        real = find(triton, name).DESCRIPTOR.fields_by_name
+        for number, word, kind in map(str.split, fields.split(",")):
+            one = real[word]
+            inner = one.message_type or one.enum_type
+            assert one.number == int(number), (name, word)
+            assert ("*" * one.is_repeated) + (inner.name if inner else SCALARS[one.type]) == kind, (
+                name,
+                word,
+            )
+    for name, words in ENUMS.items():
+        assert dict(find(triton, name).items()) == {word: n for n, word in enumerate(words.split())}
+
+
+@pytest.mark.peers
+def test_triton_s_client_reads_what_is_written_as_the_tests_do() -> None:
+    kind = others.triton_schema().ModelConfig
+    assert kind.FromString(parsed(said()).SerializeToString()) == text_format.Parse(said(), kind())

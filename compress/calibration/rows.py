@@ -1,25 +1,30 @@
-"""Running a model over real rows and looking at what its layers are fed.
+"""The rows that a model is looked at with, drawn by the recipe's seed.
 
-Whatever decides something from activations (ranges, second moments, how much a change hurts) gets them here:
-a few rows of the recipe, drawn by its seed, and hooks on the layers. Rows of equal lengths share a batch, so
-that nothing is padded and no value has to be left out; a batch holds a bounded number of tokens, and each
-layer's input is handed on while it is there and then forgotten. A translator is fed its targets (teacher
-forcing), a language model windows of running text.
+Unless asked for otherwise, rows of equal lengths share a batch, so that nothing is padded and no value has to
+be left out; a batch holds a bounded number of tokens. A translator is fed its targets (teacher forcing), a
+language model windows of running text.
 
-Shapes: B = batch, L = source length, T = target length, K = inputs of a layer.
+Shapes: B = batch, L = source length, T = target length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from smelt.compress.train.data import Row, TensorBatch, collate, encode_split, spread_out
+from smelt.compress.train.data import (
+    IGNORE,
+    Row,
+    TensorBatch,
+    collate,
+    encode_split,
+    group_by_length,
+    spread_out,
+)
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.errors import InputError
@@ -28,15 +33,16 @@ from smelt.runtime.models.sentence_model import result_of
 
 # Tokens of a batch, where a single row is not longer: what a layer of 4096 inputs gets is 16 MB then.
 _TOKENS = 1024
-
-See = Callable[[str, Tensor], None]
+# Pairs whose scores a loss compares.
+_PAIRS = 16
 
 
 @dataclass(frozen=True)
 class CalibrationRows:
-    """Inputs of a model, in batches without padding.
+    """Inputs of a model, in batches.
 
-    origin: of the split, for messages. rows: how many texts (or pairs of them) or windows. tokens: of all.
+    origin: of the split, for messages. rows: how many texts (or pairs of them) or windows. tokens: of all,
+    without padding.
     """
 
     origin: str
@@ -51,7 +57,16 @@ class CalibrationRows:
         return replace(self, batches=chosen, rows=len(chosen), tokens=sum(map(_tokens, chosen)))
 
 
-def calibration_rows(model: Any, src: Artifact, wanted: int, ctx: Context, stage: str) -> CalibrationRows:
+def calibration_rows(
+    model: Any,
+    src: Artifact,
+    wanted: int,
+    ctx: Context,
+    stage: str,
+    *,
+    labels: bool = False,
+    padded: bool = False,
+) -> CalibrationRows:
     """Return `wanted` rows of the split `calibration`, else of `train`; all where there are fewer.
 
     Args:
@@ -60,6 +75,12 @@ def calibration_rows(model: Any, src: Artifact, wanted: int, ctx: Context, stage
         wanted: rows; of running text, windows.
         ctx: data, task, seed; gets a warning of texts that were cut.
         stage: the stage's word, for messages.
+        labels: whether batches have their `labels` besides (see `collate`), from which a loss follows. Pairs
+            that are read one by one stay together then, and several in a batch, which is padded: their loss
+            compares them.
+        padded: whether rows of similar lengths share a batch, for who leaves padding out (`observe` does); of
+            short texts there are far fewer batches then. Batches have their `labels` besides, which tell the
+            padding of a target.
 
     Raises:
         InputError: there are no such rows.
@@ -73,7 +94,18 @@ def calibration_rows(model: Any, src: Artifact, wanted: int, ctx: Context, stage
             " {calibration: FILE} or data: {train: FILE}."
         )
     rows = _drawn(split, model, load_tokenizer(src.path), wanted, ctx, stage)
-    batches = list(_batches(rows, model.config))
+    if labels and any(row.second is not None for row in rows):
+        groups = group_by_length(rows, _PAIRS, None, None)
+        batches = [collate([rows[i] for i in group], model.config) for group in groups]
+    elif padded:
+        single = _single(rows)
+        groups = group_by_length(single, len(single), 2 * _TOKENS, None)
+        batches = [collate([single[i] for i in group], model.config) for group in groups]
+    else:
+        batches = list(_batches(_single(rows), model.config))
+    if not labels and not padded:
+        for batch in batches:
+            del batch["labels"]
     return CalibrationRows(split.origin, batches, len(rows), sum(map(_tokens, batches)))
 
 
@@ -85,24 +117,31 @@ def _drawn(split: Split, model: Any, tokenizer: Any, wanted: int, ctx: Context, 
     return [rows[i] for i in spread_out(len(rows), wanted, ctx.seed)] if windows else rows
 
 
-def _batches(rows: Sequence[Row], config: Any) -> Iterator[TensorBatch]:
-    """Yield the inputs of `rows`; of pairs that are read one by one, those of either text."""
+def _single(rows: Sequence[Row]) -> list[Row]:
+    """Return `rows`; of pairs that are read one by one, a row for either text."""
     single = [replace(row, second=None) for row in rows]
-    single += [replace(row, source=row.second, second=None) for row in rows if row.second is not None]
+    return single + [replace(row, source=row.second, second=None) for row in rows if row.second is not None]
+
+
+def _batches(rows: Sequence[Row], config: Any) -> Iterator[TensorBatch]:
     alike: dict[tuple[int, int], list[Row]] = {}
-    for row in single:
+    for row in rows:
         alike.setdefault(row.tokens, []).append(row)
     for lengths in sorted(alike):
         size = max(1, _TOKENS // max(1, sum(lengths)))
         group = alike[lengths]
         for at in range(0, len(group), size):
-            batch = collate(group[at : at + size], config)
-            del batch["labels"]
-            yield batch
+            yield collate(group[at : at + size], config)
 
 
 def _tokens(batch: TensorBatch) -> int:
-    return sum(value.numel() for name, value in batch.items() if name.endswith("input_ids"))
+    """Return how many tokens are in `batch`, those of either side, without padding."""
+    labels = batch.get("labels")
+    targets = batch.get("decoder_input_ids")
+    count = int(batch["attention_mask"].sum())
+    if targets is None:
+        return count
+    return count + (targets.numel() if labels is None else int((labels != IGNORE).sum()))
 
 
 @torch.inference_mode()
@@ -110,34 +149,5 @@ def outputs(model: Any, batches: Iterable[TensorBatch]) -> Iterator[Tensor]:
     """Yield what `model` makes of each batch: logits or vectors, float [..., V]."""
     plain = model.can_generate() and {"use_cache": False}
     for batch in batches:
-        yield result_of(model(**batch, **(plain or {})))
-
-
-def observe(
-    model: Any, rows: CalibrationRows, layers: Mapping[str, Sequence[nn.Module]], see: See, ctx: Context
-) -> None:
-    """Run `model` over `rows` and call `see(key, x)` with what the layers get, float [tokens, K].
-
-    Args:
-        model: in eval mode, on the CPU.
-        rows: what it reads.
-        layers: by a key of the caller's; several modules may have one.
-        see: called for each call of a layer; it must keep no reference to `x`.
-        ctx: its `progress` is told.
-    """
-    with _hooks(layers, see):
-        for done, _ in enumerate(outputs(model, rows.batches), start=1):
-            ctx.progress(done, len(rows.batches), "calibration")
-
-
-@contextmanager
-def _hooks(layers: Mapping[str, Sequence[nn.Module]], see: See) -> Iterator[None]:
-    def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda module, inputs: see(key, inputs[0].detach().flatten(0, -2))
-
-    handles = [m.register_forward_pre_hook(hook(key)) for key, found in layers.items() for m in found]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        yield result_of(model(**inputs, **(plain or {})))

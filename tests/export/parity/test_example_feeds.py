@@ -2,7 +2,7 @@ import exports
 import numpy as np
 import pytest
 
-from smelt.export.example_feeds import LENGTHS, example_feeds
+from smelt.export.parity.example_feeds import LENGTHS, example_feeds
 from smelt.runtime.backends.onnx_session import open_session
 
 TOKENS = np.array([7, 8, 9, 11, 13])

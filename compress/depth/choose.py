@@ -1,0 +1,115 @@
+"""Which layers stay, decided by what they do on rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.train.data import TensorBatch
+from smelt.compress.train.loop import label_objective, mean_loss
+from smelt.compress.train.run import scores_lacking
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.families.family import Stack
+from smelt.families.registry import family_of
+from smelt.runtime.backends.device import torch_device
+
+
+def by_influence(
+    model: Any,
+    stacks: list[Stack],
+    numbers: dict[str, int],
+    src: Artifact,
+    settings: DepthSettings,
+    ctx: Context,
+) -> dict[str, list[int]]:
+    """Return by stack the layers with the largest block influence, as many as `numbers` says, rising."""
+    rows = calibration_rows(model, src, settings.rows, ctx, "depth")
+    with _on_device(model, ctx) as device:
+        influence = block_influence(model, stacks, _moved(rows.batches, device, ctx))
+    ctx.facts["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
+    first = _first_stays(model)
+    kept = {}
+    for name, count in numbers.items():
+        order = sorted((not (first and at == 0), -value, at) for at, value in enumerate(influence[name]))
+        kept[name] = sorted(at for _, _, at in order[:count])
+    return kept
+
+
+def by_loss(
+    model: Any,
+    stacks: list[Stack],
+    kept: dict[str, list[int]],
+    numbers: dict[str, int],
+    src: Artifact,
+    settings: DepthSettings,
+    ctx: Context,
+) -> dict[str, list[int]]:
+    """Return by stack the layers that are left when those go one by one without which the loss is smallest.
+
+    kept: by stack the layers that were told to stay; the others of these are gone from the beginning.
+
+    Raises:
+        InputError: there are no rows, or the pairs of a sentence embedder have no scores.
+    """
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
+        raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
+    there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
+    told: set[Layer] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
+    batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
+    tries = 0
+
+    with _on_device(model, ctx) as device:
+
+        def loss_without(gone: Collection[Layer]) -> float:
+            nonlocal tries
+            with without(model, stacks, {*gone, *told}):
+                loss = mean_loss(model, batches, label_objective(), "fp32", device)
+            tries += 1
+            ctx.progress(tries, _most_tries(numbers, there), f"loss {loss:.3f}")
+            return loss
+
+        ctx.facts["loss_before"] = round(loss_without(()), 6)
+        fixed = {(name, 0) for name in numbers} if _first_stays(model) else set()
+        gone, losses = drop_by_loss(numbers, {n: there[n] for n in numbers}, fixed, loss_without)
+    ctx.facts["dropped"] = [
+        {"stack": name, "layer": number, "loss": round(loss, 6)}
+        for (name, number), loss in zip(gone, losses, strict=True)
+    ]
+    return {name: [at for at in range(there[name]) if (name, at) not in gone] for name in numbers}
+
+
+def _most_tries(numbers: dict[str, int], there: dict[str, int]) -> int:
+    """Return at most how many losses are taken, for the display."""
+    drops = sum(there[name] - count for name, count in numbers.items())
+    layers = sum(there[name] for name in numbers)
+    return 1 + sum(layers - at for at in range(drops))
+
+
+def _first_stays(model: Any) -> bool:
+    family = family_of(model)
+    return family is not None and family.first_stays is not None
+
+
+@contextmanager
+def _on_device(model: Any, ctx: Context) -> Iterator[torch.device]:
+    device = torch.device(torch_device(ctx.device))
+    try:
+        model.to(device)
+        yield device
+    finally:
+        model.to("cpu")
+
+
+def _moved(batches: list[TensorBatch], device: torch.device, ctx: Context) -> Iterator[TensorBatch]:
+    for done, batch in enumerate(batches, start=1):
+        yield {name: value.to(device) for name, value in batch.items()}
+        ctx.progress(done, len(batches), "block influence")

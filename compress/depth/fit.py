@@ -1,0 +1,84 @@
+"""How many layers of each stack stay, known from a model's config alone (no torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from smelt.core.errors import nearest
+from smelt.families.family import Family
+from smelt.families.registry import find_family
+
+# What settings call the stacks of layers, of which each family has one or two.
+STACKS = ("encoder_layers", "decoder_layers", "layers")
+_DEFAULT_KEEP = 0.5
+
+
+def layers_kept(settings: Any, stacks: Mapping[str, int]) -> dict[str, int | list[int]]:
+    """Return by stack how many layers stay, or which.
+
+    Args:
+        settings: a `DepthSettings`. A stack that it names gets what is said there; the others `keep` of their
+            layers, the nearest whole number (a half counts up), at least one. Where stacks are named and
+            `keep` is not, the others stay whole.
+        stacks: the stacks of the model and how many layers each has.
+    """
+    keep = fraction_kept(settings)
+    found: dict[str, int | list[int]] = {}
+    for name, count in stacks.items():
+        said = getattr(settings, name)
+        found[name] = max(1, math.floor(keep * count + 0.5)) if said is None else said
+    return found
+
+
+def fraction_kept(settings: Any) -> float:
+    """Return the fraction of layers that stays in stacks that the settings do not name."""
+    if settings.keep is not None:
+        return float(settings.keep)
+    return 1.0 if any(getattr(settings, name) is not None for name in STACKS) else _DEFAULT_KEEP
+
+
+def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Compare the layers that are to stay with those of a model.
+
+    Args:
+        settings: a `DepthSettings`.
+        config: the Hugging Face config of the model that the step gets, as a dict.
+
+    Returns:
+        (setting, what is wrong with it) for each mistake, and the config of the result.
+    """
+    family, mistakes, after = find_family(config), [], dict(config)
+    if family is None:
+        return [], after
+    stacks = {stack.name: stack for stack in family.stacks(config)}
+    kind = config.get("model_type")
+    for name in STACKS:
+        if getattr(settings, name) is not None and name not in stacks:
+            there = " and ".join(stacks)
+            mistakes.append(
+                (name, f"a {kind} model has no such stack; it has {there}.{nearest(name, stacks)}")
+            )
+    counts = {name: count for name, stack in stacks.items() if (count := stack.count(config)) is not None}
+    for name, choice in layers_kept(settings, counts).items():
+        wrong = _wrong(family, settings, choice, counts[name])
+        if wrong:
+            mistakes.append((name if getattr(settings, name) is not None else "importance", wrong))
+        after[stacks[name].setting] = choice if isinstance(choice, int) else len(choice)
+    return mistakes, after
+
+
+def _wrong(family: Family, settings: Any, choice: int | list[int], there: int) -> str | None:
+    """Return what is wrong with the layers of one stack, None where nothing is."""
+    if isinstance(choice, int):
+        if choice > there:
+            return f"{choice} layers cannot stay of {there}."
+        gone = settings.importance == "last" and choice < there
+    else:
+        if sorted(set(choice)) != choice or not all(0 <= number < there for number in choice):
+            return f"expected rising numbers from 0 to {there - 1}, read {choice}."
+        gone = 0 not in choice
+    if gone and family.first_stays is not None:
+        return f"the first layer of a {family.name} model cannot go: {family.first_stays}."
+    return None

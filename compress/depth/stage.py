@@ -1,0 +1,150 @@
+"""Depth pruning: whole layers go, those without which the model computes nearly the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.compress.depth.fit import STACKS, check_depth, fraction_kept, layers_kept
+from smelt.compress.depth.settings import DepthSettings, Layers
+from smelt.compress.train.run import scores_lacking
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TASKS, Split, Task
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, Need
+from smelt.families.registry import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    from smelt.families.family import Stack
+
+_LOOKS = ("block-influence", "loss")
+
+
+class Depth:
+    """Remove whole layers, those without which the model computes nearly the same.
+
+    Saves time and bytes in proportion: a layer that is gone is neither computed nor stored, and the
+    Hugging Face config says how many are left. `loss` drops one after another the layer without which the
+    loss on calibration rows is smallest, which costs a pass over the rows for each that is tried.
+    `block-influence` costs one pass in all: 1 - mean cos(states in, states out) of a layer, made for deep
+    models whose norms come first. A decoder's layer saves time in every step of generation, an encoder's
+    once a text. Quality falls at once; follow with distill (or finetune).
+
+        - depth: {keep: 0.5}
+        - depth: {decoder_layers: 1, importance: block-influence}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "depth"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    source: ClassVar[str] = (
+        "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; alternate, first, last: Shleifer &"
+        " Rush 2020, arXiv:2010.13002, Sajjad et al. 2020, arXiv:2004.03844"
+    )
+    version: ClassVar[int] = 1
+    settings_type: ClassVar[type[DepthSettings]] = DepthSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def needs_with(cls, settings: DepthSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs: two kinds of importance look at rows, for calibration if there are any."""
+        if settings.importance not in _LOOKS:
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_rows(
+        cls, settings: DepthSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
+        found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
+        looks = settings.importance == "loss"
+        return [("importance", f"{text} Or take block-influence.") for _, text in found] if looks else []
+
+    @classmethod
+    def check_model(
+        cls, settings: DepthSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        return check_depth(settings, config)
+
+    def __call__(self, src: Artifact, settings: DepthSettings, ctx: Context) -> None:
+        """Choose the layers of `src` that go, drop them, and write the model to `ctx.out`."""
+        from smelt.compress.distill.student import keep_layers
+        from smelt.compress.train.state import threads
+        from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+
+        with threads(ctx.threads):
+            model, edits = load_model(src.path)
+            stacks = _stacks(model, settings)
+            kept = _choose(model, stacks, src, settings, ctx)
+            for stack in stacks:
+                edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
+            ctx.facts["kept_layers"] = kept
+            ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            ctx.facts["parameters_before"] = count_parameters(src.path)
+            ctx.facts["parameters_after"] = count_parameters(ctx.out)
+
+
+def _stacks(model: Any, settings: DepthSettings) -> list[Stack]:
+    """Return the stacks of `model`.
+
+    Raises:
+        InputError: a family that smelt does not know, or layers that it does not have.
+    """
+    family, config = family_of(model), model.config.to_dict()
+    if family is None:
+        raise InputError(
+            f"depth: the layers of a {model.config.model_type} model are not known."
+            f" Known: {', '.join(FAMILIES)}."
+        )
+    mistakes, _ = check_depth(settings, config)
+    if mistakes:
+        raise InputError("depth: " + " ".join(f"{setting}: {message}" for setting, message in mistakes))
+    return list(family.stacks(config))
+
+
+def _choose(
+    model: Any, stacks: list[Stack], src: Artifact, settings: DepthSettings, ctx: Context
+) -> dict[str, list[int]]:
+    """Return by stack the numbers of the layers that stay; tell the facts what decided."""
+    from smelt.compress.depth.choose import by_influence, by_loss
+
+    there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
+    wanted = layers_kept(settings, there)
+    ctx.warnings.extend(_nothing_goes(wanted, there, settings))
+    kept = {name: choice for name, choice in wanted.items() if isinstance(choice, list)}
+    kept |= {name: list(range(count)) for name, count in there.items() if wanted[name] == count}
+    numbers = {name: c for name, c in wanted.items() if isinstance(c, int) and name not in kept}
+    if not numbers:
+        return kept
+    if settings.importance == "block-influence":
+        return kept | by_influence(model, stacks, numbers, src, settings, ctx)
+    if settings.importance == "loss":
+        return kept | by_loss(model, stacks, kept, numbers, src, settings, ctx)
+    return kept | {name: _by_place(count, there[name], settings, ctx) for name, count in numbers.items()}
+
+
+def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: DepthSettings) -> list[str]:
+    """Say where `keep` is below 1 and yet all layers stay."""
+    keep = fraction_kept(settings)
+    told = [name for name in STACKS if getattr(settings, name) is not None]
+    whole = [name for name, choice in wanted.items() if choice == there[name] and name not in told]
+    if keep == 1:
+        return []
+    return [
+        f"depth: keep {keep:g} of the {there[name]} {name} is, to the nearest whole number and at least one,"
+        " all of them; none goes."
+        for name in whole
+    ]
+
+
+def _by_place(count: int, there: int, settings: DepthSettings, ctx: Context) -> list[int]:
+    from smelt.compress.distill.student import spread
+
+    if settings.importance == "random":
+        return sorted(random.Random(ctx.seed).sample(range(there), count))
+    return spread(count, there, "spread" if settings.importance == "alternate" else settings.importance)

@@ -1,0 +1,108 @@
+"""In what the error of each layer is measured, found by looking at rows where the method does.
+
+Shapes: M = outputs, K = inputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from smelt.compress.calibration.gradients import squared_gradients
+from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
+from smelt.compress.calibration.statistics import InputStatistics, collected
+from smelt.compress.factorize.asvd import activation_aware
+from smelt.compress.factorize.fisher import fisher_weighted
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.svd import Metric
+from smelt.compress.factorize.whitened import whitened
+from smelt.compress.train.loop import label_objective
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What was seen of each layer, by name.
+
+    inputs: what layers were fed; information: mean squared gradients, [M, K]; both as the method needs them.
+    rows: that were looked at; None where none were.
+    """
+
+    settings: FactorizeSettings
+    rows: CalibrationRows | None = None
+    inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
+    information: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def unseen(self) -> list[str]:
+        """The layers that no row reaches."""
+        return [name for name, found in self.inputs.items() if not found.tokens]
+
+    def of(self, name: str, layer: nn.Linear) -> Metric:
+        """Return the metric of the layer `name`."""
+        if name in self.information:
+            return fisher_weighted(self.information[name].double())
+        if name not in self.inputs:
+            return Metric()
+        seen = self.inputs[name]
+        if self.settings.method == "asvd":
+            return activation_aware(seen.magnitudes / seen.tokens, self.settings.alpha)
+        assert seen.second is not None
+        return whitened(seen.second, seen.sums, seen.tokens, bias=layer.bias is not None)
+
+
+@contextmanager
+def found_metrics(
+    model: Any, layers: Mapping[str, nn.Linear], src: Artifact, settings: FactorizeSettings, ctx: Context
+) -> Iterator[Metrics]:
+    """Look at rows, as the method needs it; second moments that lie on disk go when the context ends.
+
+    Raises:
+        InputError: there are no rows, or a layer is fed what is not finite.
+    """
+    if not settings.reads_rows:
+        yield Metrics(settings)
+        return
+    fisher = settings.method == "fwsvd"
+    rows = calibration_rows(model, src, settings.rows, ctx, "factorize", labels=fisher)
+    ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    if fisher:
+        weights = {name: layer.weight for name, layer in layers.items()}
+        information = squared_gradients(model, rows, weights, label_objective(), ctx)
+        yield Metrics(settings, rows, information=information)
+    elif settings.method == "svd":
+        yield Metrics(settings, rows)
+    else:
+        second = settings.method == "whitened-svd"
+        single = {name: [layer] for name, layer in layers.items()}
+        with collected(model, rows, single, ctx, second=second) as inputs:
+            _require_finite(inputs, rows)
+            _warn_of_few(inputs, rows, ctx)
+            yield Metrics(settings, rows, inputs=inputs)
+
+
+def _require_finite(inputs: Mapping[str, InputStatistics], rows: CalibrationRows) -> None:
+    for name, seen in inputs.items():
+        if seen.tokens and not bool(seen.squares.isfinite().all()):
+            raise InputError(
+                f"factorize: {name}: on rows of {rows.origin} what it is fed is not finite. The training"
+                " before it has probably gone astray."
+            )
+
+
+def _warn_of_few(inputs: Mapping[str, InputStatistics], rows: CalibrationRows, ctx: Context) -> None:
+    """Say where a layer has more inputs than tokens were seen: what it lacks was never fed to it."""
+    few = [name for name, seen in inputs.items() if seen.second is not None and 0 < seen.tokens < seen.width]
+    if few:
+        ctx.warnings.append(
+            f"factorize: {rows.origin}: the rows that it looked at ({rows.rows}) have fewer tokens than"
+            f" layers have inputs ({few[0]}: {inputs[few[0]].tokens} of {inputs[few[0]].width}, and so"
+            f" {len(few)} layers), so other texts may lose more. Raise rows, or name more rows with"
+            " data: {calibration: FILE}."
+        )

@@ -1,0 +1,217 @@
+"""Which rank each layer gets: by a rule of its own, or from one budget over all layers.
+
+A layer gains below a limit, and stays whole at it and above: see `limits_of`.
+
+Shapes: M = outputs, K = inputs of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.calibration.rows import outputs
+from smelt.compress.factorize.by_time import largest_rank, reading_texts
+from smelt.compress.factorize.metrics import Metrics
+from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
+from smelt.compress.factorize.svd import spectrum, thin_pair
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.models.structure import replace_layer
+
+# Where damage is measured: each layer alone at half of its weights, on so many rows.
+_DAMAGE_RATIO = 0.5
+_DAMAGE_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """A layer of a budget: its singular values (float64, falling), its sizes, and what its error costs.
+
+    limit: the rank from which it stays whole. weight: what a relative squared error of 1 would cost, in a
+    unit that all layers have in common.
+    """
+
+    sigma: Tensor
+    rows: int
+    columns: int
+    limit: float
+    weight: float = 1.0
+
+
+def find_ranks(
+    model: Any,
+    layers: Mapping[str, nn.Linear],
+    limits: Mapping[str, float],
+    metrics: Metrics,
+    settings: FactorizeSettings,
+    ctx: Context,
+) -> dict[str, int]:
+    """Return the rank of each layer, that which is asked for; a layer stays whole from its limit on.
+
+    Args:
+        model: left as it was.
+        layers: of it, by name.
+        limits: see `limits_of`.
+        metrics: in what their errors are measured.
+        settings: rank, ratio, energy or budget.
+        ctx: its `progress` is told; `facts["damage"]` says what the layers did alone, if that was measured.
+    """
+    if settings.rank is not None or settings.ratio is not None:
+        sizes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+        return {name: _given_rank(*size, settings) for name, size in sizes.items()}
+    found: dict[str, Spectrum] = {}
+    for at, (name, layer) in enumerate(layers.items(), start=1):
+        sigma = spectrum(layer.weight, metrics.of(name, layer))
+        found[name] = Spectrum(sigma, layer.out_features, layer.in_features, limits[name])
+        ctx.progress(at, len(layers), f"spectrum of {name}")
+    if settings.budget is None:
+        energy = settings.energy or DEFAULT_ENERGY
+        return {name: rank_of_energy(seen.sigma, energy) for name, seen in found.items()}
+    if settings.budget.by == "damage":
+        damage = damages(model, layers, found, metrics, ctx)
+        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in damage.items()}
+        found = {name: replace(seen, weight=damage[name]) for name, seen in found.items()}
+    return shared_budget(found, settings.budget.parameters)
+
+
+def saving(rows: int, columns: int) -> float:
+    """Return below which rank a pair has fewer weights than the matrix [rows, columns]."""
+    return rows * columns / (rows + columns)
+
+
+def limits_of(
+    model: Any, layers: Mapping[nn.Linear, Sequence[str]], settings: FactorizeSettings
+) -> dict[str, float]:
+    """Return below which rank each layer gains what `settings` aim at, by its first name.
+
+    Args:
+        model: that they are of.
+        layers: with all the names that they have.
+        settings: with their aim.
+    """
+    many = reading_texts(model)
+    found = {}
+    for layer, names in layers.items():
+        rows, columns = layer.weight.shape
+        limit = saving(rows, columns)
+        if settings.aim == "latency":
+            limit = min(limit, largest_rank(rows, columns, not many.isdisjoint(names)))
+        found[names[0]] = limit
+    return found
+
+
+def _given_rank(rows: int, columns: int, settings: FactorizeSettings) -> int:
+    if settings.rank is not None:
+        return min(settings.rank, rows, columns)
+    assert settings.ratio is not None
+    return max(1, int(settings.ratio * rows * columns / (rows + columns)))
+
+
+def rank_of_energy(sigma: Tensor, energy: float) -> int:
+    """Return the smallest rank that keeps `energy` of the sum of squares of `sigma` (float64, falling)."""
+    squares = sigma.square()
+    # the share that a rank drops is summed from the small end, where a difference from 1 would be noise
+    dropped = squares.flip(0).cumsum(0).flip(0)
+    return max(1, int((dropped > (1 - energy) * squares.sum()).sum()))
+
+
+def damages(
+    model: Any, layers: Mapping[str, nn.Linear], found: Mapping[str, Spectrum], metrics: Metrics, ctx: Context
+) -> dict[str, float]:
+    """Return what each layer alone does to the model's outputs when it is thin, per relative squared error.
+
+    It is the mean squared change of all outputs (logits, vectors) at half of the layer's weights, divided by
+    the relative squared error that this leaves in the layer (ASVD, arXiv:2312.05821, takes the change of
+    perplexity for its choice of ranks).
+    """
+    assert metrics.rows is not None
+    rows = metrics.rows.some(_DAMAGE_ROWS)
+    whole = [out.clone() for out in outputs(model, rows.batches)]
+    values = sum(out.numel() for out in whole)
+    damage = {}
+    for at, (name, layer) in enumerate(layers.items(), start=1):
+        size = found[name].rows * found[name].columns
+        rank = max(1, int(_DAMAGE_RATIO * size / (found[name].rows + found[name].columns)))
+        pair, error = thin_pair(layer, rank, metrics.of(name, layer))
+        replace_layer(model, [], name, pair, {})
+        try:
+            off = sum(
+                float((out - right).square().sum(dtype=torch.float64))
+                for out, right in zip(outputs(model, rows.batches), whole, strict=True)
+            )
+        finally:
+            replace_layer(model, [], name, layer, {})
+        damage[name] = off / values / max(error**2, 1e-12)
+        ctx.progress(at, len(layers), "damage of each layer")
+    return damage
+
+
+def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str, int]:
+    """Give each layer the rank that makes the sum of weighted relative squared errors smallest.
+
+    A rank r below the layer's limit costs r (M + K) weights, the whole layer M K and no error. For a price of
+    a weight, each layer's best choice is its own; the price is found by bisection (the Lagrangian of the
+    problem, as rate-distortion optimization does it), so that all of them together stay within the budget.
+
+    Args:
+        layers: by name.
+        parameters: fraction of all their weights that may stay.
+
+    Returns:
+        ranks; of a layer that stays whole, min(M, K).
+
+    Raises:
+        InputError: rank 1 wherever a pair gains is more than the budget.
+    """
+    whole = sum(layer.rows * layer.columns for layer in layers.values())
+    wanted = parameters * whole
+    if (least := sum(_cost(layer, 1) for layer in layers.values())) > wanted:
+        gaining = sum(layer.limit > 1 for layer in layers.values())
+        raise InputError(
+            f"factorize: budget: parameters: {parameters:g} of the weights of {len(layers)} layers is less"
+            f" than rank 1 leaves where a pair gains ({gaining} of them). Say at least"
+            f" {math.ceil(1000 * least / whole) / 1000:g}; with aim: size more layers gain."
+        )
+    errors = {name: _errors(layer) for name, layer in layers.items()}
+    low, high = 0.0, max(float(layer.weight) for layer in layers.values()) + 1.0
+    best = dict.fromkeys(layers, 1)
+    for _ in range(100):
+        price = (low + high) / 2
+        ranks = {name: _best(layer, errors[name], price) for name, layer in layers.items()}
+        if sum(_cost(layer, ranks[name]) for name, layer in layers.items()) > wanted:
+            low = price
+        else:
+            high, best = price, ranks
+    return best
+
+
+def _errors(layer: Spectrum) -> Tensor:
+    """Return the weighted relative squared error of rank 0, 1, ..., float64."""
+    squares = layer.sigma.square()
+    dropped = squares.flip(0).cumsum(0).flip(0)
+    whole = torch.cat([dropped, dropped.new_zeros(1)])
+    return whole * (layer.weight / float(squares.sum().clamp(min=1e-300)))
+
+
+def _best(layer: Spectrum, errors: Tensor, price: float) -> int:
+    """Return the rank whose error and price are least; that of the whole layer where that is it."""
+    ranks = torch.arange(len(errors))
+    pays = ranks < layer.limit
+    pays[0] = False  # a layer without any weight is another technique's
+    cost = ranks * float(layer.rows + layer.columns)
+    total = torch.where(pays, errors + price * cost, torch.inf)
+    thin = int(total.argmin())
+    whole = price * layer.rows * layer.columns
+    return thin if bool(pays.any()) and float(total[thin]) < whole else min(layer.rows, layer.columns)
+
+
+def _cost(layer: Spectrum, rank: int) -> int:
+    if rank < layer.limit:
+        return rank * (layer.rows + layer.columns)
+    return layer.rows * layer.columns

@@ -1,0 +1,169 @@
+"""Low rank: a linear layer becomes the product of two thin ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.train.run import scores_lacking
+from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TASKS, Split, Task
+from smelt.core.errors import InputError
+from smelt.core.stage import Context, Need
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smelt.compress.factorize.metrics import Metrics
+
+
+class Factorize:
+    """Replace linear layers by a product of two thin ones, where that saves time, or weights.
+
+    The best product of rank r (Eckart & Young 1936) comes from the singular value decomposition; of what is
+    best in, the methods differ: the layer's outputs on real rows (whitened-svd), its weights (svd), weights
+    times the inputs' magnitudes (asvd), weights times what the loss says of their rows (fwsvd). What is lost
+    is the square root of the sum of the dropped squared singular values. A layer of m by n costs r (m + n)
+    weights afterwards, and one product more. With aim: latency it is left alone unless that is faster, by a
+    rule that was measured in ONNX Runtime's int8: r (m + n) < 0.9 m n - 5,000 in an encoder, < 0.9 m n -
+    100,000 in a decoder, which gets one token a step. With aim: size it is left alone unless
+    r < m n / (m + n). Which layers were, and why, is in the report. One budget over all layers gives each its
+    own rank. Recover with distill.
+
+        - factorize: {budget: {parameters: 0.7}, aim: size}
+        - factorize: {method: svd, ratio: 0.6, include: ["*.fc1", "*.fc2"]}
+        - distill: {epochs: 1}
+    """
+
+    name: ClassVar[str] = "factorize"
+    accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
+    produces: ClassVar[Format] = "torch"
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    source: ClassVar[str] = (
+        "svd: Eckart & Young 1936, Psychometrika 1(3), Denton et al. 2014, arXiv:1404.0736; whitened-svd:"
+        " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd:"
+        " Hsu et al. 2022, arXiv:2207.00112"
+    )
+    version: ClassVar[int] = 4
+    needs_float: ClassVar[bool] = True
+    settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
+    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def needs_with(cls, settings: FactorizeSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs: rows where it looks at any, those for calibration if there are any."""
+        if not settings.reads_rows:
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_rows(
+        cls, settings: FactorizeSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what does not fit the rows: fwsvd of a sentence embedder looks at a loss made of scores."""
+        if settings.method != "fwsvd":
+            return []
+        found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
+        return [("method", f"{text} Or take whitened-svd.") for _, text in found]
+
+    def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
+        """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
+        from smelt.compress.train.state import threads
+
+        with threads(ctx.threads):
+            self._factorize(src, settings, ctx)
+
+    def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
+        from smelt.compress.factorize.metrics import found_metrics
+        from smelt.compress.factorize.ranks import find_ranks, limits_of
+        from smelt.runtime.models.checkpoint import save_model
+
+        model, edits = load_float(src, self.name)
+        chosen = dict(candidates(model, settings))
+        if not chosen:
+            raise InputError(
+                f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
+            )
+        before, limits = stored_parameters(model), limits_of(model, chosen, settings)
+        layers = {names[0]: layer for layer, names in chosen.items()}
+        with found_metrics(model, layers, src, settings, ctx) as metrics:
+            for name in metrics.unseen:
+                layers.pop(name)
+            ranks = find_ranks(model, layers, limits, metrics, settings, ctx)
+            pairs = {name: rank for name, rank in ranks.items() if rank < limits[name]}
+            _replace(model, edits, layers, pairs, metrics, ctx)
+        alone = {n: _reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if n not in pairs}
+        ctx.facts["left_alone"] = alone | dict.fromkeys(metrics.unseen, "no row reaches it")
+        ctx.facts["parameters_before"] = before
+        ctx.facts["parameters_after"] = stored_parameters(model)
+        if not pairs:
+            ctx.warnings.append(_none_gains(len(layers), settings))
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+
+def _replace(
+    model: Any,
+    edits: list[Any],
+    layers: Mapping[str, nn.Linear],
+    ranks: Mapping[str, int],
+    metrics: Metrics,
+    ctx: Context,
+) -> None:
+    """Put pairs of `ranks` in the place of their layers; `ctx.facts` says what that loses."""
+    from smelt.compress.factorize.svd import thin_pair
+    from smelt.runtime.models.structure import replace_layer
+
+    errors: dict[str, float] = {}
+    for at, (name, rank) in enumerate(ranks.items(), start=1):
+        pair, error = thin_pair(layers[name], rank, metrics.of(name, layers[name]))
+        replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
+        errors[name] = round(error, 4)
+        ctx.progress(at, len(ranks), name)
+    ctx.facts.update(ranks=dict(ranks), relative_error=errors)
+
+
+def _reason(layer: nn.Linear, rank: int, limit: float) -> str:
+    from smelt.compress.factorize.ranks import saving
+
+    rows, columns = layer.weight.shape
+    if rank >= (smallest := saving(rows, columns)):
+        said = f"saves nothing; it would have to be below {smallest:.1f}"
+    elif limit > 1:
+        said = f"would be slower in int8; it would have to be below {limit:.1f}"
+    else:
+        said = "would be slower in int8, as every rank would"
+    return f"rank {rank} of {rows} x {columns} {said}"
+
+
+def _none_gains(count: int, settings: FactorizeSettings) -> str:
+    what, instead = "weights", ""
+    if settings.aim == "latency":
+        what, instead = "time in int8", ", or give aim: size for what saves weights"
+    return (
+        f"factorize: left all {count} layers alone, because no rank saves {what} at these settings;"
+        f" lower energy, rank, ratio or budget{instead}"
+    )
+
+
+def candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[nn.Linear, Sequence[str]]]:
+    """Yield the linear layers that the patterns choose, with their names.
+
+    Halves of a pair and tied weights are none. A layer that stands in several places is there once: chosen
+    under one of its names, excluded under none.
+    """
+    from torch import nn
+
+    from smelt.runtime.layers.low_rank import LowRankLinear
+    from smelt.runtime.models.structure import names_of
+
+    halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module, names in names_of(model).items():
+        if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:
+            continue
+        wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
+        if wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
+            yield module, names

@@ -1,0 +1,1 @@
+"""Weights without structure become zero."""

@@ -1,0 +1,126 @@
+"""The linear layers of a block, made sparse one by one, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Generator, nn
+
+from smelt.compress.calibration.observe import Layers, See
+from smelt.compress.calibration.rows import CalibrationRows
+from smelt.compress.calibration.statistics import Collector, InputStatistics, width_of
+from smelt.compress.sparsify.method import Method
+from smelt.compress.sparsify.pattern import Pattern
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.families.walk import Block
+from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.models.structure import keep_zeros, keeps_zeros
+
+# Runs a block on all rows and shows what layers are fed.
+Observe = Callable[[Layers, See], None]
+
+
+def layers_of(model: nn.Module, block: Block, what: Collection[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers of the chosen parts of `block` by their names; of a pair both halves."""
+    names = [n for part in block.attentions for n in part.products] if "attention" in what else []
+    names += block.feed_forward.products if "ffn" in what else ()
+    found: dict[str, nn.Linear] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        if isinstance(module, LowRankLinear):
+            found |= {f"{name}.down": module.down, f"{name}.up": module.up}
+        elif isinstance(module, nn.Linear):
+            found[name] = module
+    return found
+
+
+class Sparsifier:
+    """Makes layers sparse and keeps count.
+
+    Args:
+        model: whose layers they are.
+        method: what chooses the zeros.
+        pattern: how many there are.
+        draw: for what is drawn.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, pattern: Pattern, draw: Generator) -> None:
+        self._model, self._method, self._pattern, self._draw = model, method, pattern, draw
+        self._seen: set[nn.Module] = set()
+        self._zeros: dict[str, float] = {}
+        self._counts = [0, 0]  # zeros, weights
+        self._odd: list[str] = []
+        self._unreached: list[str] = []
+
+    @torch.no_grad()
+    def sparsify(self, layers: dict[str, nn.Linear], observe: Observe | None) -> None:
+        """Make those of `layers` sparse, in place, that are not yet; `observe` shows what they are fed."""
+        new = {name: m for name, m in layers.items() if m not in self._seen}
+        self._seen.update(new.values())
+        self._odd += [name for name, m in new.items() if not self._pattern.fits(m.in_features)]
+        fit = {name: m for name, m in new.items() if self._pattern.fits(m.in_features)}
+        found = self._look(fit, observe)
+        for name, layer in fit.items():
+            seen = found.get(name)
+            if seen is not None and not seen.tokens:
+                self._unreached.append(name)
+                continue
+            weight = layer.weight.detach().float().cpu()
+            sparse = self._method(weight, seen, self._pattern, self._draw)
+            if keeps_zeros(layer):  # it was made sparse before
+                sparse = sparse.masked_fill(weight == 0, 0.0)
+            layer.weight.copy_(sparse)
+            keep_zeros(layer)
+            zeros = int((layer.weight == 0).sum())
+            self._counts = [self._counts[0] + zeros, self._counts[1] + weight.numel()]
+            self._zeros[name] = round(zeros / weight.numel(), 4)
+
+    def _look(self, layers: dict[str, nn.Linear], observe: Observe | None) -> dict[str, InputStatistics]:
+        if observe is None or not layers:
+            return {}
+        widths = {name: width_of(layer) for name, layer in layers.items()}
+        device = next(iter(layers.values())).weight.device.type
+        collector = Collector(widths, second=self._method.looks == "moments", device=device)
+        observe({name: [layer] for name, layer in layers.items()}, collector.see)
+        for name, found in collector.found.items():
+            if not bool(found.squares.isfinite().all()):
+                raise InputError(
+                    f"sparsify: {name}: what it is fed is not finite. The training before it has probably"
+                    " gone astray."
+                )
+        return {name: found.to("cpu") for name, found in collector.found.items()}
+
+    def tell(self, rows: CalibrationRows | None, ctx: Context) -> None:
+        """Say in the facts and warnings of `ctx` what was done.
+
+        Raises:
+            InputError: no layer could be made sparse.
+        """
+        if not self._zeros:
+            why = (
+                f"their inputs are no multiple of {self._pattern.group}" if self._odd else "none is a Linear"
+            )
+            raise InputError(f"sparsify: no layer of the blocks can be made sparse: {why}.")
+        share = self._counts[0] / self._counts[1]
+        ctx.facts["sparsity"] = round(share, 4)
+        ctx.facts["zeros"] = self._counts[0]
+        ctx.facts["sparsity_by_layer"] = self._zeros
+        ctx.warnings.append(
+            f"sparsify: {share:.1%} of the weights of {len(self._zeros)} layers are zero; they are stored and"
+            " multiplied as others are, so no runtime of smelt is faster and no file smaller for it"
+        )
+        if self._odd:
+            ctx.warnings.append(
+                f"sparsify: {len(self._odd)} layers stay whole, because their inputs are no multiple of"
+                f" {self._pattern.group}: {', '.join(self._odd[:3])}"
+            )
+        if self._unreached:
+            ctx.warnings.append(f"sparsify: no row reaches {', '.join(self._unreached)}, which stay whole")
+        widest = max((m.in_features for m in self._seen if isinstance(m, nn.Linear)), default=0)
+        if rows is not None and self._method.looks == "moments" and rows.tokens < widest:
+            ctx.warnings.append(
+                f"sparsify: {rows.tokens} tokens of {rows.origin} are few for layers of {widest} inputs;"
+                " raise rows, or name more with data: {calibration: FILE}"
+            )

@@ -1,0 +1,135 @@
+"""How far the outputs of a graph are from those of the untouched one, on the same rows.
+
+Shapes: n = rows. Of each row the output that is furthest off counts, so several outputs cannot hide one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.errors import InputError, nearest
+from smelt.evaluate.quality import _BOOTSTRAP, Score, _score
+from smelt.evaluate.significance import Statistics, wilson_interval
+
+AGREEMENT, TOP1, ERROR = "agreement", "top1", "relative_error"
+TENSOR_METRICS = (AGREEMENT, TOP1, ERROR)
+Outputs = Mapping[str, NDArray[Any]]
+
+
+def score_outputs(
+    metrics: Sequence[str], got: Sequence[Outputs], expected: Sequence[Outputs], key: str, rows: str
+) -> dict[str, Score]:
+    """Compare the outputs of n rows with those of a reference.
+
+    agreement: mean cosine, times 100. top1: the share of rows, percent, in which every largest value along
+    the last axis stands where it stands in the reference, and every whole number, truth and text is the same.
+    relative_error: mean of the largest difference of a value, in percent of the reference's largest.
+    An output that is not finite where the reference is, or of another shape, agrees in nothing.
+
+    Args:
+        metrics: names from TENSOR_METRICS; the result has their order.
+        got: by row, the outputs by name.
+        expected: likewise, of the reference.
+        key: of the reference, for the signature.
+        rows: a hash of what the rows hold.
+
+    Raises:
+        InputError: an unknown metric, or no rows.
+    """
+    for metric in metrics:
+        if metric not in TENSOR_METRICS:
+            known = ", ".join(TENSOR_METRICS)
+            raise InputError(
+                f"Unknown metric '{metric}' here; known: {known}.{nearest(metric, TENSOR_METRICS)}"
+            )
+    if not got or len(got) != len(expected):
+        raise InputError(f"{len(got)} rows of outputs for {len(expected)} of the reference.")
+    pairs = list(zip(got, expected, strict=True))
+    names = ",".join(expected[0])
+    found: dict[str, Score] = {}
+    for metric in metrics:
+        of_row, how = _HOW[metric]
+        values = [of_row(one, other) for one, other in pairs]
+        said = f"outputs:{names}|{how}|reference:{key[:12]}"
+        if metric == TOP1:
+            hits: list[list[int | float]] = [[int(value), 1] for value in values]
+            statistics = Statistics(metric=metric, signature=f"{said}|ci:wilson", examples=rows, rows=hits)
+            found[metric] = _score(statistics, interval=wilson_interval(int(sum(values)), len(values)))
+        else:
+            means: list[list[int | float]] = [[float(value)] for value in values]
+            found[metric] = _score(
+                Statistics(metric=metric, signature=f"{said}|{_BOOTSTRAP}", examples=rows, rows=means)
+            )
+    return found
+
+
+def _cosine(got: Outputs, expected: Outputs) -> float:
+    """Return the lowest cosine of an output with the reference's, -1 to 1; equal ones have 1."""
+    return min((_cosine_of(got[name], other) for name, other in expected.items()), default=1.0)
+
+
+def _cosine_of(got: NDArray[Any], expected: NDArray[Any]) -> float:
+    if not _comparable(got, expected):
+        return 1.0 if _same(got, expected) else 0.0
+    a, b = _finite(got, expected)
+    if np.array_equal(a, b):
+        return 1.0
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(np.clip(a @ b / lengths, -1, 1)) if lengths > 0 else 0.0
+
+
+def _error(got: Outputs, expected: Outputs) -> float:
+    """Return the largest difference, as a share of the reference's largest value; 1 where nothing agrees."""
+    return max((_error_of(got[name], other) for name, other in expected.items()), default=0.0)
+
+
+def _error_of(got: NDArray[Any], expected: NDArray[Any]) -> float:
+    if not _comparable(got, expected):
+        return 0.0 if _same(got, expected) else 1.0
+    a, b = _finite(got, expected)
+    largest = float(np.abs(b).max(initial=0.0))
+    off = float(np.abs(a - b).max(initial=0.0))
+    return off / largest if largest > 0 else float(off > 0)
+
+
+def _top1(got: Outputs, expected: Outputs) -> bool:
+    """Say whether each output chooses what the reference's chooses."""
+    return all(_chooses(got[name], other) for name, other in expected.items())
+
+
+def _chooses(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    if expected.dtype.kind != "f":
+        return _same(got, expected)
+    if got.dtype.kind != "f" or not _comparable(got, expected):
+        return False
+    if not expected.ndim or expected.shape[-1] < 2:
+        return True  # one number chooses nothing
+    return bool(np.array_equal(got.argmax(-1), expected.argmax(-1)))
+
+
+def _comparable(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    """Say whether both are numbers of one shape, finite at the same places, else the same."""
+    if got.shape != expected.shape or got.dtype.kind not in "fiub" or expected.dtype.kind not in "fiub":
+        return False
+    one, other = np.isfinite(got), np.isfinite(expected)
+    return bool(np.array_equal(one, other) and np.array_equal(got[~one], expected[~other], equal_nan=True))
+
+
+def _finite(got: NDArray[Any], expected: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    there = np.isfinite(expected)
+    return got[there].astype(np.float64).ravel(), expected[there].astype(np.float64).ravel()
+
+
+def _same(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    return bool(np.array_equal(got, expected))
+
+
+_HOW: dict[str, tuple[Callable[[Outputs, Outputs], float], str]] = {
+    AGREEMENT: (_cosine, "lowest cosine of a row's outputs|mean|x100"),
+    TOP1: (_top1, "argmax of the last axis"),
+    ERROR: (_error, "largest difference/largest value|mean|x100"),
+}

@@ -1,0 +1,1 @@
+"""Stages on ONNX graphs that somebody else exported: simplify, quantize, narrow to float16."""

@@ -1,0 +1,27 @@
+"""What goes along from graph to graph: all files that are no graph, and what is known of the model."""
+
+from __future__ import annotations
+
+import shutil
+
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+
+_GRAPHS = (".onnx", ".onnx_data")
+_KEPT = ("foreign", "target", "dtype", "opset", "producer", "parameters", "scheme", "tokenizer", "licence")
+
+
+def carry(src: Artifact, ctx: Context) -> None:
+    """Copy config, tokenizer and signature of `src` into `ctx.out`, and its facts."""
+    for name in src.manifest.files:
+        if not name.endswith(_GRAPHS):
+            (ctx.out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(src.path / name, ctx.out / name)
+    ctx.facts.update({word: src.manifest.facts[word] for word in _KEPT if word in src.manifest.facts})
+
+
+def copy_graphs(src: Artifact, ctx: Context) -> None:
+    """Copy the graph of `src` and its weights as they are."""
+    for name in src.manifest.files:
+        if name.endswith(_GRAPHS):
+            shutil.copyfile(src.path / name, ctx.out / name)

@@ -1,0 +1,153 @@
+"""Real rows for a graph: those of the recipe's data, as a runner would feed them, with real padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smelt.core.artifact import Artifact
+from smelt.core.data import TENSORS
+from smelt.core.errors import InputError, RunError
+from smelt.core.stage import Context
+from smelt.runtime.classifier import MODEL
+from smelt.runtime.foreign.runner import GraphRunner
+
+Feeds = dict[str, NDArray[Any]]
+PLACES = ("calibration", "validation", "train")
+# where a recipe has no rows that a stage may see
+_TEXTS = (
+    "It is late.",
+    "Where is the next station, and when does it open?",
+    "After three days of rain the old bridge was closed, and everybody took the road through the hills.",
+)
+
+
+def rows_of(src: Artifact, ctx: Context, count: int, at_once: int = 4) -> tuple[list[Feeds], bool]:
+    """Return what to call the graph of `src` with, and whether it is of the recipe's data.
+
+    Args:
+        src: an artifact of one graph, `model.onnx`.
+        ctx: its data are looked at, calibration first.
+        count: rows at most.
+        at_once: rows of a call; a graph whose batch is fixed gets as many as it takes.
+    """
+    from smelt.runtime.backends.open_runner import open_runner
+
+    with open_runner(src, ctx.threads, "cpu") as runner:
+        if src.manifest.task == TENSORS:
+            assert isinstance(runner, GraphRunner)
+            return _of_arrays(runner, ctx, count, at_once)
+        return _of_texts(runner, ctx, count, at_once)
+
+
+def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
+    signature = runner.signature
+    size = signature.batch or at_once
+    rows = next((ctx.data[place].arrays for place in PLACES if place in ctx.data), None)
+    if rows is None:
+        random = np.random.default_rng(0)
+        return [{v.name: _made_up(v.dtype, v.shape, size, random) for v in signature.inputs}], False
+    ends = range(size, min(rows.rows, count) + 1, size) or range(rows.rows, rows.rows + 1)
+    return [signature.feeds(rows, end - size if end >= size else 0, end) for end in ends], True
+
+
+def _made_up(dtype: str, shape: Any, rows: int, random: np.random.Generator) -> NDArray[Any]:
+    """Return numbers for an input that nobody has rows for; axes of any size get 8."""
+    sizes = [size if isinstance(size, int) else 8 for size in shape or ()]
+    sizes = [rows, *sizes[1:]] if sizes else []
+    if dtype == "str":
+        return np.full(sizes, "a", dtype=object)
+    if dtype.startswith("float"):
+        return random.normal(size=sizes).astype(dtype)
+    return random.integers(0, 2, size=sizes).astype(dtype)
+
+
+def _of_texts(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
+    from smelt.core.data import texts_read
+    from smelt.runtime.predict import batches_of, encode_texts
+
+    split = next((ctx.data[place] for place in PLACES if place in ctx.data), None)
+    texts, pairs = (list(_TEXTS), None) if split is None else texts_read(split.examples[:count], ctx.task)
+    encoded = encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs)
+    found: list[Feeds] = []
+    for _, batch in batches_of(encoded, at_once, runner.text.tokenizer.pad_token_id or 0):
+        types = batch.token_type_ids
+        found.append(
+            {
+                "input_ids": batch.input_ids,
+                "attention_mask": batch.attention_mask,
+                "token_type_ids": np.zeros_like(batch.input_ids) if types is None else types,
+            }
+        )
+    return found, split is not None
+
+
+def require_one_graph(src: Artifact, word: str) -> None:
+    """Require that `src` is a graph that somebody else exported; those of smelt have their own ways.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not src.manifest.facts.get("foreign"):
+        raise InputError(
+            f"{src.path}: {word} is for ONNX models that a recipe starts from. Graphs that smelt exports are"
+            " simplified, quantized and narrowed on the way: quantize before onnx, onnx: {dtype: fp16}."
+        )
+
+
+def run_graph(path: Any, feeds: list[Feeds], threads: int | None) -> list[Feeds]:
+    """Return the outputs of the graph `path` for each of `feeds`, by name.
+
+    Raises:
+        RunError: ONNX Runtime cannot open or run it.
+    """
+    from smelt.runtime.backends.onnx_session import open_session
+
+    try:
+        session = open_session(path, threads or 1)
+        kinds = {item.name: item.type for item in session.get_inputs()}
+        names = [output.name for output in session.get_outputs()]
+        return [dict(zip(names, session.run(names, fitting(one, kinds)), strict=True)) for one in feeds]
+    except Exception as error:  # its error classes share no other base
+        words = " ".join(str(error.__cause__ or error).split())[:400]
+        raise RunError(f"{MODEL}.onnx: ONNX Runtime cannot run the new graph: {words}") from error
+
+
+def fitting(feeds: Feeds, kinds: dict[str, str]) -> Feeds:
+    """Return what of `feeds` a graph takes; whole numbers in the width that it takes."""
+    width = {"tensor(int32)": np.int32, "tensor(int64)": np.int64}
+    return {
+        name: value.astype(width[kinds[name]]) if kinds[name] in width else value
+        for name, value in feeds.items()
+        if name in kinds
+    }
+
+
+def difference(got: list[Feeds], expected: list[Feeds]) -> float:
+    """Return the largest difference of an output, as a share of its standard deviation.
+
+    Infinite where shapes differ, or a value is not finite that was; numbers alone are compared, all else has
+    to be the same.
+    """
+    worst = 0.0
+    for one, other in zip(got, expected, strict=True):
+        for name, wanted in other.items():
+            worst = max(worst, _off(one[name], wanted))
+    return worst
+
+
+def _off(got: NDArray[Any], wanted: NDArray[Any]) -> float:
+    if got.shape != wanted.shape:
+        return float("inf")
+    if wanted.dtype.kind != "f":
+        return 0.0 if np.array_equal(got, wanted) else float("inf")
+    there = np.isfinite(wanted)
+    if not np.array_equal(there, np.isfinite(got)) or not np.array_equal(
+        got[~there], wanted[~there], equal_nan=True
+    ):
+        return float("inf")
+    a, b = got[there].astype(np.float64), wanted[there].astype(np.float64)
+    spread = float(b.std()) if b.size > 1 else 0.0
+    return float(np.abs(a - b).max(initial=0.0)) / (spread or float(np.abs(b).max(initial=0.0)) or 1.0)

@@ -1,0 +1,1 @@
+"""The first artifact of a run, however it comes about."""

@@ -1,0 +1,188 @@
+"""Is this ONNX file one that ONNX Runtime can run? Asked in a process of its own, with limits.
+
+First the file alone is looked at: its size, its form, tensors and where they lie, names, circles, operators.
+Only what is right so far is then opened as a session, which may fold constants without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smelt.core.memory import available_bytes
+from smelt.runtime.foreign.limits import FailedError, Limits, ask
+from smelt.runtime.foreign.signature import Signature
+
+# What imports alone take, with room for a small graph; a hostile file gets no more.
+_BASE_BYTES = 1_200_000_000
+_BASE_SECONDS = 12.0
+# of a file's bytes: as they were read, as a message, as a session's weights, and packed
+_COPIES = 5
+_SECONDS_PER_BYTE = 1 / 20e6
+_LARGEST = (1 << 31) - 1  # bytes of a protobuf
+_SHOWN = 8
+_POINTER = b"version https://git-lfs"
+
+
+class Examined(NamedTuple):
+    """What is known of a file.
+
+    problems: what keeps it from being used, as ends of sentences; where there are some, that is all.
+    files: those beside it that hold weights, by their names. facts: opset, nodes, parameters, producer.
+    """
+
+    problems: tuple[str, ...] = ()
+    signature: Signature | None = None
+    files: tuple[str, ...] = ()
+    facts: dict[str, Any] | None = None
+
+
+def examine(path: Path) -> Examined:
+    """Look at the ONNX file `path` and open it once, in a process of its own."""
+    try:
+        size = path.stat().st_size + sum(
+            f.stat().st_size for f in path.parent.iterdir() if _may_hold(f, path)
+        )
+    except OSError as error:
+        return Examined((f"cannot be read: {error.strerror}",))
+    memory = min(_BASE_BYTES + _COPIES * size, max(_BASE_BYTES, available_bytes()))
+    limits = Limits(memory, _BASE_SECONDS + _SECONDS_PER_BYTE * size)
+    try:
+        said = ask(__name__, [str(path)], limits)
+    except FailedError as error:
+        return Examined((f"opening it in ONNX Runtime failed: {error}",))
+    if said["problems"]:
+        return Examined(tuple(said["problems"]))
+    return Examined((), Signature.model_validate(said["signature"]), tuple(said["files"]), said["facts"])
+
+
+def _may_hold(file: Path, graph: Path) -> bool:
+    """Say whether a file beside the graph probably holds its weights, by its name."""
+    return file != graph and file.is_file() and (".onnx" in file.name or file.suffix in (".data", ".bin"))
+
+
+def answer(arguments: Sequence[str]) -> dict[str, Any]:
+    """Examine the file that `arguments` name, in this process."""
+    path = Path(arguments[0])
+    try:
+        model = _parse(path)
+    except (ValueError, OSError) as error:
+        return {"problems": [str(error)]}
+    problems = list(dict.fromkeys(_looked(model, path)))
+    if not problems:
+        problems += _opened(path)
+    if problems:
+        more = len(problems) - _SHOWN
+        return {"problems": problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])}
+    from smelt.runtime.foreign.values import signature_of
+
+    return {
+        "problems": [],
+        "signature": signature_of(model).model_dump(mode="json"),
+        "files": _files(model),
+        "facts": _facts(model),
+    }
+
+
+def _parse(path: Path) -> Any:
+    """Return the onnx.ModelProto in `path`; weights that lie outside stay there.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    import onnx
+
+    size = path.stat().st_size
+    if not size:
+        raise ValueError("an empty file")
+    if size > _LARGEST:
+        raise ValueError(
+            f"{size:,} bytes, and protobuf holds no more than 2 GB: weights have to lie beside it"
+        )
+    content = path.read_bytes()
+    if content.startswith(_POINTER):
+        raise ValueError("a Git LFS pointer, not the model. Fetch it with `git lfs pull`")
+    try:
+        model = onnx.ModelProto.FromString(content)
+    except Exception as error:  # protobuf's own has no base that can be named here
+        if "alloc" in str(error).lower():  # the parser ran into the limit
+            raise MemoryError from error
+        raise ValueError(
+            f"not an ONNX file, or cut short ({size:,} bytes). Copy or export it again"
+        ) from error
+    if not model.HasField("graph") or not model.graph.output or not model.ir_version:
+        raise ValueError(f"no graph in it: not an ONNX model, or cut short ({size:,} bytes)")
+    return model
+
+
+def _looked(model: Any, path: Path) -> Iterator[str]:
+    """Yield what is wrong with a model as far as the file shows it."""
+    from smelt.runtime.foreign.structure import operator_problems, structure_problems
+    from smelt.runtime.foreign.tensors import tensor_problem, tensors_of
+    from smelt.runtime.foreign.values import value_problems
+
+    yield from _versions(model)
+    yield from (problem for tensor in tensors_of(model) if (problem := tensor_problem(tensor, path)))
+    yield from structure_problems(model)
+    yield from operator_problems(model, _known_operators())
+    yield from value_problems(model)
+
+
+def _versions(model: Any) -> Iterator[str]:
+    import onnx
+
+    if model.ir_version > onnx.IR_VERSION:
+        known = f"onnx {onnx.__version__} knows {onnx.IR_VERSION} at most"
+        yield f"its IR version is {model.ir_version}, and {known}"
+    if not model.opset_import:
+        yield "it does not say of which opset its operators are (opset_import)"
+    for said in model.opset_import:
+        most = onnx.defs.onnx_opset_version()
+        if said.domain in ("", "ai.onnx") and said.version > most:
+            yield (
+                f"its operators are of opset {said.version}, and onnx {onnx.__version__} knows {most} at"
+                " most: export it with an older opset"
+            )
+
+
+def _known_operators() -> set[tuple[str, str]]:
+    """Return (domain, name) of every operator that the installed ONNX Runtime has a definition of."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as runtime
+
+    return {("" if s.domain == "ai.onnx" else s.domain, s.name) for s in runtime.get_all_operator_schema()}
+
+
+def _opened(path: Path) -> list[str]:
+    """Open a session as the runner does; return why it cannot be."""
+    from smelt.core.errors import SmeltError
+    from smelt.runtime.backends.onnx_session import open_session
+
+    try:
+        open_session(path, threads=1)
+    except SmeltError as error:
+        words = " ".join(str(error.__cause__ or error).split())
+        if "bad allocation" in words or "std::bad_alloc" in words or "Failed to allocate" in words:
+            return ["opening it in ONNX Runtime asks for more memory than a file of its size should need"]
+        return [f"ONNX Runtime cannot load it: {words[:400]}"]
+    return []
+
+
+def _files(model: Any) -> list[str]:
+    from smelt.runtime.foreign.outside import is_outside, location_of
+    from smelt.runtime.foreign.tensors import tensors_of
+
+    return sorted({location_of(tensor)["location"] for tensor in tensors_of(model) if is_outside(tensor)})
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    from smelt.runtime.foreign.tensors import parameters
+
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
+    producer = f"{model.producer_name} {model.producer_version}".strip()
+    return {
+        "opset": opset,
+        "nodes": len(model.graph.node),
+        "parameters": parameters(model),
+        "producer": producer[:80],
+    }

@@ -1,0 +1,77 @@
+"""A graph that somebody else wrote, copied as the `model.onnx` of an artifact.
+
+A graph with all weights inside is copied byte by byte. Weights that lie in other files, under whatever names,
+are gathered in `model.onnx_data`, as the graphs that smelt writes have them.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.runtime.classifier import MODEL
+from smelt.runtime.foreign.outside import Place, is_outside, place_of
+from smelt.runtime.foreign.tensors import BITS, tensors_of
+
+NAME = f"{MODEL}.onnx"
+_DATA = f"{NAME}_data"
+_BLOCK = 1 << 20
+_PAGE = 4096  # a runtime maps the file into memory
+
+
+def take_graph(source: Path, out: Path, outside: bool) -> Path:
+    """Copy the graph in the file `source` into the folder `out`; return the copy.
+
+    outside: whether weights of it lie in other files.
+
+    Raises:
+        InputError: they are not there any more.
+    """
+    target = out / NAME
+    if not outside:
+        shutil.copyfile(source, target)
+        return target
+    import onnx
+
+    model = onnx.ModelProto.FromString(source.read_bytes())
+    try:
+        _gather(model, source, out / _DATA)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{source}: its weights cannot be copied: {error}.") from error
+    target.write_bytes(model.SerializeToString())
+    return target
+
+
+def _gather(model: Any, source: Path, data: Path) -> None:
+    """Copy what lies outside of `model` into the file `data`, each stretch once, and say so in `model`."""
+    from onnx import TensorProto
+
+    moved: dict[Place, int] = {}
+    with data.open("wb") as target:
+        for tensor in tensors_of(model):
+            if not is_outside(tensor):
+                continue
+            bits = BITS[TensorProto.DataType.Name(tensor.data_type)]
+            place = place_of(tensor, source, -(-math.prod(tensor.dims) * bits // 8))
+            if place not in moved:
+                target.write(b"\0" * (-target.tell() % _PAGE))
+                moved[place] = target.tell()
+                _copy(place, target)
+            del tensor.external_data[:]
+            for key, value in (("location", _DATA), ("offset", moved[place]), ("length", place.length)):
+                tensor.external_data.add(key=key, value=str(value))
+
+
+def _copy(place: Place, target: Any) -> None:
+    left = place.length
+    with place.file.open("rb") as stream:
+        stream.seek(place.offset)
+        while left:
+            block = stream.read(min(left, _BLOCK))
+            if not block:
+                raise ValueError(f"{place.file} is cut short")
+            target.write(block)
+            left -= len(block)

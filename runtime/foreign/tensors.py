@@ -1,0 +1,117 @@
+"""The tensors that a file holds: whether each has as many values as its shape says, wherever they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from smelt.runtime.foreign.outside import is_outside, place_of
+
+# Bits of a value, by the name of its type in ONNX. Texts have no fixed number.
+BITS = {
+    "FLOAT": 32, "UINT8": 8, "INT8": 8, "UINT16": 16, "INT16": 16, "INT32": 32, "INT64": 64, "BOOL": 8,
+    "FLOAT16": 16, "DOUBLE": 64, "UINT32": 32, "UINT64": 64, "COMPLEX64": 64, "COMPLEX128": 128,
+    "BFLOAT16": 16,
+    "FLOAT8E4M3FN": 8, "FLOAT8E4M3FNUZ": 8, "FLOAT8E5M2": 8, "FLOAT8E5M2FNUZ": 8, "UINT4": 4, "INT4": 4,
+    "FLOAT4E2M1": 4, "FLOAT8E8M0": 8, "UINT2": 2, "INT2": 2,
+}  # fmt: skip
+# Values that a tensor may have at all; a terabyte of bytes.
+_MOST = 1 << 40
+_TYPED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+
+
+def tensors_in(graph: Any) -> Iterator[Any]:
+    """Yield every tensor of an onnx.GraphProto: initializers, values of attributes, those of inner graphs."""
+    waiting = [graph]
+    while waiting:
+        graph = waiting.pop()
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        yield from _of_nodes(graph.node, waiting)
+
+
+def tensors_of(model: Any) -> Iterator[Any]:
+    """Yield every tensor of an onnx.ModelProto, those of its functions too."""
+    yield from tensors_in(model.graph)
+    for function in model.functions:
+        waiting: list[Any] = []
+        yield from _of_nodes(function.node, waiting)
+        for graph in waiting:
+            yield from tensors_in(graph)
+
+
+def _of_nodes(nodes: Any, waiting: list[Any]) -> Iterator[Any]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            if attribute.HasField("g"):
+                waiting.append(attribute.g)
+            waiting.extend(attribute.graphs)
+
+
+def tensor_problem(tensor: Any, path: Path) -> str | None:
+    """Say what is wrong with a tensor of the file `path`, or None."""
+    from onnx import TensorProto
+
+    name = tensor.name or "a constant"
+    dims = list(tensor.dims)
+    kind = (
+        TensorProto.DataType.Name(tensor.data_type)
+        if tensor.data_type in TensorProto.DataType.values()
+        else ""
+    )
+    if kind not in BITS and kind != "STRING":
+        return (
+            f"the tensor '{name}' has the type {tensor.data_type}, which this version of onnx does not know"
+        )
+    if any(size < 0 for size in dims):
+        return f"the tensor '{name}' has the shape {_listed(dims)}, with a size below 0"
+    count = math.prod(dims)
+    if count > _MOST:
+        return f"the tensor '{name}' has the shape {_listed(dims)}: {count:.3g} values"
+    if kind != "STRING" and is_outside(tensor):
+        return _outside(tensor, name, path, -(-count * BITS[kind] // 8))
+    there, what, fitting = _inside(tensor, kind, count)
+    return None if there in fitting else _wrong(name, dims, there, what)
+
+
+def _outside(tensor: Any, name: str, path: Path, expected: int) -> str | None:
+    try:
+        place_of(tensor, path, expected)
+    except (ValueError, OSError) as error:
+        return f"the tensor '{name}': {error}"
+    return None
+
+
+def _inside(tensor: Any, kind: str, count: int) -> tuple[int, str, set[int]]:
+    """Return how many values (or bytes) of a tensor its message holds, and how many may be there."""
+    if kind == "STRING":
+        return len(tensor.string_data), "values", {count}
+    expected = -(-count * BITS[kind] // 8)
+    if tensor.raw_data:
+        return len(tensor.raw_data), "bytes", {expected}
+    there = max(len(getattr(tensor, field)) for field in _TYPED)
+    # complex numbers are two values each; what is below a byte may be packed
+    if kind.startswith("COMPLEX"):
+        return there, "values", {2 * count}
+    return there, "values", {count, expected} if BITS[kind] < 8 else {count}
+
+
+def _wrong(name: str, dims: list[int], there: int, what: str) -> str:
+    return f"the tensor '{name}' has the shape {_listed(dims)}, and {there:,} {what} of it are there"
+
+
+def _listed(dims: list[int]) -> str:
+    return str(dims[:8])[:-1] + (", ...]" if len(dims) > 8 else "]")
+
+
+def parameters(model: Any) -> int:
+    """Return how many numbers a model holds: floating ones, and integers that are codes and not shapes."""
+    kinds = {1, 10, 11, 16}  # float, float16, double, bfloat16
+    counts = ((tensor.data_type in kinds, math.prod(tensor.dims)) for tensor in tensors_of(model))
+    return sum(count for floating, count in counts if floating or count >= 64)

@@ -1,0 +1,151 @@
+"""A model of which only one block is in memory: read from its file, changed, written, forgotten.
+
+For stages that go through a model block by block. The weights of a block are float32 while it is there. What
+is written is a checkpoint in shards, one a block and one of all other tensors, in the types that the source
+has (or another that is wanted). In memory are besides what the model computes before its first block and
+between its stacks; the output head never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from smelt.core.files import write_json
+from smelt.core.stage import StoredDtype
+from smelt.families.registry import family_of
+from smelt.families.walk import Block, blocks_of, head_of
+from smelt.runtime.models.checkpoint import empty_model, save_beside
+from smelt.runtime.models.stored_dtype import narrowed, stored_types, weight_bytes
+from smelt.runtime.models.structure import Edit, with_masks
+from smelt.runtime.models.weight_files import INDEX, weight_tensors
+
+# A model whose file is larger than this is taken block by block.
+LARGE_BYTES = 2**30
+
+
+class StreamedModel:
+    """A model that is read from `src` and written to `out` block by block.
+
+    model: its blocks are on the meta device but for the one that was entered. edits: its structure.
+    """
+
+    def __init__(
+        self, model: Any, edits: list[Edit], places: dict[str, Path], src: Path, out: Path, dtype: StoredDtype
+    ) -> None:
+        self.model, self.edits = model, edits
+        self._notes: list[str] = []
+        self._places, self._src, self._out = places, src, out
+        self._types = stored_types(src, dtype)
+        self._files: dict[str, str] = {}
+        self._bytes = 0
+        self._blocks = blocks_of(model)
+
+    def enter(self, block: Block) -> None:
+        """Read the weights of `block`, float32."""
+        names = {name: f"{block.place}.{name}" for name, _ in block.module.named_parameters()}
+        _assign(block.module, names, self._places)
+
+    def leave(self, block: Block) -> None:
+        """Write the block as it is now, and forget its weights."""
+        number = self._blocks.index(block)
+        self._write(number, {f"{block.place}.{n}": t for n, t in block.module.state_dict().items()})
+        for module in block.module.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+
+    def finish(self, edits: list[Edit]) -> list[str]:
+        """Write what is in no block, and all that lies beside the weights; every block has to be written.
+
+        Args:
+            edits: the structure that the model has now.
+
+        Returns:
+            What the user should know: weights that do not fit into 16 bits.
+        """
+        inside = tuple(f"{block.place}." for block in self._blocks)
+        others = [name for name in self._places if not name.startswith(inside)]
+        self._write(len(self._blocks), {name: _read(self._places, name) for name in others})
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
+        write_json(self._out / INDEX, index)
+        dtype = str(self._types.common).removeprefix("torch.")
+        save_beside(self.model, with_masks(self.model, edits), self._out, self._src, dtype)
+        return self._notes
+
+    def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
+        file = f"model-{number + 1:05}-of-{len(self._blocks) + 1:05}.safetensors"
+        wanted = {n: self._types.of([n]) for n, t in tensors.items() if t.is_floating_point()}
+        stored, notes = narrowed(tensors, wanted)
+        self._notes.extend(notes)
+        save_file({n: t.contiguous() for n, t in stored.items()}, self._out / file, metadata={"format": "pt"})
+        self._files |= dict.fromkeys(stored, file)
+        self._bytes += sum(t.numel() * t.element_size() for t in stored.values())
+
+
+def open_streamed(
+    src: Path, out: Path, dtype: StoredDtype = "keep", larger_than: int | None = None
+) -> StreamedModel | None:
+    """Return the model in `src` to be taken block by block, None where it has to be loaded whole.
+
+    That is a model of at most `larger_than` bytes (LARGE_BYTES unless given), one of quantized or shared
+    layers, and one whose file does not name all weights of its blocks as the model does (the old names of
+    some checkpoints).
+
+    Args:
+        src: its folder.
+        out: an empty folder, where it is written.
+        dtype: how float weights are stored.
+        larger_than: bytes of its files.
+
+    Raises:
+        InputError: the folder holds no readable model.
+    """
+    if weight_bytes(src) <= (LARGE_BYTES if larger_than is None else larger_than):
+        return None
+    model, edits = empty_model(src)
+    family = family_of(model)
+    if family is None or family.turned or any(e.get("op") in ("quantize", "share") for e in edits):
+        return None
+    places = {name: path for path, name, _ in weight_tensors(src)}
+    blocks = blocks_of(model)
+    if any(block.aliases for block in blocks) or not _reads_all(model, blocks, places):
+        return None
+    model.eval()
+    return StreamedModel(model, edits, places, src, out, dtype)
+
+
+def _reads_all(model: Any, blocks: Iterable[Block], places: dict[str, Path]) -> bool:
+    """Read what is in no block and not in the head; say whether the file has that and the blocks."""
+    inside = tuple(f"{block.place}." for block in blocks)
+    head = tuple(f"{name}." for name in head_of(model))
+    wanted = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if any(n.startswith(inside) and n not in places for n in wanted):
+        return False
+    outside = {n for n in wanted if not n.startswith((*inside, *head))}
+    names = {n: n if n in places else tied.get(n, n) for n in outside}
+    if any(n not in places for n in names.values()):
+        return False
+    _assign(model, names, places)
+    return True
+
+
+@torch.no_grad()
+def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> None:
+    """Give the parameters of `root` the values of the file, float32: by their names those in the file."""
+    for name, stored in names.items():
+        owner, _, last = name.rpartition(".")
+        value = _read(places, stored)
+        setattr(root.get_submodule(owner), last, nn.Parameter(value.float().clone(), requires_grad=False))
+
+
+def _read(places: dict[str, Path], name: str) -> Tensor:
+    with safe_open(places[name], framework="pt") as file:
+        found: Tensor = file.get_tensor(name)
+    return found

@@ -1,0 +1,113 @@
+"""Statistics of inputs against the same sums written out in numpy."""
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from smelt.compress.calibration import statistics
+from smelt.compress.calibration.observe import observe
+from smelt.compress.calibration.rows import CalibrationRows
+from smelt.compress.calibration.statistics import collected, empty_statistics
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(every_family.of_layers("bert", 2))[0]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(5, 20, size, generator=draw)} for size in ((2, 9), (3, 7))]
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return CalibrationRows("made", batches, 5, 39)
+
+
+def layers_of(model):
+    return {
+        "fc2": [model.bert.encoder.layer[0].output.dense],
+        "q": [model.bert.encoder.layer[1].attention.self.query],
+    }
+
+
+def inputs_of(model, rows, layers, tmp_path):
+    found = {}
+    observe(
+        model,
+        rows,
+        layers,
+        lambda k, x: found.setdefault(k, []).append(x.numpy().copy()),
+        harness.context(tmp_path),
+    )
+    return {key: np.concatenate(parts).astype(np.float64) for key, parts in found.items()}
+
+
+@pytest.mark.parametrize("limit", [2**30, 0])
+def test_statistics_are_the_sums_of_the_formulas(limit, model, rows, tmp_path):
+    layers = layers_of(model)
+    wanted = inputs_of(model, rows, layers, tmp_path / "out")
+    with collected(model, rows, layers, harness.context(tmp_path / "out"), limit_bytes=limit) as found:
+        files = len(list(tmp_path.rglob("*.moment")))
+        assert files == (0 if limit else 2)
+        for key, x in wanted.items():
+            mine = found[key]
+            assert (mine.tokens, mine.width) == x.shape == (39, x.shape[1])
+            np.testing.assert_allclose(mine.second, x.T @ x, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(mine.centred(), np.cov(x.T, bias=True) * len(x), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(mine.sums, x.sum(0), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(mine.magnitudes, abs(x).sum(0), rtol=1e-6)
+            np.testing.assert_allclose(mine.norms, np.linalg.norm(x, axis=0), rtol=1e-9)
+            np.testing.assert_array_equal(mine.largest, abs(x).max(0).astype(np.float32))
+            np.testing.assert_array_equal(mine.lowest, x.min(0).astype(np.float32))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model, rows, tmp_path):
+    one, other = (model.bert.encoder.layer[n].output.dense for n in (0, 1))
+    ctx = harness.context(tmp_path / "out")
+    with (
+        collected(model, rows, {"a": [one], "b": [other]}, ctx, second=False) as apart,
+        collected(model, rows, {"both": [one, other]}, ctx, second=False) as both,
+    ):
+        assert both["both"].tokens == 78
+        assert both["both"].second is None
+        torch.testing.assert_close(both["both"].squares, apart["a"].squares + apart["b"].squares)
+        with pytest.raises(ValueError, match="no second moment"):
+            both["both"].centred()
+
+
+def test_a_sum_of_many_small_values_keeps_them(tmp_path):
+    """In float32 the last thousand tokens would change nothing beside 10^8."""
+    found = empty_statistics(1, second=True)
+    found.see(torch.full((1, 1), 1e4))
+    for _ in range(1000):
+        found.see(torch.ones(1, 1))
+    assert float(found.second) == 1e8 + 1000
+
+
+def test_nothing_was_seen(tmp_path):
+    found = empty_statistics(3, second=True)
+    found.see(torch.empty(0, 3))
+    assert found.tokens == 0
+    assert found.largest.tolist() == [0, 0, 0]
+
+
+def test_threads_of_the_context_are_taken(model, rows, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(statistics, "observe", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    with collected(model, rows, layers_of(model), harness.context(tmp_path / "out", threads=3)):
+        pass
+    assert seen == [3]
+    assert torch.get_num_threads() == before
+
+
+def test_width_is_that_of_what_a_layer_is_fed():
+    from smelt.runtime.layers.low_rank import LowRankLinear
+
+    assert statistics.width_of(nn.Linear(3, 5)) == statistics.width_of(LowRankLinear(3, 5, 2)) == 3

@@ -1,0 +1,72 @@
+"""How many layers stay, and what is said of what cannot be, before any model is read."""
+
+import pytest
+from pydantic import ValidationError
+
+from smelt.compress.depth.fit import check_depth, layers_kept
+from smelt.compress.depth.settings import DepthSettings
+
+MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
+BERT = {"model_type": "bert", "num_hidden_layers": 12}
+T5 = {"model_type": "t5", "num_layers": 4}
+MODERN = {"model_type": "modernbert", "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, {"encoder_layers": 3, "decoder_layers": 2}),  # half, and a half of three counts up
+        ({"keep": 0.1}, {"encoder_layers": 1, "decoder_layers": 1}),
+        ({"decoder_layers": 1}, {"encoder_layers": 6, "decoder_layers": 1}),
+        ({"keep": 0.5, "decoder_layers": [0, 2]}, {"encoder_layers": 3, "decoder_layers": [0, 2]}),
+    ],
+)
+def test_stack_that_is_not_named_keeps_a_fraction_or_all(settings, kept):
+    assert layers_kept(DepthSettings(**settings), {"encoder_layers": 6, "decoder_layers": 3}) == kept
+
+
+def test_config_of_the_result_says_how_many_layers_are_left():
+    mistakes, after = check_depth(DepthSettings(keep=0.5), MARIAN)
+    assert not mistakes
+    assert after == {**MARIAN, "encoder_layers": 3, "decoder_layers": 2}
+    _, after = check_depth(DepthSettings(decoder_layers=[1]), T5)
+    assert after == {**T5, "num_decoder_layers": 1, "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "place", "message"),
+    [
+        ({"layers": 13}, BERT, "layers", "13 layers cannot stay of 12."),
+        ({"layers": [0, 12]}, BERT, "layers", "expected rising numbers from 0 to 11, read [0, 12]."),
+        ({"layers": [3, 1]}, BERT, "layers", "expected rising numbers from 0 to 11, read [3, 1]."),
+        ({"decoder_layers": 1}, BERT, "decoder_layers", "a bert model has no such stack; it has layers."),
+        (
+            {"layers": [1, 2]}, MODERN, "layers",
+            "the first layer of a modernbert model cannot go: it has no norm before its attention, and the"
+            " others have one.",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_there_are_not(settings, config, place, message):
+    ((found, said),) = check_depth(DepthSettings(**settings), config)[0]
+    assert (found, said) == (place, message)
+
+
+def test_last_layers_of_a_model_whose_first_must_stay_blame_the_importance():
+    ((found, _),) = check_depth(DepthSettings(keep=0.5, importance="last"), MODERN)[0]
+    assert found == "importance"
+    assert not check_depth(DepthSettings(keep=1, importance="last"), MODERN)[0]
+
+
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"layers": []}, {"keep": 0}, {"keep": 1.5}])
+def test_nothing_left_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        DepthSettings(**wrong)
+
+
+def test_rows_are_needed_only_where_they_are_looked_at():
+    from smelt.compress.depth.stage import Depth
+
+    assert Depth.needs_with(DepthSettings(), ()) == {"train"}
+    assert Depth.needs_with(DepthSettings(importance="loss"), ("calibration",)) == {"calibration"}
+    assert Depth.needs_with(DepthSettings(importance="alternate"), ()) == frozenset()

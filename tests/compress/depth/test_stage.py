@@ -1,0 +1,204 @@
+"""Layers that do nothing go, on every family, and the model computes the same and loads everywhere."""
+
+import json
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+import transformers
+
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share.layers import Share, ShareSettings
+from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES, family_of
+from smelt.families.walk import blocks_of
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+
+def _with_idle_layer(family, out):
+    """Write a model of 3 layers a stack whose middle ones add nothing to the hidden states."""
+    source = every_family.of_layers(family, 3)
+    model, edits = load_model(source)
+    for block in blocks_of(model):
+        if block.number == 1:
+            for part in (*block.attentions, block.feed_forward):
+                last = model.get_submodule(part.products[-1])
+                torch.nn.init.zeros_(last.weight)
+                if last.bias is not None:
+                    torch.nn.init.zeros_(last.bias)
+    out.mkdir()
+    save_model(model, edits, out, source)
+    return out
+
+
+def test_an_embedder_without_scores_takes_block_influence():
+    split = Split("pairs.jsonl", (Example("a"), Example("b")))
+    [(setting, message)] = Depth.check_rows(DepthSettings(), "sentence-similarity", {"train": split})
+    assert setting == "importance"
+    assert "have no scores" in message
+    assert message.endswith("Or take block-influence.")
+    settings = DepthSettings(importance="block-influence")
+    assert not Depth.check_rows(settings, "sentence-similarity", {"train": split})
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_layer_that_does_nothing_goes_first(family, tmp_path):
+    idle = _with_idle_layer(family, tmp_path / "idle")
+    ctx = every_family.run(
+        Depth(),
+        DepthSettings(keep=0.67, importance="block-influence", rows=4),
+        idle,
+        family,
+        tmp_path / "out",
+    )
+    kept = ctx.facts["kept_layers"]
+    assert list(kept.values()) == [[0, 2]] * len(kept)
+    before, after = load_model(idle)[0], load_model(ctx.out)[0]
+    if family_of(before).stacks(before.config.to_dict())[0].stream.norms_first:
+        # where norms stand behind the sum (BERT), an idle layer norms once more
+        assert all(values[1] < 1e-6 for values in ctx.facts["block_influence"].values())
+        assert torch.allclose(harness.logits(after), harness.logits(before), atol=1e-5)
+    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+    assert not (ctx.out / "structure.json").exists()
+    assert not ctx.warnings
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_transformers_loads_what_is_left(family, tmp_path):
+    settings = DepthSettings(keep=0.67, importance="loss", rows=4)
+    ctx = every_family.run(Depth(), settings, every_family.of_layers(family, 3), family, tmp_path / "out")
+    config = json.loads((ctx.out / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    plain = kind.from_pretrained(ctx.out).eval()
+    assert torch.equal(harness.logits(plain), harness.logits(harness.model_of(ctx)))
+    assert len(ctx.facts["dropped"]) == len(ctx.facts["kept_layers"])
+    stacks = FAMILIES[family].stacks(config)
+    assert all(stack.count(config) == 2 for stack in stacks)
+    for word in stacks[0].by_layer:
+        assert len(config[word]) == 2
+
+
+def test_greedy_losses_are_those_of_the_models_without_the_layers(tmp_path):
+    source = every_family.of_layers("llama", 3)
+    rows = {"keep": 0.3, "importance": "loss", "rows": 4}
+    ctx = every_family.run(Depth(), DepthSettings(**rows), source, "llama", tmp_path / "out")
+    first, second = (entry["layer"] for entry in ctx.facts["dropped"])
+    assert ctx.facts["kept_layers"] == {"layers": sorted({0, 1, 2} - {first, second})}
+    others = {}
+    for number in range(3):  # each layer gone by hand: the loss of the rest, with nothing left to drop
+        stay = [at for at in range(3) if at != number]
+        by_hand = every_family.run(
+            Depth(), DepthSettings(layers=stay), source, "llama", tmp_path / f"without-{number}"
+        )
+        again = every_family.run(
+            Depth(), DepthSettings(layers=1, importance="loss", rows=4), by_hand.out, "llama",
+            tmp_path / f"again-{number}",
+        )  # fmt: skip
+        others[number] = again.facts["loss_before"]
+    assert min(others, key=others.get) == first
+    assert ctx.facts["dropped"][0]["loss"] == pytest.approx(others[first], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"importance": "first"}, [0, 1]),
+        ({"importance": "last"}, [2, 3]),
+        ({"importance": "alternate"}, [0, 3]),
+        ({"layers": [1, 3]}, [1, 3]),
+    ],
+)
+def test_layers_are_chosen_by_their_places(settings, kept, tmp_path):
+    ctx = harness.run(Depth(), DepthSettings(**settings), every_family.of_layers("gpt2", 4), tmp_path / "out",
+                      "language-modeling")  # fmt: skip
+    assert ctx.facts["kept_layers"] == {"layers": kept}
+    whole = load_model(every_family.of_layers("gpt2", 4))[0]
+    for new, old in enumerate(kept):
+        assert torch.equal(
+            harness.model_of(ctx).transformer.h[new].mlp.c_fc.weight, whole.transformer.h[old].mlp.c_fc.weight
+        )
+
+
+def test_random_layers_are_drawn_by_the_seed(tmp_path):
+    source = every_family.of_layers("gpt2", 4)
+    drawn = [
+        harness.run(Depth(), DepthSettings(importance="random"), source, tmp_path / str(at),
+                    "language-modeling", seed=seed).facts["kept_layers"]["layers"]
+        for at, seed in enumerate([1, 1, 2, 3, 4])
+    ]  # fmt: skip
+    assert drawn[0] == drawn[1]
+    assert len({tuple(layers) for layers in drawn}) > 1
+
+
+def test_a_stack_that_is_not_named_stays_whole(tmp_path):
+    source = every_family.of_layers("marian", 3)
+    settings = DepthSettings(decoder_layers=1, rows=4)
+    ctx = every_family.run(Depth(), settings, source, "marian", tmp_path / "out")
+    assert ctx.facts["kept_layers"]["encoder_layers"] == [0, 1, 2]
+    assert len(ctx.facts["kept_layers"]["decoder_layers"]) == 1
+
+
+def test_layers_that_were_named_are_gone_while_others_are_tried(tmp_path):
+    source = every_family.of_layers("marian", 3)
+    by_hand = every_family.run(
+        Depth(), DepthSettings(encoder_layers=[1]), source, "marian", tmp_path / "by-hand"
+    ).out
+    rows = {"decoder_layers": 2, "importance": "loss", "rows": 4}
+    at_once = every_family.run(
+        Depth(), DepthSettings(encoder_layers=[1], **rows), source, "marian", tmp_path / "at-once"
+    )
+    later = every_family.run(Depth(), DepthSettings(**rows), by_hand, "marian", tmp_path / "later")
+    assert at_once.facts["dropped"] == later.facts["dropped"]
+    assert at_once.facts["loss_before"] == pytest.approx(later.facts["loss_before"], abs=1e-5)
+
+
+def test_what_a_dropped_layer_shared_belongs_to_the_next(tmp_path):
+    shared = every_family.run(
+        Share(), ShareSettings(groups=1), every_family.of_layers("bert", 3), "bert", tmp_path / "shared"
+    ).out
+    ctx = harness.run(Depth(), DepthSettings(layers=[1, 2]), shared, tmp_path / "out", "text-classification")
+    layers = harness.model_of(ctx).bert.encoder.layer
+    assert layers[0].attention.self.query is layers[1].attention.self.query
+    whole = load_model(shared)[0].bert.encoder.layer
+    assert torch.equal(layers[0].intermediate.dense.weight, whole[1].intermediate.dense.weight)
+
+
+def test_codes_of_the_layers_that_stay_stay(tmp_path):
+    source = every_family.of_layers("llama", 3)
+    coded = every_family.run(Quantize(), QuantizeSettings(), source, "llama", tmp_path / "coded").out
+    ctx = every_family.run(Depth(), DepthSettings(layers=2, rows=4), coded, "llama", tmp_path / "out")
+    kept = ctx.facts["kept_layers"]["layers"]
+    left, whole = harness.model_of(ctx), load_model(coded)[0]
+    for new, old in enumerate(kept):
+        mine, theirs = (m.model.layers[at].mlp.up_proj.matrix for m, at in ((left, new), (whole, old)))
+        assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), theirs.buffers(), strict=True))
+
+
+def test_keep_that_takes_nothing_warns(tmp_path):
+    ctx = every_family.run(
+        Depth(), DepthSettings(keep=0.9), every_family.of_layers("bert", 3), "bert", tmp_path / "out"
+    )
+    assert ctx.warnings == [
+        "depth: keep 0.9 of the 3 layers is, to the nearest whole number and at least one, all"
+        " of them; none goes."
+    ]
+    assert ctx.facts["kept_layers"] == {"layers": [0, 1, 2]}
+
+
+def test_rows_are_missing(tmp_path):
+    source = tiny.bert(tmp_path / "model")
+    for importance in ("loss", "block-influence"):
+        with pytest.raises(InputError, match=r"depth: .*data: \{train: FILE\}"):
+            harness.run(Depth(), DepthSettings(importance=importance), source, tmp_path / importance,
+                        "text-classification")  # fmt: skip
+
+
+def test_more_layers_than_there_are(tmp_path):
+    with pytest.raises(InputError, match="depth: layers: 9 layers cannot stay of 3"):
+        harness.run(Depth(), DepthSettings(layers=9), every_family.of_layers("bert", 3), tmp_path / "out",
+                    "text-classification")  # fmt: skip

@@ -1,0 +1,81 @@
+"""Ranks by rule and from one budget, against trying all of them."""
+
+import itertools
+
+import pytest
+import torch
+
+from smelt.compress.factorize.ranks import Spectrum, rank_of_energy, saving, shared_budget
+from smelt.core.errors import InputError
+
+
+def test_the_rank_is_the_smallest_that_holds_the_energy():
+    sigma = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)  # squares 16, 9, 4, 1 of 30
+    for energy, rank in ((0.5, 1), (0.54, 2), (0.83, 2), (0.84, 3), (0.96, 3), (0.97, 4), (1.0, 4)):
+        assert rank_of_energy(sigma, energy) == rank
+
+
+def test_a_pair_saves_below_the_product_of_the_sizes_over_their_sum():
+    assert saving(24, 40) == 15  # 24 * 40 / 64: rank 15 has as many weights
+
+
+def layers_of(*sizes):
+    torch.manual_seed(1)
+    made = {}
+    for at, (rows, columns, decay) in enumerate(sizes):
+        sigma = torch.logspace(0, -decay, min(rows, columns), dtype=torch.float64)
+        made[f"layer{at}"] = Spectrum(sigma, rows, columns, saving(rows, columns))
+    return made
+
+
+def cost(layer, rank):
+    return rank * (layer.rows + layer.columns) if rank < layer.limit else layer.rows * layer.columns
+
+
+def error(layer, rank):
+    if rank >= layer.limit:
+        return 0.0
+    squares = layer.sigma.square()
+    return float(layer.weight * squares[rank:].sum() / squares.sum())
+
+
+@pytest.mark.parametrize("parameters", [0.3, 0.5, 0.8])
+def test_a_budget_is_kept_and_no_other_ranks_that_cost_no_more_have_less_error(parameters):
+    layers = layers_of((6, 8, 0.5), (8, 8, 2), (12, 6, 1))
+    ranks = shared_budget(layers, parameters)
+    spent = sum(cost(layer, ranks[name]) for name, layer in layers.items())
+    assert spent <= parameters * sum(layer.rows * layer.columns for layer in layers.values())
+    made = sum(error(layer, ranks[name]) for name, layer in layers.items())
+    choices = [range(1, min(layer.rows, layer.columns) + 1) for layer in layers.values()]
+    for others in itertools.product(*choices):
+        pairs = list(zip(layers.values(), others, strict=True))
+        if sum(cost(layer, rank) for layer, rank in pairs) <= spent:
+            assert sum(error(layer, rank) for layer, rank in pairs) >= made - 1e-12
+
+
+def test_a_layer_whose_error_costs_more_gets_the_larger_rank():
+    layers = layers_of((16, 16, 1), (16, 16, 1))
+    even = shared_budget(layers, 0.5)
+    assert even["layer0"] == even["layer1"]
+    torch.manual_seed(1)
+    layers["layer1"] = Spectrum(layers["layer1"].sigma, 16, 16, 8, weight=20.0)
+    uneven = shared_budget(layers, 0.5)
+    assert uneven["layer1"] > uneven["layer0"]
+
+
+def test_a_budget_below_one_rank_each_is_refused_with_the_least_that_works():
+    layers = layers_of((16, 16, 1), (16, 16, 1))
+    with pytest.raises(
+        InputError, match=r"0.1 of the weights of 2 layers .*\(2 of them\)\. Say at least 0.125;"
+    ):
+        shared_budget(layers, 0.1)
+    assert shared_budget(layers, 0.125) == {"layer0": 1, "layer1": 1}
+
+
+def test_layers_at_their_limit_stay_whole():
+    layers = {"one": Spectrum(torch.ones(1).double(), 1, 32, saving(1, 32)), **layers_of((16, 16, 1))}
+    layers["slow"] = Spectrum(layers["layer0"].sigma, 16, 16, 3.5)
+    ranks = shared_budget(layers, 0.7)
+    assert ranks["one"] == 1
+    assert ranks["layer0"] < 8
+    assert ranks["slow"] < 3.5 or ranks["slow"] == 16

@@ -1,0 +1,234 @@
+"""The stage: which layers become pairs, what it says of the others, and what rows it looks at."""
+
+import json
+
+import harness
+import pytest
+import tiny
+import torch
+from pydantic import ValidationError
+from transformers import MarianConfig, MarianMTModel
+
+from smelt.compress.calibration.observe import observe
+from smelt.compress.calibration.rows import calibration_rows, outputs
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.fixture
+def source(tmp_path):
+    torch.manual_seed(0)
+    config = MarianConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=16,
+        pad_token_id=63,
+        decoder_start_token_id=63,
+        eos_token_id=0,
+        forced_eos_token_id=0,
+    )
+    MarianMTModel(config).save_pretrained(tmp_path / "model")
+    manifest = Manifest(
+        key="0" * 64,
+        format="torch",
+        task="translation",
+        stage="model",
+        settings={},
+        seed=0,
+        parent=None,
+        versions={},
+    )
+    return Artifact(tmp_path / "model", manifest)
+
+
+def context(tmp_path):
+    out = tmp_path / "out"
+    return harness.context(out, seed=1)
+
+
+def test_the_stage_factorizes_what_gains_and_names_the_rest(source, tmp_path):
+    ctx = context(tmp_path)
+    Factorize()(
+        source,
+        FactorizeSettings(method="svd", aim="size", rank=18, exclude=["lm_head", "model.decoder.*"]),
+        ctx,
+    )
+    # 32 x 32 breaks even at 16, 64 x 32 at 21.3
+    chosen = {f"model.encoder.layers.{i}.{n}" for i in (0, 1) for n in ("fc1", "fc2")}
+    assert ctx.facts["ranks"] == dict.fromkeys(chosen, 18)
+    assert "rank 18 of 32 x 32" in ctx.facts["left_alone"]["model.encoder.layers.0.self_attn.q_proj"]
+    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == 4 * (64 * 32 - 18 * 96)
+    assert ctx.warnings == []
+    model, edits = load_model(ctx.out)
+    assert {e["module"] for e in edits} == chosen
+    original, _ = load_model(source.path)
+    x = torch.randn(2, 32)
+    fc1 = model.model.encoder.layers[0].fc1
+    assert isinstance(fc1, LowRankLinear)
+    u, s, vt = torch.linalg.svd(original.model.encoder.layers[0].fc1.weight)
+    wanted = x @ (u[:, :18] * s[:18] @ vt[:18]).T + original.model.encoder.layers[0].fc1.bias
+    torch.testing.assert_close(fc1(x), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_aim_latency_leaves_alone_what_would_be_slower_and_says_why(tmp_path):
+    """Decoders get one token a step, encoders whole texts, and so do keys and values of cross-attention."""
+    folder = tiny.marian(tmp_path / "model", d_model=128, encoder_ffn_dim=256, decoder_ffn_dim=256)
+    include = ["*.0.fc1", "*.1.fc1", "*.0.encoder_attn.*"]
+    ctx = harness.run(
+        Factorize(), FactorizeSettings(method="svd", rank=36, include=include), folder, tmp_path / "out"
+    )
+    pairs = {f"model.encoder.layers.{n}.fc1" for n in range(2)}
+    pairs |= {f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in "kv"}
+    assert ctx.facts["ranks"] == dict.fromkeys(pairs, 36)
+    told = ctx.facts["left_alone"]
+    assert told["model.decoder.layers.0.fc1"] == (
+        "rank 36 of 256 x 128 would be slower in int8, as every rank would"
+    )
+    assert told.keys() == {
+        *(f"model.decoder.layers.{n}.fc1" for n in range(2)),
+        *(f"model.decoder.layers.0.encoder_attn.{n}_proj" for n in ("q", "out")),
+    }
+    wide = FactorizeSettings(method="svd", rank=76, include=include)
+    told = harness.run(Factorize(), wide, folder, tmp_path / "wide").facts["left_alone"]
+    # (0.9 * 256 * 128 - 5000) / 384 = 63.8; 256 * 128 / 384 = 85.3; 128 * 128 / 256 = 64
+    assert told["model.encoder.layers.0.fc1"] == (
+        "rank 76 of 256 x 128 would be slower in int8; it would have to be below 63.8"
+    )
+    assert told["model.decoder.layers.0.encoder_attn.k_proj"] == (
+        "rank 76 of 128 x 128 saves nothing; it would have to be below 64.0"
+    )
+
+
+def test_nothing_that_is_faster_is_a_warning_that_names_the_other_aim(source, tmp_path):
+    ctx = context(tmp_path)
+    Factorize()(source, FactorizeSettings(method="svd", rank=15, include=["model.decoder.*.fc1"]), ctx)
+    assert ctx.facts["ranks"] == {}
+    [warning] = ctx.warnings
+    assert "no rank saves time in int8" in warning
+    assert "or give aim: size for what saves weights" in warning
+
+
+def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
+    ctx = context(tmp_path)
+    Factorize()(source, FactorizeSettings(method="svd", aim="size", rank=8), ctx)
+    again = context(tmp_path / "out")
+    with pytest.raises(InputError, match="choose no linear layer"):
+        Factorize()(Artifact(ctx.out, source.manifest), FactorizeSettings(method="svd", rank=4), again)
+
+
+def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path):
+    ctx = context(tmp_path)
+    Factorize()(source, FactorizeSettings(method="svd", aim="size", energy=1.0), ctx)
+    assert ctx.facts["ranks"] == {}
+    assert len(ctx.warnings) == 1
+    assert "left all 32 layers alone" in ctx.warnings[0]
+    assert not (ctx.out / "structure.json").exists()
+    assert json.loads((ctx.out / "config.json").read_text())["encoder_layers"] == 2
+
+
+def test_two_ways_to_say_the_rank_are_refused():
+    with pytest.raises(ValidationError, match="give one of energy, rank, ratio and budget"):
+        FactorizeSettings(energy=0.9, rank=4)
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    return tiny.marian(tmp_path_factory.mktemp("marian"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    return read_split(str(tiny.pairs(folder / "rows.jsonl")), "translation", Columns(), folder, "train")
+
+
+def run(marian, split, tmp_path, **settings):
+    return harness.run(
+        Factorize(), FactorizeSettings(**({"aim": "size"} | settings)), marian, tmp_path / "out", data=split
+    )
+
+
+def change(marian, ctx):
+    """The mean squared change of the logits on the rows, which the stage saw too."""
+    source = tiny.artifact(marian)
+    whole = load_model(marian)[0]
+    rows = calibration_rows(whole, source, 256, ctx, "test")
+    mine, right = (list(outputs(model, rows.batches)) for model in (harness.model_of(ctx), whole))
+    return sum(float((a - b).square().sum()) for a, b in zip(mine, right, strict=True))
+
+
+def test_looking_at_rows_loses_less_on_them_than_looking_at_weights(marian, rows, tmp_path):
+    changes = {
+        method: change(marian, run(marian, rows, tmp_path / method, method=method, ratio=0.5))
+        for method in ("whitened-svd", "asvd", "svd")
+    }
+    assert changes["whitened-svd"] < 0.8 * changes["svd"]
+    assert changes["asvd"] != changes["svd"]
+
+
+def test_the_whitened_error_is_that_of_the_layers_outputs(marian, rows, tmp_path):
+    ctx = run(marian, rows, tmp_path, ratio=0.5)
+    name = "model.encoder.layers.0.fc1"
+    whole = load_model(marian)[0]
+    batches = calibration_rows(whole, tiny.artifact(marian), 256, ctx, "test")
+    mine, right = harness.model_of(ctx).get_submodule(name), whole.get_submodule(name)
+    lost, all_of_it, seen = 0.0, 0.0, []
+    observe(whole, batches, {name: [right]}, lambda _, x: seen.append(x), ctx)
+    with torch.no_grad():
+        x = torch.cat(seen)
+        lost, all_of_it = (mine(x) - right(x)).norm(), (right(x) - right(x).mean(dim=0)).norm()
+    assert ctx.facts["relative_error"][name] == pytest.approx(float(lost / all_of_it), rel=0.25)
+
+
+def test_the_loss_weighs_rows_by_fwsvd(marian, rows, tmp_path):
+    ctx = run(marian, rows, tmp_path, method="fwsvd", rank=4)
+    plain = run(marian, rows, tmp_path / "plain", method="svd", rank=4)
+    name = "model.encoder.layers.0.fc1"
+    mine, other = (harness.model_of(c).get_submodule(name) for c in (ctx, plain))
+    assert not torch.allclose(mine.up.weight @ mine.down.weight, other.up.weight @ other.down.weight)
+    assert ctx.facts["calibration"]["rows"] == len(rows)
+
+
+@pytest.mark.parametrize("by", ["error", "damage"])
+def test_one_budget_gives_ranks_that_stay_within_it(marian, rows, tmp_path, by):
+    ctx = run(marian, rows, tmp_path, budget={"parameters": 0.5, "by": by})
+    sizes = {n: m.weight for n, m in load_model(marian)[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    sizes.pop("lm_head")
+    spent = sum(
+        ctx.facts["ranks"][name] * sum(w.shape) if name in ctx.facts["ranks"] else w.numel()
+        for name, w in sizes.items()
+    )
+    assert 0.45 < spent / sum(w.numel() for w in sizes.values()) <= 0.5
+    assert len(set(ctx.facts["ranks"].values())) > 1
+    assert ("damage" in ctx.facts) == (by == "damage")
+
+
+def test_few_tokens_are_said(marian, rows, tmp_path):
+    ctx = run(marian, rows, tmp_path, ratio=0.5, rows=1)
+    assert "fewer tokens than" in ctx.warnings[0]
+    assert "Raise rows, or name more rows" in ctx.warnings[0]
+
+
+def test_rows_that_are_missing_are_asked_for(marian, tmp_path):
+    with pytest.raises(InputError, match="factorize: it looks at the activations of real rows"):
+        harness.run(Factorize(), FactorizeSettings(), marian, tmp_path / "out")
+
+
+def test_it_needs_rows_where_it_looks_at_them():
+    needs = Factorize.needs_with
+    assert needs(FactorizeSettings(method="svd"), ["train"]) == frozenset()
+    assert needs(FactorizeSettings(), ["train"]) == {"train"}
+    assert needs(FactorizeSettings(), ["train", "calibration"]) == {"calibration"}
+    by_damage = FactorizeSettings(method="svd", budget={"parameters": 0.5, "by": "damage"})
+    assert needs(by_damage, ["train"]) == {"train"}

@@ -1,0 +1,91 @@
+"""SparseGPT against its paper's equations with inverses written out, and against exact least squares."""
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compress.calibration.statistics import empty_statistics
+from smelt.compress.sparsify import sparsegpt
+from smelt.compress.sparsify.pattern import Pattern
+from smelt.compress.sparsify.sparsegpt import SparseGpt
+from smelt.compress.sparsify.wanda import Wanda
+
+
+def made(method, weight, x, pattern):
+    found = empty_statistics(x.shape[1], second=True)
+    found.see(x)
+    return method(weight, found, pattern, torch.Generator()).double().numpy()
+
+
+def drawn(inputs=12, tokens=60, outputs=5):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, inputs, generator=draw) @ torch.randn(inputs, inputs, generator=draw)
+    return torch.randn(outputs, inputs, generator=draw), x
+
+
+def by_the_equations(weight, x, pattern, columns):
+    """Column by column, with the inverse of what is left of H each time (equations 3 to 5 of the paper)."""
+    new = weight.double().numpy().copy()
+    h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
+    dead = np.diag(h) == 0
+    h[dead, dead] = 1
+    new[:, dead] = 0
+    h += 0.01 * np.diag(h).mean() * np.eye(len(h))
+    k = len(h)
+    left = [np.linalg.inv(h[j:, j:]) for j in range(k)]  # of the columns from j on
+    gone = np.zeros_like(new, dtype=bool)
+    for j in range(k):
+        step = pattern.group or columns
+        if j % step == 0:
+            part = range(j, min(j + step, k))
+            scores = np.stack([new[:, c] ** 2 / left[c][0, 0] for c in part], axis=1)
+            if pattern.group:
+                for row in range(len(new)):
+                    gone[row, j + np.argsort(scores[row])[: step - pattern.kept]] = True
+            else:
+                order = np.argsort(scores.ravel())[: int(scores.size * pattern.sparsity)]
+                gone[:, j : j + len(part)].flat[order] = True
+        for row in np.flatnonzero(gone[:, j]):
+            new[row, j:] -= new[row, j] / left[j][0, 0] * left[j][:, 0]
+            new[row, j] = 0
+    return new
+
+
+@pytest.mark.parametrize("pattern", [Pattern(0.5), Pattern(0.5, 2, 4), Pattern(1 / 3, 2, 3)])
+def test_it_is_what_the_equations_of_the_paper_give(pattern, monkeypatch):
+    monkeypatch.setattr(sparsegpt, "_COLUMNS", 6)  # two blocks; of groups of 4 three
+    weight, x = drawn()
+    new = made(SparseGpt(), weight, x, pattern)
+    wanted = by_the_equations(weight, x, pattern, columns=6)
+    assert ((new == 0) == (wanted == 0)).all()
+    np.testing.assert_allclose(new, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_an_input_that_is_always_zero_loses_its_weights():
+    weight, x = drawn()
+    x[:, 3] = 0
+    new = made(SparseGpt(), weight, x, Pattern(0.5))
+    np.testing.assert_allclose(new, by_the_equations(weight, x, Pattern(0.5), 128), rtol=1e-3, atol=1e-4)
+    assert (new[:, 3] == 0).all()
+
+
+def test_its_error_lies_between_the_exact_solution_and_no_update_at_all():
+    weight, x = drawn(inputs=32, tokens=400)
+    plain, values = weight.double().numpy(), x.double().numpy()
+
+    def error(new):
+        return float(((values @ (new - plain).T) ** 2).sum())
+
+    new = made(SparseGpt(), weight, x, Pattern(0.5))
+    masked = np.where(new == 0, 0, plain)
+    exact = np.zeros_like(plain)
+    for row in range(len(plain)):
+        stay = new[row] != 0
+        exact[row, stay] = np.linalg.lstsq(values[:, stay], values @ plain[row], rcond=None)[0]
+    assert error(exact) <= error(new) < error(masked)
+    assert error(new) < error(made(Wanda(), weight, x, Pattern(0.5)))
+
+
+def test_nothing_to_zero_changes_nothing():
+    weight, x = drawn()
+    np.testing.assert_array_equal(made(SparseGpt(), weight, x, Pattern(0.001)), weight.double().numpy())

@@ -1,0 +1,134 @@
+"""The stage on models of every kind, and zeros that last."""
+
+import every_family
+import harness
+import pytest
+import torch
+from pydantic import ValidationError
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core.errors import InputError
+from smelt.core.stage import needs_of
+from smelt.families.walk import blocks_of
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import read_edits
+
+TRAIN = FinetuneSettings(
+    max_steps=3, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2, weight_decay=0.1
+)
+
+
+def products(model):
+    """The matrices of all products of the blocks by name."""
+    names = [n for b in blocks_of(model) for p in (*b.attentions, b.feed_forward) for n in p.products]
+    return {name: model.get_submodule(name).weight.detach() for name in dict.fromkeys(names)}
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """A BERT with 2 of 4 weights by SparseGPT, and the context of the stage."""
+    out = tmp_path_factory.mktemp("sparse") / "out"
+    settings = SparsifySettings(pattern="2:4")
+    return every_family.run(Sparsify(), settings, every_family.of_layers("bert", 2), "bert", out)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "wanda"), ("t5", "sparsegpt"), ("gpt2", "magnitude"), ("bart", "random")]
+)
+def test_half_of_each_product_is_zero_and_nothing_else(family, method, tmp_path):
+    source = every_family.of_layers(family, 2)
+    ctx = every_family.run(Sparsify(), SparsifySettings(method=method), source, family, tmp_path / "out")
+    model = harness.model_of(ctx)
+    found = products(model)
+    for name, weight in found.items():
+        assert abs(float((weight == 0).float().mean()) - 0.5) < 0.02, name
+        assert ctx.facts["sparsity_by_layer"][name] == pytest.approx(0.5, abs=0.02)
+    zeros = sum(int((w == 0).sum()) for w in found.values())
+    assert ctx.facts["zeros"] == zeros
+    before = load_model(source)[0].state_dict()
+    masked = {f"{name}.weight" for name in found}
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items() if n not in masked)
+
+
+def test_two_of_each_four_stay(sparse):
+    for weight in products(harness.model_of(sparse)).values():
+        assert ((weight.reshape(-1, 4) != 0).sum(dim=1) == 2).all()
+    assert sparse.facts["sparsity"] == 0.5
+    assert [w for w in sparse.warnings if "zero" in w] == [
+        "sparsify: 50.0% of the weights of 12 layers are zero; they are stored and multiplied as others are,"
+        " so no runtime of smelt is faster and no file smaller for it"
+    ]
+
+
+def test_training_keeps_zeros_zero_and_moves_the_rest(sparse, tmp_path):
+    before = products(harness.model_of(sparse))
+    ctx = every_family.run(Finetune(), TRAIN, sparse.out, "bert", tmp_path / "out")
+    for name, weight in products(harness.model_of(ctx)).items():
+        gone = before[name] == 0
+        assert (weight[gone] == 0).all()
+        assert (weight[~gone] != before[name][~gone]).float().mean() > 0.9
+    assert read_edits(ctx.out) == read_edits(sparse.out)
+    assert {edit["op"] for edit in read_edits(ctx.out)} == {"mask"}
+
+
+def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
+    settings = PruneSettings(keep=0.5, importance="magnitude")
+    ctx = every_family.run(Prune(), settings, sparse.out, "bert", tmp_path / "out")
+    assert len([edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]) == 12
+    model = harness.model_of(ctx)
+    for weight in products(model).values():
+        assert 0.3 < float((weight == 0).float().mean()) < 0.6  # units with fewer zeros matter more
+    trained = every_family.run(Finetune(), TRAIN, ctx.out, "bert", tmp_path / "trained")
+    after = products(harness.model_of(trained))
+    assert all((after[n][w == 0] == 0).all() for n, w in products(model).items())
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"), [(Factorize(), FactorizeSettings(rank=6)), (Quantize(), QuantizeSettings())]
+)
+def test_other_matrices_have_no_masks(stage, settings, sparse, tmp_path):
+    ctx = every_family.run(stage, settings, sparse.out, "bert", tmp_path / "out")
+    assert not [edit for edit in read_edits(ctx.out) if edit["op"] == "mask"]
+    harness.model_of(ctx)
+
+
+def test_a_sparse_model_is_made_sparser_and_keeps_its_zeros(sparse, tmp_path):
+    settings = SparsifySettings(method="sparsegpt", sparsity=0.4)
+    ctx = every_family.run(Sparsify(), settings, sparse.out, "bert", tmp_path / "out")
+    before = products(harness.model_of(sparse))
+    assert all((w[before[n] == 0] == 0).all() for n, w in products(harness.model_of(ctx)).items())
+
+
+def test_shared_layers_are_made_sparse_once(tmp_path):
+    source = every_family.of_layers("bert", 2)
+    shared = every_family.run(Share(), ShareSettings(), source, "bert", tmp_path / "shared").out
+    ctx = every_family.run(Sparsify(), SparsifySettings(), shared, "bert", tmp_path / "out")
+    assert len(ctx.facts["sparsity_by_layer"]) == 6
+    assert {edit["op"] for edit in read_edits(ctx.out)} == {"share", "mask"}
+
+
+def test_inputs_that_cannot_be_grouped_stay_whole(tmp_path):
+    source = every_family.of_layers("bert", 1)  # 32 and 64 inputs
+    settings = SparsifySettings(method="magnitude", pattern="1:64")
+    ctx = every_family.run(Sparsify(), settings, source, "bert", tmp_path / "a")
+    assert list(ctx.facts["sparsity_by_layer"]) == ["bert.encoder.layer.0.output.dense"]
+    assert any("5 layers stay whole, because their inputs are no multiple of 64" in w for w in ctx.warnings)
+    settings = SparsifySettings(method="magnitude", pattern="2:7")
+    with pytest.raises(InputError, match="no layer of the blocks can be made sparse: their inputs are no"):
+        every_family.run(Sparsify(), settings, source, "bert", tmp_path / "b")
+
+
+def test_settings_and_needs():
+    assert needs_of(Sparsify, SparsifySettings(), {"train", "calibration"}) == {"calibration"}
+    assert needs_of(Sparsify, SparsifySettings(method="wanda"), ()) == {"train"}
+    assert needs_of(Sparsify, SparsifySettings(method="magnitude"), ()) == set()
+    with pytest.raises(ValidationError, match="give one of sparsity and pattern"):
+        SparsifySettings(sparsity=0.5, pattern="2:4")
+    with pytest.raises(ValidationError, match='expected "n:m"'):
+        SparsifySettings(pattern="4:2")

@@ -1,0 +1,265 @@
+"""Words go from tokenizer, embedding and head together, on every family, and texts keep their results."""
+
+import json
+import shutil
+
+import causal
+import every_family
+import harness
+import pytest
+import sentencepiece
+import tiny
+import torch
+import transformers
+
+from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
+from smelt.compress.vocabulary.counting import token_rows
+from smelt.compress.vocabulary.kept import read_kept
+from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.stage import Vocabulary
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
+from smelt.runtime.generate.shortlist import read_shortlist
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+
+ROWS = {"translation": tiny.pairs, "summarization": tiny.pairs, "text-classification": tiny.labelled}
+
+
+def _split(task, folder, rows=None):
+    name = "rows.txt" if task == "language-modeling" else "rows.jsonl"
+    path = folder / name
+    (causal.lines(path, 2) if task == "language-modeling" else ROWS[task](path))
+    split = read_split(str(path), task, Columns(), folder)
+    return split if rows is None else split.some(rows)
+
+
+def _run(family, folder, seen=None, layers=2, source=None, **settings):
+    """Trim by the rows `seen` of a split (all), with the whole of it for validation."""
+    task = FAMILIES[family].tasks[0]
+    source = source or every_family.of_layers(family, layers)
+    data = {"train": _split(task, folder, seen), "validation": _split(task, folder)}
+    return source, harness.run(
+        Vocabulary(), VocabularySettings(**settings), source, folder / "out", task, data
+    )
+
+
+# what the tiny vocabularies of these lack: characters with which a word can be said that goes
+OTHER_TOKENS = {"bert": {"zwei": "##m"}, "mbart": {"▁zwei": "a", "▁walks": "m"}, "m2m_100": {"v": "st"}}
+OTHER_TOKENS["distilbert"] = OTHER_TOKENS["bert"]
+
+
+def _source(family, folder):
+    """Return a model of the family with a word in its vocabulary that can be said with others."""
+    source = every_family.of_layers(family, 2)
+    if family not in OTHER_TOKENS:
+        return source
+    shutil.copytree(source, folder)
+    other = OTHER_TOKENS[family]
+    if (folder / "vocab.txt").is_file():
+        lines = (folder / "vocab.txt").read_text().splitlines()
+        (folder / "vocab.txt").write_text("\n".join(other.get(line, line) for line in lines))
+        return folder
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    if isinstance(vocab, dict):
+        data["model"]["vocab"] = {other.get(token, token): at for token, at in vocab.items()}
+        data["model"]["merges"] = [["s", "t"]]
+    else:
+        data["model"]["vocab"] = [[other.get(token, token), score] for token, score in vocab]
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+def _logits(folder, ids):
+    model, _ = load_model(folder)
+    ids = torch.tensor([ids])
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(ids, **more).logits, model
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
+    source, ctx = _run(family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), round_to=1)
+    kept = read_kept(ctx.out).ids
+    assert ctx.facts["vocabulary_after"] == len(kept) < ctx.facts["vocabulary_before"]
+    new = {old: at for at, old in enumerate(kept)}
+    before, after = load_tokenizer(source), load_tokenizer(ctx.out)
+    rows = [token_rows(ctx.data["train"], tokenizer, ctx.task) for tokenizer in (before, after)]
+    assert [[new[at] for at in row] for row in rows[0]] == rows[1]
+    assert ctx.facts["train"]["changed"] == 0
+    assert ctx.facts["validation"]["unknown_after"] == ctx.facts["validation"]["unknown"]
+    assert after.convert_ids_to_tokens(list(range(len(kept)))) == before.convert_ids_to_tokens(kept)
+    assert after.all_special_tokens == before.all_special_tokens
+    (was, whole), (now, small) = (
+        _logits(f, row[0][:9]) for f, row in ((source, rows[0]), (ctx.out, rows[1]))
+    )
+    assert torch.allclose(now, was[..., kept] if whole.can_generate() else was, atol=1e-4)
+    assert small.get_input_embeddings().num_embeddings == len(kept)
+    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+
+
+def _configs(*models):
+    """Yield the configs of the models side by side, and what they generate by."""
+    yield tuple(model.config for model in models)
+    if models[0].can_generate():
+        yield tuple(model.generation_config for model in models)
+
+
+@pytest.mark.parametrize("family", ["marian", "t5", "bart", "mbart", "bert", "roberta", "llama"])
+def test_transformers_loads_what_is_left_and_generates_the_same_words(family, tmp_path):
+    source, ctx = _run(family, tmp_path, seen=[0, 1])
+    config = json.loads((ctx.out / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    plain = kind.from_pretrained(ctx.out).eval()
+    assert torch.equal(harness.logits(plain), harness.logits(harness.model_of(ctx)))
+    kept = read_kept(ctx.out).ids
+    whole, _ = load_model(source)
+    for word in (
+        "pad_token_id",
+        "eos_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "forced_eos_token_id",
+    ):
+        for old, new in _configs(whole, plain):
+            number = getattr(old, word, None)
+            if isinstance(number, int) and 0 <= number < whole.config.vocab_size:
+                assert kept[getattr(new, word)] == number, word
+    if whole.can_generate():
+        barred = whole.generation_config.bad_words_ids
+        assert (plain.generation_config.bad_words_ids or None) == (
+            [[kept.index(at) for at in phrase] for phrase in barred] if barred else None
+        )
+        tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+        assert tied == (whole.get_output_embeddings().weight is whole.get_input_embeddings().weight)
+
+
+def test_other_texts_are_cut_into_shorter_tokens_and_told_of(tmp_path):
+    _, ctx = _run("gpt2", tmp_path, seen=[0])
+    found = ctx.facts["validation"]
+    assert found["changed"] > 0
+    assert found["tokens_after"] > found["tokens"]
+    assert 0 < found["kept"] < 1
+    assert any("of the validation texts are cut into other tokens" in w for w in ctx.warnings)
+    tokenizer = load_tokenizer(ctx.out)
+    text = ctx.data["validation"].examples[-1].text
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_sentencepiece_models_cut_as_before(kind, tmp_path):
+    """The models themselves, read by sentencepiece: texts of pieces that stay, and texts of others."""
+    from smelt.compress.vocabulary.marian_files import words_of_marian
+
+    source = tmp_path / "model"
+    tiny.marian(source)
+    texts = [*tiny.SENTENCES, "unbelievable bells label the able table"]
+    (tmp_path / "text").write_text("\n".join(texts * 3))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "pieces"), vocab_size=90, model_type=kind,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    for name in ("source.spm", "target.spm"):
+        (source / name).write_bytes((tmp_path / "pieces.model").read_bytes())
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
+    ids = {whole.id_to_piece(at): at for at in range(len(whole))}
+    (source / "vocab.json").write_text(json.dumps({**ids, "<pad>": len(ids)}))
+    words = words_of_marian(source)
+    used = {at for text in texts[:4] for at in whole.encode(text)}
+    kept = used | words.stay
+    for at in list(kept):
+        kept |= words.parts(at)
+    assert len(kept) < len(ids) - 8
+    new = {old: at for at, old in enumerate(sorted(kept))}
+    words.write(source, new)
+    after = sentencepiece.SentencePieceProcessor(model_file=str(source / "source.spm"))
+    assert json.loads((source / "vocab.json").read_text()) == {
+        piece: new[at] for piece, at in {**ids, "<pad>": len(ids)}.items() if at in new
+    }
+    changed = 0
+    for text in texts:
+        before, now = (one.encode(text, out_type=str) for one in (whole, after))
+        stays = all(ids.get(piece) in new for piece in before)
+        assert not stays or before == now
+        changed += not stays
+        assert after.unk_id() not in after.encode(text)
+    assert changed
+
+
+def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
+    source, ctx = _run("marian", tmp_path, seen=[0, 1])
+    settings = DistillSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-4)
+    rows = _split("translation", tmp_path)
+    found = harness.run(
+        Distill(), settings, ctx.out, tmp_path / "taught", data=rows,
+        ancestors={"model": tiny.artifact(source, "translation")},
+    )  # fmt: skip
+    assert found.facts["words_of_teacher"] == ctx.facts["vocabulary_after"]
+
+
+@pytest.mark.parametrize("family", ["marian", "llama", "bert"])
+def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_path):
+    """A student that was only trimmed has the teacher's own distribution over the words that stayed."""
+    from smelt.compress.distill.words import speak_as
+
+    source, ctx = _run(family, tmp_path, seen=[0, 1])
+    teacher, student = load_model(source)[0], load_model(ctx.out)[0]
+    assert speak_as(teacher, source, student, ctx.out) == ctx.facts["vocabulary_after"]
+    last = torch.arange(ctx.facts["vocabulary_after"] - 9, ctx.facts["vocabulary_after"])[None]
+    assert family == "bert" or last[0, 0] != read_kept(ctx.out).ids[-9]  # their numbers are others
+    more = {"decoder_input_ids": last} if student.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        said, wanted = (model(input_ids=last, **more).logits for model in (teacher, student))
+    assert torch.allclose(said, wanted, atol=1e-4)
+    same = load_model(ctx.out)[0]
+    assert speak_as(same, ctx.out, student, ctx.out) is None
+
+
+def test_a_shortlist_keeps_the_words_that_are_left(tmp_path):
+    listed = every_family.run(
+        ShortlistStage(), ShortlistSettings(per_token=5, frequent=10), every_family.of_layers("marian", 2),
+        "marian", tmp_path / "listed",
+    ).out  # fmt: skip
+    _, ctx = _run("marian", tmp_path, seen=[0, 1], source=listed)
+    kept = read_kept(ctx.out).ids
+    config = json.loads((listed / "config.json").read_text())
+    before = read_shortlist(listed, config)
+    after = read_shortlist(ctx.out, json.loads((ctx.out / "config.json").read_text()))
+    assert {kept[at] for at in after.always} == set(before.always.tolist()) & set(kept)
+    for new, old in enumerate(kept):
+        words = {kept[at] for at in after.table[new].tolist()} - set(before.always.tolist())
+        assert words == (set(before.table[old].tolist()) & set(kept)) - set(before.always.tolist())
+
+
+def test_size_is_met_and_its_words_are_a_multiple(tmp_path):
+    _, ctx = _run("llama", tmp_path, seen=[0], size=280)
+    assert ctx.facts["vocabulary_after"] == 280
+    (tmp_path / "more").mkdir()
+    _, ctx = _run("llama", tmp_path / "more", seen=[0], round_to=4)
+    assert ctx.facts["vocabulary_after"] % 4 == 0
+
+
+def test_what_cannot_be_is_said(tmp_path):
+    config = load_model(every_family.of_layers("llama", 2))[0].config.to_dict()
+    found, _ = Vocabulary.check_model(VocabularySettings(size=100_000), config)
+    assert found == [("size", f"100000 tokens cannot stay of {config['vocab_size']}.")]
+    found, _ = Vocabulary.check_model(
+        VocabularySettings(), {"model_type": "marian", "share_encoder_decoder_embeddings": False}
+    )
+    assert "a vocabulary each" in found[0][1]
+    with pytest.raises(InputError, match="must stay: special tokens, single characters and bytes"):
+        _run("llama", tmp_path, size=8)
+    with pytest.raises(InputError, match=r"needs training rows.*data: \{train: FILE\}"):
+        harness.run(Vocabulary(), VocabularySettings(), every_family.of_layers("marian", 2), tmp_path / "no")
+
+
+def test_a_factorized_head_is_refused_by_name(tmp_path):
+    source = every_family.of_layers("llama", 2)
+    settings = FactorizeSettings(method="svd", aim="size", rank=6, exclude=[])
+    thin = every_family.run(Factorize(), settings, source, "llama", tmp_path / "thin").out
+    with pytest.raises(InputError, match="lm_head is a LowRankLinear, whose rows are no words any more"):
+        _run("llama", tmp_path, source=thin)

@@ -1,0 +1,57 @@
+"""Agreement of outputs, against numbers that are computed by hand."""
+
+import numpy as np
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.evaluate.tensor_quality import TENSOR_METRICS, score_outputs
+
+
+def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """Score outputs whose axis 0 are rows."""
+    rows = [[{k: v[i] for k, v in side.items()} for i in range(2)] for side in (got, expected)]
+    found = score_outputs(TENSOR_METRICS, *rows, key="0" * 64, rows="r")
+    return {name: score.value for name, score in found.items()}
+
+
+def test_the_untouched_graph_agrees_with_itself_also_where_it_is_not_finite() -> None:
+    same = {"a": np.array([[1.0, np.inf], [np.nan, 0.0]]), "n": np.array([3, 4])}
+    assert scores(same, same) == {"agreement": 100, "top1": 100, "relative_error": 0}
+
+
+def test_numbers_by_hand() -> None:
+    expected = {"a": np.array([[3.0, 4.0], [1.0, 0.0]])}
+    got = {"a": np.array([[4.0, 3.0], [1.0, 0.0]])}
+    # the cosine of (3, 4) and (4, 3) is 24/25; they differ by 1 of 4 and choose another place
+    assert scores(got, expected) == pytest.approx({"agreement": 98, "top1": 50, "relative_error": 12.5})
+
+
+def test_of_several_outputs_the_one_that_is_furthest_off_counts() -> None:
+    expected = {"a": np.array([[3.0, 4.0], [1.0, 0.0]]), "b": np.array([[1.0], [1.0]])}
+    got = {"a": expected["a"], "b": np.array([[-1.0], [1.0]])}
+    assert scores(got, expected) == pytest.approx({"agreement": 0, "top1": 100, "relative_error": 100})
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        {"a": np.array([[np.nan, 4.0], [np.inf, 0.0]])},  # not finite where the reference is
+        {"a": np.array([[3.0, 4.0, 0.0], [1.0, 0.0, 0.0]])},  # of another shape
+    ],
+)
+def test_what_cannot_be_compared_agrees_in_nothing(got: dict[str, np.ndarray]) -> None:
+    expected = {"a": np.array([[3.0, 4.0], [1.0, 0.0]])}
+    assert scores(got, expected) == {"agreement": 0, "top1": 0, "relative_error": 100}
+
+
+def test_whole_numbers_and_texts_have_to_be_the_same() -> None:
+    expected = {"n": np.array([3, 4]), "t": np.array(["a", "b"])}
+    assert scores({**expected, "n": np.array([3, 5])}, expected)["top1"] == 50
+    assert scores({**expected, "t": np.array(["a", "c"])}, expected)["top1"] == 50
+
+
+def test_unknown_metrics_and_missing_rows_are_refused() -> None:
+    with pytest.raises(InputError, match="Did you mean 'agreement'"):
+        score_outputs(["agrement"], [{}], [{}], "k", "r")
+    with pytest.raises(InputError, match="0 rows of outputs"):
+        score_outputs(["agreement"], [], [], "k", "r")

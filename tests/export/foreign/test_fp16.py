@@ -1,0 +1,56 @@
+"""float16 where it holds the values, float32 where it does not."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import harness
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from smelt.export.foreign.fp16 import Fp16, Fp16Settings
+
+
+def run(folder: Path, model: Any, **settings: Any) -> Any:
+    source = graphs.artifact(folder / "src", model)
+    data = {"calibration": graphs.split()}
+    return harness.run(Fp16(), Fp16Settings(**settings), source, folder / "out", data=data)
+
+
+def types(folder: Path) -> dict[str, int]:
+    return {t.name: t.data_type for t in onnx.load(folder / "out/model.onnx").graph.initializer}
+
+
+def test_weights_are_float16_and_what_goes_in_and_out_float32(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.two_layers(width=64))
+    model = onnx.load(tmp_path / "out/model.onnx")
+    ends = [v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)]
+    assert ends == [TensorProto.FLOAT] * 2
+    assert set(types(tmp_path).values()) == {TensorProto.FLOAT16}
+    rows = graphs.split(seed=9)
+    got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
+    assert 0 < np.abs(got - wanted).max() / wanted.std() < 0.01
+    assert (ctx.facts["dtype"], ctx.facts["kept_float32"], ctx.warnings) == ("fp16", 0, [])
+
+
+def test_what_would_overflow_stays_float32(tmp_path: Path) -> None:
+    """The first layer gives values of a million, the second brings them back."""
+    model = graphs.two_layers()
+    for tensor, factor in ((model.graph.initializer[0], 1e6), (model.graph.initializer[2], 1e-6)):
+        tensor.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(factor), tensor.name)
+        )
+    ctx = run(tmp_path, model)
+    rows = graphs.split(seed=9)
+    got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
+    assert np.abs(got - wanted).max() / wanted.std() < 0.01
+    assert ctx.facts["kept_float32"] >= 3
+    assert "stay float32, with values that float16" in ctx.warnings[0]
+    assert types(tmp_path)["b2"] == TensorProto.FLOAT16
+
+
+def test_operators_that_are_named_stay_float32(tmp_path: Path) -> None:
+    run(tmp_path, graphs.two_layers(), keep=["MatMul"])
+    assert types(tmp_path)["w1"] == TensorProto.FLOAT
+    assert types(tmp_path)["b1"] == TensorProto.FLOAT16

@@ -1,0 +1,105 @@
+"""ONNX Runtime's quantizers behind our settings, against its own result and against the untouched graph."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import harness
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from pydantic import ValidationError
+
+from smelt.core.errors import InputError
+from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+
+
+def run(folder: Path, model: Any, **settings: Any) -> Any:
+    source = graphs.artifact(folder / "src", model)
+    data = {"calibration": graphs.split()}
+    return harness.run(QuantizeGraph(), QuantizeGraphSettings(**settings), source, folder / "out", data=data)
+
+
+def operators(folder: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(folder / "out/model.onnx").graph.node]
+
+
+@pytest.mark.parametrize(
+    ("settings", "operator"),
+    [
+        ({"scheme": "int8-dynamic"}, "MatMulInteger"),
+        ({"scheme": "int8-static"}, "QuantizeLinear"),
+        ({"scheme": "int8-static", "method": "entropy"}, "QuantizeLinear"),
+        ({"scheme": "int8-static", "method": "percentile"}, "QuantizeLinear"),
+    ],
+)
+def test_a_quantized_graph_is_near_the_untouched_one(
+    tmp_path: Path, settings: dict[str, Any], operator: str
+) -> None:
+    ctx = run(tmp_path, graphs.two_layers(width=64), **settings)
+    assert operator in operators(tmp_path)
+    rows = graphs.split(seed=9)
+    got, wanted = (graphs.classes(tmp_path / side / "model.onnx", rows) for side in ("out", "src"))
+    assert 0 < np.abs(got - wanted).mean() / wanted.std() < 0.05
+    assert (ctx.facts["scheme"], ctx.facts["foreign"]) == (settings["scheme"], True)
+    assert 0 < ctx.facts["parity"]["relative"] < 0.4
+
+
+def test_static_ranges_are_those_of_the_calibration_rows(tmp_path: Path) -> None:
+    """The scale of uint8 is the range of what was seen, with 0 inside, over 255 (ONNX Runtime's formula)."""
+    run(tmp_path, graphs.two_layers(), scheme="int8-static", rows=24)
+    seen = graphs.split().arrays.values["x"]
+    model = onnx.load(tmp_path / "out/model.onnx")
+    scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    wanted = (max(0, seen.max()) - min(0, seen.min())) / 255
+    assert float(scales["x_scale"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_for_tensorrt_all_is_symmetric_int8(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.two_layers(), scheme="int8-static", target="tensorrt")
+    model = onnx.load(tmp_path / "out/model.onnx")
+    points = [numpy_helper.to_array(t) for t in model.graph.initializer if t.name.endswith("zero_point")]
+    assert points
+    assert all(not p.any() for p in points)
+    assert ctx.facts["target"] == "tensorrt"
+
+
+def test_nodes_that_are_to_stay_float_do(tmp_path: Path) -> None:
+    run(tmp_path, graphs.two_layers(), leave=["second"])
+    assert operators(tmp_path).count("MatMulInteger") == 1
+    assert "MatMul" in operators(tmp_path)
+    with pytest.raises(InputError, match=r"no node 'secnod' in the graph\. Did you mean 'second'"):
+        run(tmp_path / "other", graphs.two_layers(), leave=["secnod"])
+
+
+def test_a_graph_without_products_is_left_and_says_so(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.one_node())
+    assert "nothing was quantized" in ctx.warnings[0]
+
+
+def test_conv_is_for_static_ranges(tmp_path: Path) -> None:
+    weight = numpy_helper.from_array(np.ones((2, 1, 1, 1), np.float32), "w")
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axes"], ["u"]),
+        helper.make_node("Conv", ["u", "w"], ["y"]),
+    ]
+    axes = numpy_helper.from_array(np.array([1, 2]), "axes")
+    values = [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 2, 1, 8])]
+    ctx = run(tmp_path, graphs.model_of(nodes, *values, [weight, axes]))
+    assert "int8-static quantizes Conv" in ctx.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "entropy"}, {"target": "tensorrt"}, {"scheme": "int4"}, {"rows": 0}]
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        QuantizeGraphSettings(**settings)
+
+
+def test_calibration_rows_are_needed_for_static_ranges_alone() -> None:
+    needs = QuantizeGraph.needs_with
+    assert needs(QuantizeGraphSettings(), ()) == frozenset()
+    assert needs(QuantizeGraphSettings(scheme="int8-static"), ()) == {"calibration"}
+    assert needs(QuantizeGraphSettings(scheme="int8-static"), ("train",)) == frozenset()

@@ -1,0 +1,89 @@
+"""A simplified graph is kept where it computes the same, in a process that may fail."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import harness
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from smelt.core.errors import InputError
+from smelt.export.foreign import simplify
+from smelt.export.foreign.simplify import Simplify, SimplifySettings
+from smelt.runtime.foreign.limits import FailedError
+
+
+def nodes(path: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(path / "model.onnx").graph.node]
+
+
+@pytest.fixture
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask in this process: that a new one is limited, tests/runtime/foreign/test_limits.py asks."""
+    monkeypatch.setattr(simplify, "ask", lambda module, arguments, limits: simplify.answer(arguments))
+
+
+def test_what_does_nothing_goes_and_the_rest_computes_the_same(tmp_path: Path) -> None:
+    source = graphs.artifact(tmp_path / "src", graphs.two_layers())
+    rows = graphs.split()
+    ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data={"calibration": rows})
+    assert "Identity" in nodes(tmp_path / "src")
+    assert "Identity" not in nodes(tmp_path / "out")
+    assert ctx.warnings == []
+    assert (ctx.facts["nodes_before"], ctx.facts["parity"]["rows"]) == (6, 16)
+    expected = graphs.classes(tmp_path / "src/model.onnx", rows)
+    np.testing.assert_allclose(
+        graphs.classes(tmp_path / "out/model.onnx", rows), expected, rtol=1e-5, atol=1e-5
+    )
+    assert (tmp_path / "out/signature.json").is_file()
+
+
+def broken(source: Path, folder: Path) -> Any:
+    """What an optimizer with a fault leaves: another sign."""
+    model = onnx.load(source)
+    model.graph.node.append(helper.make_node("Neg", ["minus"], ["logits"]))
+    model.graph.node[-2].output[0] = "minus"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [(broken, "it computes something else"), (lambda *_: "onnxsim failed: why", "onnxsim failed: why")],
+)
+@pytest.mark.usefixtures("asked_here")
+def test_what_computes_something_else_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any, said: str
+) -> None:
+    monkeypatch.setattr("smelt.export.simplify.simplified", made)
+    source = graphs.artifact(tmp_path / "src", graphs.two_layers())
+    data = {"calibration": graphs.split()}
+    ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
+    assert (tmp_path / "out/model.onnx").read_bytes() == (tmp_path / "src/model.onnx").read_bytes()
+    assert any(said in text for text in ctx.warnings)
+
+
+def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[Any] = []
+
+    def stopped(module: str, arguments: Any, given: Any) -> Any:
+        limits.append(given)
+        raise FailedError("it took more than 7 s of processor time")
+
+    monkeypatch.setattr(simplify, "ask", stopped)
+    source = graphs.artifact(tmp_path / "src", graphs.two_layers())
+    settings = SimplifySettings(seconds=7, memory_gb=2)
+    ctx = harness.run(Simplify(), settings, source, tmp_path / "out")
+    assert limits == [(2_000_000_000, 7)]
+    assert ctx.warnings == ["not simplified: onnxsim was stopped: it took more than 7 s of processor time"]
+    assert nodes(tmp_path / "out") == nodes(tmp_path / "src")
+
+
+def test_graphs_that_smelt_exported_are_left_to_their_own_stage(tmp_path: Path) -> None:
+    source = graphs.artifact(tmp_path / "src", graphs.two_layers(), foreign=False)
+    with pytest.raises(InputError, match="for ONNX models that a recipe starts from"):
+        harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out")

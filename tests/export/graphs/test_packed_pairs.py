@@ -1,0 +1,96 @@
+"""Low-rank pairs among the products of one input: what reads it is one product; all computes as in torch."""
+
+from collections import Counter
+
+import every_family
+import onnx
+import pytest
+import tiny
+import torch
+
+from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.export.graphs.attention import Pack
+from smelt.export.graphs.attention_modules import pack_projections
+from smelt.export.graphs.of_model import graphs_of
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.tune.products import multiplied
+from smelt.runtime.backends.open_runner import open_folder, open_runner
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.predict import generate_texts
+
+RANK = 6
+ENCODER = 2 * (1 + 2 + 2 * 3) + 1 + 4
+DECODER = 2 * (1 + 3 + 2 + 2 + 2 + 2 + 2) + 1
+PRODUCTS = ("MatMul", "Gemm", "DynamicQuantizeMatMul")
+
+
+def pairs_of(folder, family, out, **settings):
+    wanted = FactorizeSettings(rank=RANK, aim="size", **settings)
+    return every_family.run(Factorize(), wanted, folder, family, out).out
+
+
+def exported(folder, family, out):
+    return every_family.run(Onnx(), OnnxSettings(loop=False), folder, family, out)
+
+
+def products(folder, graph):
+    found = Counter(n.op_type for n in onnx.load(folder / f"{graph}.onnx").graph.node)
+    return sum(found[name] for name in PRODUCTS)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    """A Marian of two and two layers, all of whose products are pairs, but for the encoder's keys."""
+    home = tmp_path_factory.mktemp("pairs")
+    folder = tiny.marian(home / "m")
+    return pairs_of(folder, "marian", home / "pairs", exclude=["lm_head", "*encoder*.self_attn.k_proj"])
+
+
+def test_whole_layers_and_pairs_compute_in_a_pack_what_they_compute_alone():
+    torch.manual_seed(0)
+    parts = [LowRankLinear(16, 12, 3), torch.nn.Linear(16, 8), LowRankLinear(16, 20, 5, bias=False)]
+    pack, x = Pack(parts), torch.randn(2, 7, 16)
+    assert pack.packed.out_features == 3 + 8 + 5
+    assert not pack.is_whole
+    for found, part in zip(pack(x), parts, strict=True):
+        torch.testing.assert_close(found, part(x))
+    assert Pack(parts[1:2] * 2).is_whole
+
+
+def test_a_translators_pairs_take_one_product_for_each_input(translator, tmp_path):
+    out = exported(translator, "marian", tmp_path / "onnx").out
+    # a layer: query, key and value in one, two that go on; out, fc1 and fc2 two each; and all cross keys and
+    # values in one, four that go on
+    assert products(out, "encoder_model") == ENCODER
+    # a layer: self-attention 1 + 3 + 2, cross-attention two queries and two out, feed-forward 2 + 2; the head
+    assert products(out, "decoder_with_past_model") == DECODER
+    with open_runner(tiny.artifact(translator)) as torchs, open_folder(out, "onnx", "ort-cpu", 1) as onnxs:
+        for beams in (1, 3):
+            search = Generation(beams=beams, max_new_tokens=12)
+            texts = [generate_texts(r, tiny.SENTENCES, search, 3) for r in (torchs, onnxs)]
+            assert texts[0] == texts[1]
+            assert len(set(texts[0])) > 2
+
+
+def test_the_products_of_coded_pairs_are_those_that_can_be_measured(translator, tmp_path):
+    coded = every_family.run(Quantize(), QuantizeSettings(), translator, "marian", tmp_path / "int8").out
+    out = exported(coded, "marian", tmp_path / "onnx").out
+    assert products(out, "encoder_model") == ENCODER
+    assert products(out, "decoder_with_past_model") == DECODER
+    for graph in graphs_of(load_model(coded)[0].eval()):
+        pack_projections(graph.module.attentions)
+        nodes = onnx.load(out / f"{graph.name}.onnx").graph.node
+        names = {n.input[1].rpartition(".matrix.")[0] for n in nodes if n.op_type in PRODUCTS}
+        found = {graph.module.get_submodule(name) for name in names}  # one module may have several names
+        assert {linear for _, linear in multiplied(graph.module)} == found
+
+
+# blocks of 1 + 3 for queries, keys and values; out, gate, up, down and a head; out, two, pooler, classifier
+@pytest.mark.parametrize(("family", "count"), [("llama", 2 * (4 + 4) + 1), ("bert", 2 * (4 + 3) + 2)])
+def test_other_families_agree_with_torch_and_take_one_product_for_each_input(family, count, tmp_path):
+    names = ["*q_proj", "*k_proj", "*v_proj", "*.query", "*.key", "*.value"]
+    folder = pairs_of(every_family.of_layers(family, 2), family, tmp_path / "pairs", include=names)
+    assert products(exported(folder, family, tmp_path / "onnx").out, "model") == count

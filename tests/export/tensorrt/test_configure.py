@@ -1,0 +1,91 @@
+"""Every setting of the stage reaches the builder's configuration, under the bindings' names."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from smelt.export.tensorrt.build import BuildOptions, _configure
+
+DEFAULT: dict[str, Any] = {
+    "workspace_mib": 2048, "optimization_level": 3, "tf32": True, "hardware_compatibility": "none",
+    "version_compatible": False, "timing_cache": None, "weights": "inside",
+}  # fmt: skip
+FLAGS = ("TF32", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN", "REFIT_IDENTICAL")
+
+
+class Config:
+    """Notes what it is told, as `IBuilderConfig`."""
+
+    def __init__(self) -> None:
+        self.flags: set[str] = {"TF32"}  # on by default
+        self.pools: dict[str, int] = {}
+        self.builder_optimization_level: int | None = None
+        self.hardware_compatibility_level: str | None = None
+        self.progress_monitor: Any = None
+
+    def set_flag(self, flag: str) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: str) -> None:
+        self.flags.discard(flag)
+
+    def set_memory_pool_limit(self, pool: str, size: int) -> None:
+        self.pools[pool] = size
+
+
+class Monitor:
+    """As `IProgressMonitor`."""
+
+
+def configured(told: list[Any], **change: Any) -> Config:
+    made = Config()
+    trt = SimpleNamespace(
+        MemoryPoolType=SimpleNamespace(WORKSPACE="workspace"),
+        BuilderFlag=SimpleNamespace(**{name: name for name in FLAGS}),
+        HardwareCompatibilityLevel=SimpleNamespace(
+            NONE="none", AMPERE_PLUS="ampere", SAME_COMPUTE_CAPABILITY="same"
+        ),
+        IProgressMonitor=Monitor,
+    )
+    builder = SimpleNamespace(create_builder_config=lambda: made)
+    options = BuildOptions(**(DEFAULT | change))
+    _configure(trt, builder, options, lambda *said: told.append(said), Path("m.onnx").name)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ({}, {"TF32"}),
+        ({"tf32": False}, set()),
+        ({"version_compatible": True}, {"TF32", "VERSION_COMPATIBLE"}),
+        ({"weights": "refittable"}, {"TF32", "REFIT"}),
+        ({"weights": "outside"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
+    ],
+)
+def test_flags_are_those_that_the_settings_ask_for(change: dict[str, Any], flags: set[str]) -> None:
+    assert configured([], **change).flags == flags
+
+
+def test_level_workspace_and_compatibility_are_told() -> None:
+    made = configured([], optimization_level=5, workspace_mib=64, hardware_compatibility="same-cc")
+    assert (made.builder_optimization_level, made.pools) == (5, {"workspace": 64 << 20})
+    assert made.hardware_compatibility_level == "same"
+    assert configured([], hardware_compatibility="ampere+").hardware_compatibility_level == "ampere"
+    assert configured([]).hardware_compatibility_level is None
+
+
+def test_progress_is_that_of_the_outermost_phase() -> None:
+    told: list[Any] = []
+    monitor = configured(told).progress_monitor
+    monitor.phase_start("Building", None, 2)
+    monitor.phase_start("Tactics", "Building", 9)
+    assert monitor.step_complete("Tactics", 3)
+    assert monitor.step_complete("Building", 0)  # true: the build goes on
+    monitor.phase_finish("Tactics")
+    monitor.step_complete("Building", 5)
+    monitor.phase_finish("Building")
+    monitor.step_complete("Building", 0)
+    assert told == [(1, 2, "m.onnx: Building"), (2, 2, "m.onnx: Building")]

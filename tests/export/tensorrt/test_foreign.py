@@ -1,0 +1,47 @@
+"""Shapes of engines for graphs of others: by axis, since every exporter has its own names."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import harness
+import numpy as np
+import pytest
+
+from smelt.core.data import split_of
+from smelt.core.errors import InputError, RunError
+from smelt.core.rows.arrays import Arrays
+from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
+from smelt.export.tensorrt.profile import Range
+from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.runtime.foreign.signature import write_signature
+from smelt.runtime.foreign.values import signature_of
+
+
+def image_model() -> Any:
+    return graphs.model_of(
+        [], [graphs.value("x", ["unk__1", 3, "h", None]), graphs.value("k", [2])], [graphs.value("x", [])]
+    )
+
+
+def test_axes_of_any_size_get_that_of_the_rows(tmp_path: Path) -> None:
+    write_signature(tmp_path, signature_of(image_model()))
+    rows = split_of("r.npz", Arrays({"x": np.zeros((5, 3, 32, 48), np.float32), "k": np.zeros(2)}, 5))
+    ctx = harness.context(tmp_path / "out", "tensors", {"calibration": rows})
+    settings = TensorrtSettings(profiles=[{"max_batch_size": 2}, {"max_batch_size": 16}])  # type: ignore[list-item]
+    ranges, limit = foreign_ranges(tmp_path, settings, ctx)
+    assert limit is None
+    assert ranges[1] == {"batch": Range(1, 1, 16), "x.2": Range(32, 32, 32), "x.3": Range(48, 48, 48)}
+    assert foreign_shapes(image_model(), ranges[0], "m.onnx") == {
+        "x": ((1, 3, 32, 48), (1, 3, 32, 48), (2, 3, 32, 48))
+    }
+    with pytest.raises(InputError, match="no calibration rows to take a size from"):
+        foreign_ranges(tmp_path, settings, harness.context(tmp_path / "other", "tensors"))
+
+
+def test_of_texts_axis_1_is_the_length() -> None:
+    model = graphs.model_of([], [graphs.value("input_ids", ["s0", "s1"])], [graphs.value("input_ids", [])])
+    ranges = {"batch": Range(1, 1, 8), "input": Range(1, 20, 64)}
+    assert foreign_shapes(model, ranges, "m.onnx") == {"input_ids": ((1, 1), (1, 20), (8, 64))}
+    with pytest.raises(RunError, match="axis 2 of any size"):
+        foreign_shapes(image_model(), ranges, "m.onnx")

@@ -1,0 +1,121 @@
+"""A graph of somebody else, from the recipe to what people do with its artifact."""
+
+import json
+from pathlib import Path
+
+import foreign_graphs as graphs
+import forked_workers
+import harness
+import numpy as np
+import pytest
+
+import smelt
+from smelt import InputError
+
+RECIPE = """
+model: m.onnx
+task: tensors
+data: {test: test.npz, calibration: calibration.npz}
+stages: STAGES
+score: {latency: LATENCY}
+"""
+QUICK = "{batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1, seconds: 0.3}"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a graph and rows for it."""
+    monkeypatch.chdir(tmp_path)
+    graphs.save(graphs.two_layers(), tmp_path / "m.onnx")
+    graphs.rows(tmp_path / "test.npz", label=np.arange(40))
+    graphs.rows(tmp_path / "calibration.npz", seed=2)
+    return tmp_path
+
+
+def recipe(folder: Path, stages: str = "[]", latency: str = "false", **changes: str) -> Path:
+    text = RECIPE.replace("STAGES", stages).replace("LATENCY", latency)
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (folder / "r.yaml").write_text(text)
+    return folder / "r.yaml"
+
+
+def test_an_untouched_graph_is_run_scored_timed_and_used(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_workers.install(monkeypatch)
+    done = harness.smelt("run", recipe(here, latency=QUICK), code=0)
+    assert "smelt predict runs/r/artifacts/model --data FILE.npz" in done.output
+    step = json.loads((here / "runs/r/report.json").read_text())["steps"][0]
+    assert {name: s["value"] for name, s in step["quality"].items()} == {
+        "agreement": 100, "top1": 100, "relative_error": 0,
+    }  # fmt: skip
+    assert (step["format"], step["parameters"], step["quality"]["top1"]["n"]) == ("onnx", 212, 40)
+    assert step["latency"][0]["unit"] == "rows/s"
+    assert any("no inputs of the graph: label" in w for w in json.loads(
+        (here / "runs/r/report.json").read_text())["warnings"])  # fmt: skip
+
+    place = "runs/r/artifacts/model"
+    lines = harness.smelt("predict", place, "--data", "test.npz", code=0).output.splitlines()
+    x = np.load("test.npz")["x"]
+    with smelt.load(place) as model:
+        found = model.run({"x": x})["logits"]
+        np.testing.assert_allclose(found, [json.loads(line)["logits"] for line in lines], rtol=1e-6)
+        np.testing.assert_allclose(model.run({"x": x}, batch_size=7)["logits"], found, rtol=1e-5)
+        with pytest.raises(InputError, match="use run"):
+            model.generate(["text"])
+        with pytest.raises(InputError, match="no array 'x'"):
+            model.run({"y": x})
+        with pytest.raises(InputError, match="arrays by the names of the inputs"):
+            model.run(x)  # type: ignore[arg-type]
+    assert "n=40" in harness.smelt("eval", place, "--data", "test.npz", "--baseline", place, code=0).output
+    assert "untouched graph" in harness.smelt("eval", place, "--data", "test.npz", code=2).output
+    assert "cp -rL" in harness.smelt("package", place, code=2).output
+    assert "give --data FILE.npz" in harness.smelt("predict", place, "text", code=2).output
+    assert "FILE.npz" in harness.smelt("bench", place, code=2).output
+
+
+def test_a_fixed_batch_is_kept_when_scoring_and_timing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_workers.install(monkeypatch)
+    graphs.save(graphs.two_layers(batch=4), here / "m.onnx")
+    quick = QUICK.replace("batch_sizes: [1], ", "")
+    harness.smelt("run", recipe(here, latency=quick), code=0)
+    step = json.loads((here / "runs/r/report.json").read_text())["steps"][0]
+    assert [row["batch_size"] for row in step["latency"]] == [4]
+    assert "exactly 4 rows" in harness.smelt("plan", recipe(here, latency=QUICK), code=2).output
+
+
+def test_init_writes_a_recipe_that_can_be_planned(here: Path) -> None:
+    harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
+    assert "m.yaml: tensors" in harness.smelt("plan", "m.yaml", code=0).output
+    assert max(map(len, (here / "m.yaml").read_text().splitlines())) <= 88
+    assert "this file exists" in harness.smelt("init", "m.onnx", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stages: []": "stages: [prune: {keep: 0.5}]"}, "what can follow an ONNX model"),
+        ({"task: tensors": "task: tensors\ntokenizer: there"}, "tokenizer: means nothing for task: tensors"),
+        ({"test: test.npz": "test: m.onnx"}, "expected an .npz file"),
+        ({"test: test.npz": "test: test.npz, columns: {text: x}"}, "found by the names of the inputs"),
+        (
+            {"model: m.onnx": "model: n.onnx"},
+            "n.onnx: no such file; expected an ONNX model. Did you mean 'm.onnx'?",
+        ),
+    ],
+)
+def test_mistakes_of_recipes_are_said_with_their_line(here: Path, changes: dict[str, str], said: str) -> None:
+    assert said in " ".join(harness.smelt("plan", recipe(here, **changes), code=2).output.split())
+
+
+def test_all_mistakes_are_said_at_once(here: Path) -> None:
+    graphs.save(graphs.circle(), here / "m.onnx")
+    changes = {"test: test.npz": "test: gone.npz", "stages: []": "stages: [prune: {}]", "seed": "seed"}
+    told = " ".join(harness.smelt("plan", recipe(here, **changes), code=2).output.split())
+    for said in ("in a circle", "gone.npz: no such file", "what can follow an ONNX model"):
+        assert said in told
+
+
+def test_a_graph_that_asks_for_too_much_when_it_is_run_leaves_nothing(here: Path) -> None:
+    graphs.save(graphs.bomb(), here / "m.onnx")
+    assert "cannot run it on the first rows" in harness.smelt("run", recipe(here), code=2).output
+    assert not list((here / "runs/.store/artifacts").glob("*"))

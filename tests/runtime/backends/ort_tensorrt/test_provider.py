@@ -1,0 +1,87 @@
+"""What of ONNX Runtime's providers of TensorRT is missing on a machine, without loading them."""
+
+from pathlib import Path
+
+import pytest
+
+from smelt.core.errors import MissingDependencyError
+from smelt.runtime.backends.ort_tensorrt import provider
+from smelt.runtime.backends.ort_tensorrt.provider import Linked, lack_of, linked_with, place_of
+
+NAMES = ("libnvinfer.so.10", "libnvonnxparser.so.10")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU, an onnxruntime-gpu linked with TensorRT 10, TensorRT 11 installed, an empty loader's path."""
+    library = tmp_path / "libonnxruntime_providers_tensorrt.so"
+    library.write_bytes(b"\x7fELF\0libnvinfer.so.10\0libcudart.so.13\0")
+    path = tmp_path / "libraries"
+    path.mkdir()
+    monkeypatch.setattr(provider, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(provider, "cuda_gpus", lambda: (("NVIDIA L4", "8.9"),))
+    monkeypatch.setattr(provider, "provider_library", lambda: library)
+    monkeypatch.setattr(provider, "find_spec", lambda name: None)
+    monkeypatch.setattr(provider, "_SYSTEM", ())
+    monkeypatch.setattr(provider, "_number", {"onnxruntime-gpu": "1.31.1", "tensorrt": "11.4.0"}.get)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(path))
+    return path
+
+
+@pytest.mark.skipif(provider._WINDOWS, reason="Linux's names of libraries")
+def test_another_tensorrt_than_the_one_that_is_linked_is_named_with_what_to_install(here: Path) -> None:
+    assert lack_of("ort-tensorrt") == (
+        "onnxruntime-gpu 1.31.1 is linked with TensorRT 10 (libnvinfer.so.10), which is not here; installed"
+        " is tensorrt 11.4.0: pip install 'tensorrt-cu13==10.*', in an environment of its own, since the step"
+        " `tensorrt` wants 11 or newer."
+    )
+    (here / NAMES[0]).touch()
+    assert lack_of("ort-tensorrt") is not None  # the parser is wanted too
+    (here / NAMES[1]).touch()
+    assert lack_of("ort-tensorrt") is None
+    assert [path.name for path in provider.tensorrt_files(10) or []] == list(NAMES)
+
+
+def test_an_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "provider_library", lambda: None)
+    assert "onnxruntime-gpu 1.31.1 has no TensorrtExecutionProvider: pip uninstall" in str(
+        lack_of("ort-tensorrt")
+    )
+
+
+def test_the_plug_in_and_the_gpus_that_it_takes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pip install onnxruntime-ep-nv-tensorrt-rtx" in str(lack_of("ort-tensorrt-rtx"))
+    monkeypatch.setattr(provider, "find_spec", lambda name: object())
+    assert lack_of("ort-tensorrt-rtx") is None
+    for number, taken in {"8.0": False, "8.6": True, "9.0": False, "10.0": False, "12.1": True}.items():
+        monkeypatch.setattr(provider, "cuda_gpus", lambda number=number: (("NVIDIA X", number),))
+        said = lack_of("ort-tensorrt-rtx")
+        assert (said is None) == taken, number
+        assert taken or f"here is NVIDIA X (compute capability {number}). Give target: ort-tensorrt." in str(
+            said
+        )
+
+
+def test_the_device_is_asked_for_and_else_the_provider(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [place_of(wanted, "ort-tensorrt") for wanted in ("auto", "cpu")] == ["cpu", "cpu"]
+    with pytest.raises(MissingDependencyError, match="linked with TensorRT 10"):
+        place_of("cuda", "ort-tensorrt")
+    monkeypatch.setattr(provider, "lack_of_package", lambda target: None)
+    assert [place_of(w, "ort-tensorrt") for w in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    monkeypatch.setattr(provider, "cuda_devices", lambda: 0)
+    assert place_of("auto", "ort-tensorrt") == "cpu"
+    assert "needs an NVIDIA GPU" in str(lack_of("ort-tensorrt"))
+
+
+def test_what_the_installed_onnx_runtime_is_linked_with_is_what_its_own_file_says() -> None:
+    """Against readelf's table of what the loader wants."""
+    import re
+    import shutil
+    import subprocess
+
+    library = provider.provider_library()
+    if library is None or shutil.which("readelf") is None:
+        pytest.skip("this ONNX Runtime has no TensorRT provider, or there is no readelf")
+    said = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    numbers = [re.search(rf"\[lib{name}\.so\.(\d+)\]", said) for name in ("nvinfer", "cudart")]
+    assert linked_with(library) == Linked(*(int(found[1]) for found in numbers if found))

@@ -1,0 +1,62 @@
+"""The file beside graphs for a provider of TensorRT."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.core.errors import InputError
+from smelt.runtime.backends.ort_tensorrt.told import (
+    FILE,
+    Told,
+    read_told,
+    shapes_as_text,
+    shapes_from,
+    write_told,
+)
+
+NAME = "TensorrtExecutionProvider"
+SHAPES = {"input_ids": (4, 32), "past_key_values.0.key": (4, 2, 0, 16), "odd:name": (1,)}
+TOLD = Told("a" * 64, {"trt_profile_max_shapes": shapes_as_text(SHAPES), "trt_fp16_enable": "True"})
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_told(tmp_path, NAME, {"model": TOLD})
+    assert read_told(tmp_path, NAME) == {"model": TOLD}
+    assert TOLD.most == SHAPES
+    assert Told("", {}).most == {}
+
+
+def test_shapes_are_spelled_as_onnx_runtimes_documentation_has_them() -> None:
+    text = "input_ids:4x32,past_key_values.0.key:4x2x0x16,odd:name:1"
+    assert shapes_as_text(SHAPES) == text
+    assert shapes_from(text) == SHAPES
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 9}, "written by another version of smelt"),
+        ({"provider": "Nv"}, f"made for Nv, not for {NAME}"),
+        ({"graphs": [1]}, "cannot be read"),
+        (
+            {"graphs": {"model": {"sha256": "", "options": {"trt_profile_max_shapes": "x:1xa"}}}},
+            "cannot be read",
+        ),
+        ({"graphs": {"model": {}}}, "cannot be read: KeyError('sha256')"),
+    ],
+)
+def test_damage_is_told(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    write_told(tmp_path, NAME, {"model": TOLD})
+    said = json.loads((tmp_path / FILE).read_text()) | change
+    (tmp_path / FILE).write_text(json.dumps(said))
+    with pytest.raises(InputError) as caught:
+        read_told(tmp_path, NAME)
+    assert message in str(caught.value)
+    assert "Run the onnx stage again" in str(caught.value)
+
+
+def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"provider\.json: no such file; it says for which sizes"):
+        read_told(tmp_path, NAME)

@@ -1,0 +1,234 @@
+"""Files of others: what is wrong with them is our error, in little memory and time."""
+
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import pytest
+from onnx import TensorProto, helper
+
+from smelt.runtime.foreign.examine import answer, examine
+
+
+def problem(path: Path) -> str:
+    """All that is said against the file, looked at in this process."""
+    return "; ".join(answer([str(path)])["problems"])
+
+
+def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None:
+    found = examine(graphs.save(graphs.two_layers(), tmp_path / "m.onnx"))
+    assert found.problems == ()
+    assert found.signature is not None
+    assert [v.described() for v in found.signature.inputs] == ["x float32 [N, 8]"]
+    assert [v.described() for v in found.signature.outputs] == ["logits float32 [N, 4]"]
+    assert found.facts == {"opset": 17, "nodes": 6, "parameters": 8 * 16 + 16 + 16 * 4 + 4, "producer": ""}
+
+
+def test_weights_beside_the_graph_are_named(tmp_path: Path) -> None:
+    path = graphs.save(graphs.two_layers(), tmp_path / "m.onnx", "weights.bin")
+    assert answer([str(path)])["files"] == ["weights.bin"]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 0.999])
+def test_a_file_that_was_cut_short_is_no_model(tmp_path: Path, share: float) -> None:
+    whole = graphs.save(graphs.two_layers(), tmp_path / "m.onnx").read_bytes()
+    (tmp_path / "m.onnx").write_bytes(whole[: int(share * len(whole))])
+    assert "cut short" in problem(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "an empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "a Git LFS pointer"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(200), "not an ONNX file"),
+        (b"\x08\x09", "no graph in it"),
+    ],
+)
+def test_what_is_no_model_is_said(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "m.onnx").write_bytes(content)
+    assert said in problem(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("weights.bin", "there is no such file beside the graph"),
+        ("../weights.bin", "which is no name of a file in the folder"),
+        ("/etc/hostname", "which is no name of a file in the folder"),
+        ("C:\\weights.bin", "which is no name of a file in the folder"),
+        ("a\0b", "which is no name of a file in the folder"),
+        ("", "which is no name of a file in the folder"),
+        (".", "which is no name of a file in the folder"),
+        ("link.bin", "a link that leads out of the folder"),
+        ("folder", "which is no file"),
+    ],
+)
+def test_weights_that_lie_elsewhere_are_never_read(tmp_path: Path, location: str, said: str) -> None:
+    inside = tmp_path / "inside"
+    (inside / "folder").mkdir(parents=True)
+    (tmp_path / "weights.bin").write_bytes(bytes(32))
+    (inside / "link.bin").symlink_to(tmp_path / "weights.bin")
+    assert said in problem(graphs.save(graphs.pointing(location), inside / "m.onnx"))
+
+
+def test_links_of_a_cache_to_where_the_graph_itself_lies_are_followed(tmp_path: Path) -> None:
+    """As huggingface_hub keeps files: names are links into a folder of contents."""
+    contents, names = tmp_path / "blobs", tmp_path / "snapshots"
+    names.mkdir()
+    graphs.save(graphs.pointing("weights.bin"), contents / "1")
+    (contents / "2").write_bytes(bytes(32))
+    (names / "m.onnx").symlink_to(contents / "1")
+    (names / "weights.bin").symlink_to(contents / "2")
+    assert problem(names / "m.onnx") == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"offset": "8"}, "it is cut short"),
+        ({"offset": "-8"}, "is no number of bytes"),
+        ({"length": "9" * 30}, "is no number of bytes"),
+        ({"length": "64"}, "its shape needs 32 bytes"),
+    ],
+)
+def test_a_place_in_a_file_that_is_not_there_is_said(
+    tmp_path: Path, place: dict[str, str], said: str
+) -> None:
+    (tmp_path / "weights.bin").write_bytes(bytes(32))
+    assert said in problem(graphs.save(graphs.pointing("weights.bin", **place), tmp_path / "m.onnx"))
+
+
+def nested(depth: int) -> Any:
+    last = helper.make_graph([helper.make_node("Relu", ["x"], ["r"])], "g", [], [graphs.value("r", ["N", 8])])
+    body = last
+    for _ in range(depth):
+        node = helper.make_node("If", ["yes"], ["r"], then_branch=body, else_branch=last)
+        body = helper.make_graph([node], "g", [], [graphs.value("r", ["N", 8])])
+    flag = helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+    model = graphs.model_of([], [graphs.value("x", ["N", 8])], [graphs.value("r", ["N", 8])], [flag])
+    model.graph.node.extend(body.node)
+    return model
+
+
+def recursive() -> Any:
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    calls = helper.make_node("F", ["a"], ["b"], domain="own")
+    function = helper.make_function("own", "F", ["a"], ["b"], [calls], imports)
+    node = helper.make_node("F", ["x"], ["y"], domain="own")
+    graph = helper.make_graph([node], "g", [graphs.value("x", ["N"])], [graphs.value("y", ["N"])])
+    return helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=9)
+
+
+def reads_nothing() -> Any:
+    model = graphs.one_node()
+    model.graph.node[0].input[0] = "nowhere"
+    return model
+
+
+def gives_twice() -> Any:
+    model = graphs.two_layers()
+    model.graph.node[2].output[0] = "h1"
+    return model
+
+
+def no_output() -> Any:
+    model = graphs.one_node()
+    model.graph.output[0].name = "other"
+    return model
+
+
+def a_sequence() -> Any:
+    model = graphs.one_node("SequenceConstruct")
+    kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(graphs.FLOAT, ["N", 8]))
+    model.graph.output[0].type.CopyFrom(kind)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            graphs.circle,
+            "wait for each other in a circle: Add 'one' -> Relu 'two' -> Neg 'three' -> Add 'one'",
+        ),
+        (lambda: graphs.one_node(opset=99), "its operators are of opset 99"),
+        (lambda: graphs.one_node("Magic", "com.evil"), "is the custom operator com.evil.Magic"),
+        (lambda: graphs.one_node("Rleu"), "ONNX has no operator Rleu"),
+        (
+            lambda: graphs.with_tensor([1 << 40, 1 << 30], b"1234"),
+            "[1099511627776, 1073741824]: 1.18e+21 values",
+        ),
+        (lambda: graphs.with_tensor([1 << 16, 1 << 16], bytes(32)), "and 32 bytes of it are there"),
+        (lambda: graphs.with_tensor([-1, 8], bytes(32)), "with a size below 0"),
+        (lambda: nested(20), "more than 16 deep"),
+        (recursive, "call themselves without end: F"),
+        (reads_nothing, "reads 'nowhere', which nothing in the graph gives"),
+        (gives_twice, "two places give the value 'h1'"),
+        (no_output, "the graph's output 'other' is given by no node"),
+        (a_sequence, "options={'zipmap': False}"),
+    ],
+)
+def test_a_graph_that_cannot_be_run_is_said_with_its_place(
+    tmp_path: Path, make: Callable[[], Any], said: str
+) -> None:
+    assert said in problem(graphs.save(make(), tmp_path / "m.onnx"))
+
+
+def test_several_mistakes_are_said_together(tmp_path: Path) -> None:
+    model = graphs.circle()
+    model.opset_import[0].version = 99
+    model.graph.node[0].op_type = "Nothing"
+    found = problem(graphs.save(model, tmp_path / "m.onnx"))
+    assert all(word in found for word in ("opset 99", "circle", "no operator Nothing"))
+
+
+def test_what_only_the_runtime_finds_is_its_words(tmp_path: Path) -> None:
+    model = graphs.two_layers()
+    model.graph.initializer[0].dims[:] = [16, 8]  # x has 8 columns
+    assert "ONNX Runtime cannot load it: " in problem(graphs.save(model, tmp_path / "m.onnx"))
+
+
+def many_empty_nodes(path: Path, count: int) -> None:
+    """Write a file of 2 bytes a node, each of which takes a hundred in memory."""
+    graph = b"\x0a\x00" * count
+    size, length = len(graph), b""
+    while size >= 0x80:
+        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
+    path.write_bytes(b"\x08\x09" + b"\x3a" + length + bytes([size]) + graph)
+
+
+@pytest.mark.parametrize("kind", ["swollen", "bomb"])
+def test_a_hostile_file_takes_little_memory_and_time(tmp_path: Path, kind: str) -> None:
+    """The most that any process below this one holds at a time, and the clock."""
+    path = tmp_path / "m.onnx"
+    if kind == "swollen":
+        many_empty_nodes(path, 10_000_000)
+    else:
+        graphs.save(graphs.bomb(), path)
+    code = (
+        "import resource, sys; from pathlib import Path;"
+        "import numpy as np;"
+        "from smelt.runtime.foreign.examine import examine;"
+        "from smelt.runtime.foreign.trial import try_graph;"
+        "path = Path(sys.argv[1]); found = examine(path); print(found.problems);"
+        "found.problems or try_graph(path, {'x': np.zeros((1, 8), np.float32)}, 'm.onnx')"
+    )
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    took = time.monotonic() - begin
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    said = done.stdout + done.stderr
+    if kind == "swollen":
+        assert "opening it in ONNX Runtime failed: it asked for more than" in said
+    else:
+        assert "InputError: m.onnx: ONNX Runtime cannot run it on the first rows" in said
+    assert peak < 2e9
+    assert took < 20

@@ -1,0 +1,46 @@
+"""Work in a process of its own ends at its limits, and a crash there is a sentence here."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from smelt.runtime.foreign.limits import FailedError, Limits, ask
+
+MODULE = """
+import os, signal, sys
+def answer(arguments):
+    what = arguments[0]
+    if what == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "memory":
+        return len(bytearray(3_000_000_000))
+    while what == "time":
+        pass
+    print("noise")
+    return arguments
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asked_module.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_an_answer_comes_back_whatever_was_printed_beside_it() -> None:
+    assert ask("asked_module", ["a", "b"], Limits(1_000_000_000, 10)) == ["a", "b"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("crash", r"its process crashed \(SIGSEGV\)"),
+        ("memory", "it asked for more than 1.0 GB of memory"),
+        ("time", "it took more than 1 s of processor time"),
+    ],
+)
+def test_what_happens_there_is_said_here(what: str, said: str) -> None:
+    with pytest.raises(FailedError, match=said):
+        ask("asked_module", [what], Limits(1_000_000_000, 1))

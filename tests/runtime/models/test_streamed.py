@@ -1,0 +1,84 @@
+"""A model taken block by block: what is written is what a whole model would have been, in shards."""
+
+import every_family
+import harness
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.share.layers import Share, ShareSettings
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.families.walk import blocks_of
+from smelt.runtime.models import streamed
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.streamed import open_streamed
+from smelt.runtime.models.structure import read_edits
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Llama of three blocks, stored in bfloat16."""
+    source = every_family.of_layers("llama", 3)
+    model, edits = load_model(source)
+    out = tmp_path_factory.mktemp("llama")
+    save_model(model, edits, out, source, "bf16")
+    return out
+
+
+def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
+    made = open_streamed(llama, tmp_path, larger_than=0)
+    assert made is not None
+
+    def there():
+        return [not any(p.is_meta for p in b.module.parameters()) for b in blocks_of(made.model)]
+
+    assert there() == [False] * 3
+    assert (
+        made.model.lm_head.weight.is_meta or made.model.lm_head.weight is made.model.model.embed_tokens.weight
+    )
+    for number, block in enumerate(blocks_of(made.model)):
+        made.enter(block)
+        assert there() == [at == number for at in range(3)]
+        made.leave(block)
+    assert made.finish(made.edits) == []
+    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert names == [f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)]
+    stored = {n: t for name in names for n, t in load_file(tmp_path / name).items()}
+    before = load_file(llama / "model.safetensors")
+    assert stored.keys() == before.keys()
+    assert all(torch.equal(stored[n], before[n]) and stored[n].dtype == torch.bfloat16 for n in before)
+    assert torch.equal(harness.logits(load_model(tmp_path)[0]), harness.logits(load_model(llama)[0]))
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (Sparsify(), SparsifySettings(method="wanda")),
+        (Sparsify(), SparsifySettings(method="magnitude", pattern="2:4")),
+        (Prune(), PruneSettings(importance="magnitude")),
+        (Prune(), PruneSettings(importance="magnitude", what=["ffn"], compensate=False)),
+    ],
+)
+def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_path, monkeypatch):
+    stage = (stage, settings, llama, "llama")
+    whole = every_family.run(*stage, tmp_path / "whole")
+    monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+    parts = every_family.run(*stage, tmp_path / "parts")
+    assert (parts.out / "model.safetensors.index.json").is_file()
+    for ctx in (whole, parts):
+        ctx.facts.pop("calibration", None)  # which names the file of rows
+    assert (parts.facts, parts.warnings) == (whole.facts, whole.warnings)
+    assert read_edits(parts.out) == read_edits(whole.out)
+    assert (parts.out / "config.json").read_text() == (whole.out / "config.json").read_text()
+    a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_models_that_have_to_be_whole_are(llama, tmp_path):
+    assert open_streamed(llama, tmp_path) is None  # it is small
+    assert open_streamed(every_family.of_layers("gpt2", 1), tmp_path, larger_than=0) is None  # turned around
+    shared = every_family.run(
+        Share(), ShareSettings(), every_family.of_layers("bert", 2), "bert", tmp_path / "s"
+    )
+    assert open_streamed(shared.out, tmp_path, larger_than=0) is None

@@ -1,0 +1,144 @@
+"""Small ONNX graphs as other exporters write them, good ones and hostile ones, and arrays to feed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+FLOAT = TensorProto.FLOAT
+
+
+def value(name: str, shape: Sequence[Any], kind: int = FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def model_of(nodes: Any, inputs: Any, outputs: Any, weights: Any = (), opset: int = 17, **more: Any) -> Any:
+    graph = helper.make_graph(list(nodes), "graph", list(inputs), list(outputs), list(weights))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9, **more)
+
+
+def two_layers(batch: Any = "N", width: int = 16, seed: int = 0) -> Any:
+    """Return a classifier of 8 numbers into 4 classes: x float32 [batch, 8] -> logits [batch, 4]."""
+    random = np.random.default_rng(seed)
+    weights = {
+        "w1": random.normal(size=(8, width)), "b1": random.normal(size=width),
+        "w2": random.normal(size=(width, 4)), "b2": random.normal(size=4),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h0"], "first"),
+        helper.make_node("Add", ["h0", "b1"], ["h1"], "first_bias"),
+        helper.make_node("Relu", ["h1"], ["h"], "relu"),
+        helper.make_node("Identity", ["h"], ["h2"], "nothing"),
+        helper.make_node("MatMul", ["h2", "w2"], ["o"], "second"),
+        helper.make_node("Add", ["o", "b2"], ["logits"], "second_bias"),
+    ]
+    tensors = [numpy_helper.from_array(w.astype(np.float32), name) for name, w in weights.items()]
+    return model_of(nodes, [value("x", [batch, 8])], [value("logits", [batch, 4])], tensors)
+
+
+def save(model: Any, path: Path, outside: str | None = None) -> Path:
+    """Write a model; with `outside`, its weights go into that file beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if outside is None:
+        path.write_bytes(model.SerializeToString())
+    else:
+        onnx.save_model(model, str(path), save_as_external_data=True, location=outside, size_threshold=0)
+    return path
+
+
+def rows(path: Path, count: int = 40, seed: int = 1, **more: Any) -> Path:
+    """Write rows of `x` for `two_layers`."""
+    x = np.random.default_rng(seed).normal(size=(count, 8)).astype(np.float32)
+    np.savez(path, x=x, **more)
+    return path
+
+
+def bomb() -> Any:
+    """Return a small graph that computes 40 GB: a constant of 100,000 times 100,000."""
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["huge"]),
+        helper.make_node("ReduceSum", ["huge"], ["sum"], keepdims=0),
+        helper.make_node("Mul", ["x", "sum"], ["y"]),
+    ]
+    shape = numpy_helper.from_array(np.array([100_000, 100_000]), "shape")
+    return model_of(nodes, [value("x", ["N", 8])], [value("y", ["N", 8])], [shape])
+
+
+def circle() -> Any:
+    nodes = [
+        helper.make_node("Add", ["x", "c"], ["a"], "one"),
+        helper.make_node("Relu", ["a"], ["b"], "two"),
+        helper.make_node("Neg", ["b"], ["c"], "three"),
+    ]
+    return model_of(nodes, [value("x", ["N", 8])], [value("c", ["N", 8])])
+
+
+def one_node(operator: str = "Relu", domain: str = "", opset: int = 17, **attributes: Any) -> Any:
+    node = helper.make_node(operator, ["x"], ["y"], "node", domain=domain, **attributes)
+    made = model_of([node], [value("x", ["N", 8])], [value("y", ["N", 8])], opset=opset)
+    if domain:
+        made.opset_import.append(helper.make_opsetid(domain, 1))
+    return made
+
+
+def with_tensor(dims: Sequence[int], content: bytes) -> Any:
+    """Return a model whose weight says that it has the shape `dims`, and holds these bytes."""
+    made = model_of(
+        [helper.make_node("Add", ["x", "w"], ["y"], "add")], [value("x", ["N", 8])], [value("y", ["N", 8])]
+    )
+    made.graph.initializer.append(TensorProto(name="w", data_type=FLOAT, dims=dims, raw_data=content))
+    return made
+
+
+def pointing(location: str, **said: str) -> Any:
+    """Return a model whose weight of 32 bytes is said to lie in the file `location`."""
+    made = with_tensor([8], b"")
+    tensor = made.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, text in {"location": location, **said}.items():
+        tensor.external_data.add(key=key, value=text)
+    return made
+
+
+def artifact(folder: Path, model: Any, **facts: Any) -> Any:
+    """Write `model` as the first artifact of a run of the task `tensors`, without a store."""
+    from smelt.core.artifact import MANIFEST, FileRecord, Manifest, read_artifact
+    from smelt.core.files import sha256_of, write_json
+    from smelt.runtime.foreign.signature import write_signature
+    from smelt.runtime.foreign.values import signature_of
+
+    save(model, folder / "model.onnx")
+    write_signature(folder, signature_of(model))
+    files = {
+        p.name: FileRecord(sha256=sha256_of(p), size_bytes=p.stat().st_size)
+        for p in folder.iterdir()
+        if p.name != MANIFEST
+    }
+    manifest = Manifest(
+        key="0" * 64, format="onnx", task="tensors", stage="model", settings={}, seed=0, parent=None,
+        versions={}, files=files, facts={"foreign": True, "target": "ort-cpu", **facts},
+    )  # fmt: skip
+    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    return read_artifact(folder)
+
+
+def split(count: int = 24, seed: int = 2) -> Any:
+    """Return rows of `x` for `two_layers` as a split of a recipe."""
+    from smelt.core.data import split_of
+    from smelt.core.rows.arrays import Arrays
+
+    x = np.random.default_rng(seed).normal(size=(count, 8)).astype(np.float32)
+    return split_of("rows.npz", Arrays({"x": x}, count))
+
+
+def classes(path: Path, data: Any) -> Any:
+    """Return what a graph gives for the rows of a split, float32 [n, 4], where int8 products are exact."""
+    from smelt.runtime.backends.onnx_session import open_session
+
+    return open_session(path, 1).run(None, dict(data.arrays.values))[0]

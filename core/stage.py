@@ -21,12 +21,23 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def references(self) -> dict[str, str]:
-        """Return the names of other steps that these settings speak of, by setting."""
-        return {
-            name: getattr(self, name)
-            for name, info in type(self).model_fields.items()
-            if any(isinstance(mark, _Reference) for mark in info.metadata)
-        }
+        """Return the names of other steps that these settings speak of, by setting (`part.setting`)."""
+        return {setting: name for setting, (name, _) in self._named().items()}
+
+    def of_any_format(self) -> frozenset[str]:
+        """Return which of `references` may be steps whose model has left torch."""
+        return frozenset(setting for setting, (_, mark) in self._named().items() if mark.any_format)
+
+    def _named(self) -> dict[str, tuple[str, _Reference]]:
+        found: dict[str, tuple[str, _Reference]] = {}
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Settings):
+                found |= {f"{name}.{setting}": said for setting, said in value._named().items()}
+            mark = next((mark for mark in info.metadata if isinstance(mark, _Reference)), None)
+            if value is not None and mark is not None:
+                found[name] = value, mark
+        return found
 
     def paths(self) -> dict[tuple[str, ...], str]:
         """Return the files and folders that these settings name, by setting."""
@@ -52,11 +63,16 @@ class _Path:
     """Marks a setting that names a file or folder, relative to the recipe."""
 
 
+@dataclass(frozen=True)
 class _Reference:
-    """Marks a setting whose value names an earlier torch step."""
+    """Marks a setting whose value names an earlier step, one that gives a torch model unless `any_format`."""
+
+    any_format: bool = False
 
 
 StepName = Annotated[str, _Reference()]
+# The same, of a step in any format that runs: what it says counts, and not its weights.
+RunningStep = Annotated[str | None, _Reference(any_format=True)]
 RecipePath = Annotated[str | None, _Path()]
 # A setting of stages that write float weights; they compute in float32 whatever it is.
 StoredDtype = Annotated[

@@ -108,7 +108,8 @@ class Distill:
             if settings.sequences is not None:
                 from smelt.compress.distill.sequences import taught_rows
 
-                rows = taught_rows(ctx.ancestors[settings.teacher], settings.sequences, ctx)
+                writer = settings.sequences.decoded_by or settings.teacher
+                rows = taught_rows(ctx.ancestors[writer], settings.sequences, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
             _train(model, teacher, Artifact(home, src.manifest), settings, ctx, edits)
             settle(model, ctx)

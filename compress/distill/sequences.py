@@ -27,7 +27,7 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
     `ctx.facts["sequences"]` gets how many there are of each.
 
     Args:
-        teacher: decodes, in its own runtime.
+        teacher: decodes, in the runtime of its format.
         settings: beams, candidates, mix.
         ctx: the rows; what was decoded is kept beside the artifacts.
     """
@@ -37,7 +37,7 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
             "what": "sequences",
             "version": VERSION,
             "artifact": teacher.key,
-            "settings": settings.model_dump(mode="json", exclude={"mix"}),
+            "settings": settings.model_dump(mode="json", exclude={"mix", "decoded_by"}),
             "rows": split.fingerprint if settings.best_of else hash_of([e.text for e in split.examples]),
         },
         lambda: _decode(teacher, split.examples, settings, ctx),

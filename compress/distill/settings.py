@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
-from smelt.core.stage import RecipePath, Settings, StepName
+from smelt.core.stage import RecipePath, RunningStep, Settings, StepName
 
 Layers = int | list[int]
 
@@ -57,6 +57,9 @@ class SequenceSettings(Settings):
     """Targets that the teacher writes, for text to text."""
 
     beams: int = Field(default=5, ge=1, le=64, description="with which the teacher decodes the training rows")
+    decoded_by: RunningStep = Field(
+        default=None, description="an earlier step that decodes instead: the teacher's own graph, say (onnx)"
+    )
     mix: float = Field(
         default=0.0,
         ge=0,

@@ -71,5 +71,6 @@ def items_in(labels: Tensor) -> int:
 
 
 def counts_of(batch: Mapping[str, Tensor]) -> dict[Over, int]:
-    """Return how many items of each kind a batch has."""
-    return {"labels": items_in(batch["labels"]), "inputs": int(batch["attention_mask"].sum())}
+    """Return how many items of each kind a batch has; inputs that are no tokens count as their labels do."""
+    labels, mask = items_in(batch["labels"]), batch.get("attention_mask")
+    return {"labels": labels, "inputs": labels if mask is None else int(mask.sum())}

@@ -58,7 +58,7 @@ class _Draft:
     def references(self) -> dict[str, str]:
         """The steps that its settings name, by setting."""
         found = self.settings.references() if self.settings else {}
-        return {setting: name for setting, name in found.items() if setting not in self.wrong}
+        return {setting: name for setting, name in found.items() if setting.split(".")[0] not in self.wrong}
 
     @property
     def target(self) -> str | None:
@@ -185,9 +185,11 @@ class Checker:
     def _check_references(self, draft: _Draft) -> None:
         """Settings that name a step must name an earlier one that gives a torch model."""
         earlier = [name for name in self.names if name != draft.name]
-        fit = [name for name in earlier if self._format(name) in ("torch", None)]
+        torch = [name for name in earlier if self._format(name) in ("torch", None)]
+        free = draft.settings.of_any_format() if draft.settings else ()
         for setting, name in draft.references.items():
-            path = (*draft.entry.path, setting)
+            fit = earlier if setting in free else torch
+            path = (*draft.entry.path, *setting.split("."))
             if name in fit or (name not in earlier and name not in self._given and self.may_be(name)):
                 continue
             if name in earlier:

@@ -131,3 +131,31 @@ def test_only_texts_can_be_written():
     ((setting, message),) = Distill.check_rows(settings, "text-classification", {})
     assert (setting, message[:27]) == ("sequences", "a teacher writes no targets")
     assert Distill.check_rows(settings, "translation", {}) == []
+
+
+def test_a_graph_of_the_teacher_may_decode(tmp_path, monkeypatch):
+    tiny.marian(tmp_path / "model")
+    tiny.pairs(tmp_path / "rows.jsonl")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: model\ntask: translation\nthreads: 1\n"
+        "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\n"
+        "score: {latency: false, quality: [bleu], generation: {max_new_tokens: 4}}\nstages:\n"
+        "  - onnx: {}\n    name: fast\n"
+        "  - distill: {sequences: {beams: 2, max_new_tokens: 6, decoded_by: fast}, max_steps: 1, evals: 0}\n"
+        "    from: model\n"
+    )
+    found, real = [], sequences._decode
+
+    def decode(writer, examples, settings, ctx):
+        found.append((writer.format, real(writer, examples, settings, ctx)))
+        assert found[0][1] == real(ctx.ancestors["model"], examples, settings, ctx)
+        return found[0][1]
+
+    monkeypatch.setattr(sequences, "_decode", decode)
+    result = smelt.run(recipe, out=tmp_path / "run", quiet=True)
+    assert result.exit_code == 0, [step["error"] for step in result.report["steps"]]
+    assert found[0][0] == "onnx"
+    recipe.write_text(recipe.read_text().replace("decoded_by: fast", "decoded_by: fats"))
+    told = harness.smelt("plan", recipe, code=2).output
+    assert "distill.sequences.decoded_by: no earlier step 'fats'. Those are: model, fast." in told

@@ -100,7 +100,10 @@ def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
 
 @pytest.mark.parametrize(
     ("stage", "settings"),
-    [(Share(), ShareSettings()), (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6))],
+    [
+        (Share(), ShareSettings(what=["ffn"])),
+        (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
+    ],
 )
 def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage, settings):
     before = harness.run(stage, settings, tiny.marian(tmp_path / "model"), tmp_path / "a", data=rows)

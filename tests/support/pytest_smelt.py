@@ -33,9 +33,15 @@ PYTESTS = LogCaptureHandler.__module__
 LONGEST = (
     "pipeline/whole/test_matrix.py",
     "export/parity/test_check.py",
-    "export/graphs/test_every_family.py",
     "house/test_golden.py",
+    "export/graphs/test_every_family.py",
+    "pipeline/use/test_loaded.py",
+    "compress/test_shared_layers.py",
+    "compress/train/test_loop.py",
+    "pipeline/look/test_data.py",
+    "compress/test_seq2seq_families.py",
     "pipeline/faults/test_kill.py",
+    "pipeline/whole/test_classifiers.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 BEGIN = pytest.StashKey[float]()

@@ -33,6 +33,7 @@ from smelt.export.graphs.one_trace import one_trace
 from smelt.export.graphs.operator_table import table_read_once
 from smelt.export.graphs.promotion import known_types
 from smelt.export.graphs.seq2seq import seq2seq_graphs
+from smelt.export.graphs.unread import nothing_unread
 from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
@@ -131,6 +132,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
             table_read_once(),
             one_trace(),
             known_types(),
+            nothing_unread(),
             emit.exporting_to(target),
             torch.no_grad(),
             _silence(),

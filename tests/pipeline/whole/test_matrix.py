@@ -90,14 +90,8 @@ STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetu
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
-FAST |= {
-    ("mbart", "chain"),
-    ("m2m_100", "chain"),
-    ("mistral", "chain"),
-    ("gemma", "chain"),
-    ("modernbert", "chain"),
-}
-FAST |= {("bart", "chain-shared"), ("t5-gated", "chain-shared"), ("mpnet", "chain-shared")}
+FAST |= {("mbart", "chain"), ("mistral", "chain")}
+FAST |= {("t5-gated", "chain-shared"), ("mpnet", "chain-shared")}
 FAST |= {
     ("bert-embedder", "chain"),
     ("modernbert-embedder", "chain-binary"),
@@ -115,7 +109,7 @@ FAST |= {
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
 FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
-FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
+FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

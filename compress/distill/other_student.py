@@ -79,8 +79,9 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
     problem = problem_of(teacher.config) if classifies else None
     sentences = getattr(teacher, "sentence_rules", None)
     if student.config is not None:
+        words = int(read_json(src.path / "config.json")["vocab_size"])
         notes = make_model(
-            config_of(student) | {"vocab_size": teacher.config.vocab_size}, src.path, space,
+            config_of(student) | {"vocab_size": words}, src.path, space,
             task=ctx.task, seed=ctx.seed, labels=labels, problem=problem, sentences=sentences,
         )  # fmt: skip
         ctx.warnings.extend(f"distill: student: {note}" for note in notes)

@@ -41,7 +41,7 @@ def run(model, tmp_path, extension, objective=None, score=None, **settings):
 
 def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
     scale, scored = torch.nn.Linear(1, 1, bias=False), []
-    before = float(scale.weight)
+    before = scale.weight.item()
 
     def objective(m, batch):
         return label_objective()(m, batch) * scale(torch.ones(1)).exp().squeeze()
@@ -53,7 +53,7 @@ def test_modules_train_with_the_model_and_do_not_stay_in_it(model, tmp_path):
         return float(len(scored))
 
     run(model, tmp_path, Extension(modules={"scale": scale}), objective, score, evals=2)
-    assert float(scale.weight) != before
+    assert scale.weight.item() != before
     assert scored == [names] * 3, "a checkpoint was scored with what is not stored"
     assert set(model.state_dict()) == names
     assert scale.weight.grad is None
@@ -76,7 +76,7 @@ def test_groups_have_a_rate_and_a_direction_of_their_own(model, tmp_path):
     extension = Extension(modules={"up": up, "down": down}, groups=groups)
     run(model, tmp_path, extension, objective, max_grad_norm=1e9)
     # Adam moves by the rate where the gradient is always the same
-    assert (float(up["x"]), float(down["x"])) == pytest.approx((1.5, -0.75), rel=1e-4)
+    assert (up["x"].item(), down["x"].item()) == pytest.approx((1.5, -0.75), rel=1e-4)
     assert torch.equal(classifier.detach(), start)
 
 

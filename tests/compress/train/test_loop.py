@@ -18,6 +18,7 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row, collate
 from smelt.compress.train.loop import label_objective, run_training
+from smelt.compress.train.terms import total_of
 from smelt.core.data import Example, Split
 from smelt.core.labels import MULTI, REGRESSION
 from smelt.runtime.models.checkpoint import load_model
@@ -125,7 +126,7 @@ def mean_of_means(model, rows, objective):
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
     for at in range(0, len(rows), 4):
         batch = collate([rows[i] for i in order[at : at + 4]], model.config)
-        (objective(model, batch) / 4).backward()
+        (total_of(objective(model, batch)) / 4).backward()
     return flat({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 

@@ -77,10 +77,9 @@ def change(
         changed += there != list(now)
         wrong += None not in there and there != list(now)
     tokens, tokens_after = (sum(map(len, rows)) for rows in (before, after))
-    strange = [
-        sum(row.count(at) for row in map(list, rows))
+    strange, strange_after = (
+        sum(token == at for row in rows for token in row) if at is not None else 0
         for rows, at in ((before, unknown), (after, None if unknown is None else new.get(unknown)))
-    ]
-    return Change(
-        len(before), changed, tokens, tokens_after, kept / max(1, tokens), strange[0], strange[1], wrong
     )
+    share = kept / max(1, tokens)
+    return Change(len(before), changed, tokens, tokens_after, share, strange, strange_after, wrong)

@@ -70,6 +70,7 @@ CASES: dict[str, Case] = {
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
     "prune bert": Case("prune", "bert"),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
+    "prune bert, across layers by Fisher": Case("prune", "bert", {"scope": "global", "importance": "fisher"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
     "prune t5, not compensated": Case("prune", "t5", {"compensate": False}),
     "sparsify bert": Case("sparsify", "bert"),

@@ -62,6 +62,7 @@ STAGES = {
     "vocabulary": ["vocabulary: {coverage: 0.8}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
+    "prune-global": ["prune: {scope: global, importance: fisher, round_to: 4, rows: 4}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "factorize": ["factorize: {rank: 6}"],
     "share": ["share: {}"],
@@ -108,7 +109,7 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
-FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
+FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary"), ("t5", "prune-global")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

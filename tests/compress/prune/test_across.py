@@ -27,6 +27,9 @@ def test_neurons_go_in_steps_by_their_mean():
     assert kept_across(scores, 0.7, 2) == {"a": 2, "b": 4}
     assert kept_across(scores, 0.9, 2) == {"a": 4, "b": 4}
     assert kept_across(scores, 1.0, 2) == {"a": 5, "b": 4}
+    # a: 9 8 | 3 2 | 1.9, b: 7 6 | 1.5 1: the one that is left over counts by itself
+    scores = {"a": tensor([9.0, 8.0, 3.0, 2.0, 1.9]), "b": tensor([7.0, 6.0, 1.5, 1.0])}
+    assert kept_across(scores, 0.75, 2) == {"a": 5, "b": 2}
 
 
 def test_scores_of_layers_are_divided_by_their_length():
@@ -71,6 +74,22 @@ def test_a_layer_that_does_nothing_gives_up_all_but_a_step(tmp_path):
     first, middle, last = ctx.facts["kept_neurons"].values()
     assert middle == settings.round_to
     assert first + middle + last == pytest.approx(1.5 * model.config.intermediate_size, abs=4)
+
+
+def test_a_layer_of_larger_weights_keeps_no_more_by_magnitude(tmp_path):
+    source = every_family.of_layers("llama", 3)
+    model, edits = load_model(source)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(16)
+    large = tmp_path / "large"
+    large.mkdir()
+    save_model(model, edits, large, source)
+    settings = PruneSettings(what=["ffn"], scope="global", importance="magnitude", compensate=False)
+    kept = [
+        every_family.run(Prune(), settings, folder, "llama", tmp_path / f"out-{at}").facts["kept_neurons"]
+        for at, folder in enumerate((source, large))
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_random_units_are_drawn_by_the_seed(tmp_path):

@@ -66,6 +66,7 @@ STAGES = {
     "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
     "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
+    "prune-global": ["prune: {scope: global, importance: fisher, round_to: 4, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
@@ -108,7 +109,12 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
-FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
+FAST |= {
+    ("pegasus", "chain-words"),
+    ("llama", "chain-words"),
+    ("roberta", "vocabulary"),
+    ("t5", "prune-global"),
+}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

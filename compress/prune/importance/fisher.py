@@ -34,15 +34,11 @@ def fisher_scores(
         loss_of: the mean loss of model and row.
     """
     there = next(model.parameters()).device
-    places = [(g, columns_of(model, g.parts.out), g.head_dim(model)) for g in attentions]
-    inner = [(b, columns_of(model, b.parts.down), 1) for b in blocks]
-    masks = {
-        group.name: torch.ones(group.count(model), requires_grad=True, device=there)
-        for group, _, _ in (*places, *inner)
-    }
+    places = [(g.name, g.count(model), columns_of(model, g.parts.out), g.head_dim(model)) for g in attentions]
+    places += [(b.name, b.count(model), columns_of(model, b.parts.down), 1) for b in blocks]
+    masks = {name: torch.ones(units, requires_grad=True, device=there) for name, units, _, _ in places}
     hooks = [
-        product.register_forward_pre_hook(masking(masks[group.name], width))
-        for group, product, width in (*places, *inner)
+        product.register_forward_pre_hook(masking(masks[name], width)) for name, _, product, width in places
     ]
     found = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     count = 0

@@ -67,7 +67,7 @@ CASES: dict[str, Case] = {
     "prune bert": Case("prune", "bert"),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
-    "prune t5, not compensated": Case("prune", "t5", {"compensate": False}),
+    "prune bert, not compensated": Case("prune", "bert", {"compensate": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
     "factorize marian": Case("factorize", "marian", {"ratio": 0.5}),

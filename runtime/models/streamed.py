@@ -142,7 +142,8 @@ def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> 
     for name, stored in names.items():
         owner, _, last = name.rpartition(".")
         value = _read(places, stored)
-        setattr(root.get_submodule(owner), last, nn.Parameter(value.float().clone(), requires_grad=False))
+        held = value.to(torch.float32, copy=True)  # and not a view of the file
+        setattr(root.get_submodule(owner), last, nn.Parameter(held, requires_grad=False))
 
 
 def _read(places: dict[str, Path], name: str) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import placed_batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,7 +14,6 @@ from smelt.compress.prune.fit import check_units, heads_that_stay
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
-from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 
 if TYPE_CHECKING:
@@ -24,12 +22,15 @@ if TYPE_CHECKING:
     from smelt.compress.calibration.rows import CalibrationRows
     from smelt.compress.prune.compensate import Chosen
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
-    from smelt.compress.prune.importance import Scores
+    from smelt.compress.prune.importance.scores import Scores
     from smelt.runtime.models.streamed import StreamedModel
 
 
+_LOOK = ("taylor", "fisher")  # at the loss on rows
+
+
 class PruneSettings(Settings):
-    """Settings of `prune`. In each layer the same fraction of units stays; at least one head does.
+    """Settings of `prune`. At least one head and one multiple of neurons stay in each layer.
 
     The number that stays is the nearest whole one; a half counts up.
     """
@@ -37,14 +38,23 @@ class PruneSettings(Settings):
     what: list[Literal["heads", "ffn"]] = Field(
         default=["heads", "ffn"], min_length=1, description="attention heads, feed-forward neurons"
     )
-    keep: float = Field(default=0.5, gt=0, le=1, description="fraction of units that stays in each layer")
+    keep: float = Field(default=0.5, gt=0, le=1, description="fraction of units that stays")
     keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
     keep_ffn: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for neurons")
-    importance: Literal["taylor", "magnitude"] = Field(
-        default="taylor", description="taylor looks at the loss on rows, magnitude at the weights alone"
+    scope: Literal["layer", "global"] = Field(
+        default="layer",
+        description="layer: the same fraction stays in each; global: units of all layers compete, heads with"
+        " heads and neurons with neurons",
+    )
+    importance: Literal["taylor", "fisher", "magnitude", "random"] = Field(
+        default="taylor",
+        description="taylor and fisher look at the loss on rows (slope; mean squared slope), magnitude at the"
+        " weights alone; random: drawn by the seed, a control",
     )
     rows: int = Field(
-        default=256, ge=1, description="rows that taylor and compensate look at (calibration, else train)"
+        default=256,
+        ge=1,
+        description="rows that taylor, fisher and compensate look at (calibration, else train)",
     )
     batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
     compensate: bool = Field(
@@ -74,7 +84,8 @@ class Prune:
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
-        " run_glue.py"
+        " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
+        " arXiv:1611.06440"
     )
     version: ClassVar[int] = 3
     needs_float: ClassVar[bool] = True
@@ -83,11 +94,11 @@ class Prune:
 
     @classmethod
     def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
-        """Return what it needs: taylor looks at rows, those for calibration if there are any.
+        """Return what it needs: taylor and fisher look at rows, those for calibration if there are any.
 
-        Compensation takes the rows that there are; with magnitude it is left out where there are none.
+        Compensation takes the rows that there are; without these two it is left out where there are none.
         """
-        needs_none = settings.importance == "magnitude"
+        needs_none = settings.importance not in _LOOK
         if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -96,8 +107,8 @@ class Prune:
     def check_rows(
         cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]
     ) -> list[tuple[str, str]]:
-        """Return what does not fit the rows: taylor of a sentence embedder looks at a loss made of scores."""
-        looks = settings.importance == "taylor"
+        """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
+        looks = settings.importance in _LOOK
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         return [("importance", f"{text} Or take magnitude.") for _, text in found] if looks else []
 
@@ -119,6 +130,7 @@ class Prune:
         from smelt.compress.prune.compensate import cut_units
         from smelt.compress.prune.cut import say_in_config
         from smelt.compress.prune.groups import find_groups
+        from smelt.compress.prune.importance.of_units import score_units
         from smelt.runtime.models.checkpoint import save_model
 
         streamed = _streamed(src, settings, ctx)
@@ -128,9 +140,11 @@ class Prune:
         ctx.warnings.extend(heads_that_stay(settings.what, model.config.to_dict()))
         attentions = attentions if "heads" in settings.what else []
         blocks = blocks if "ffn" in settings.what else []
-        by_weights = settings.importance == "magnitude"
-        scores = None if by_weights else _score(model, src, settings, ctx, attentions, blocks)
-        ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
+        scores = None
+        if streamed is None:
+            scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
+        if settings.scope == "layer":
+            ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
         chosen = _chosen(model, attentions, blocks, scores, settings)
         rows = _rows_to_fit(model, src, settings, ctx) if chosen else None
         ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed)
@@ -198,34 +212,51 @@ def _chosen(
 
     The weights are looked at when the group is cut, which is when a large model has them in memory.
     """
-    from smelt.compress.prune.importance import magnitude_scores
+    from smelt.compress.prune.importance.magnitude import magnitude_scores
+
+    kept = _counts(model, attentions, blocks, scores, settings)
 
     def stay_of_heads(group: AttentionGroup) -> Tensor:
         found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
-        return found.topk(heads_kept(len(found), settings)).indices.sort().values
+        return found.topk(kept[group.name]).indices.sort().values
 
     def stay_of_neurons(block: FeedForwardGroup) -> Tensor:
         found = (scores or magnitude_scores(model, [], [block])).neurons[block.name]
-        return found.topk(neurons_kept(len(found), settings)).indices.sort().values
+        return found.topk(kept[block.name]).indices.sort().values
 
     chosen: list[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]] = []
-    for group in attentions:
-        if heads_kept(group.count(model), settings) < group.count(model):
-            chosen.append((group, partial(stay_of_heads, group)))
-    for block in blocks:
-        if neurons_kept(block.count(model), settings) < block.count(model):
-            chosen.append((block, partial(stay_of_neurons, block)))
-    return chosen
+    chosen += [(group, partial(stay_of_heads, group)) for group in attentions]
+    chosen += [(block, partial(stay_of_neurons, block)) for block in blocks]
+    return [(group, stay) for group, stay in chosen if kept[group.name] < group.count(model)]
 
 
 def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
-    """Return a large model to be taken block by block; taylor's gradients need it whole."""
+    """Return a large model to be taken block by block; gradients, and a choice among all, need it whole."""
     from smelt.runtime.backends.device import torch_device
     from smelt.runtime.models.streamed import open_streamed
 
-    if settings.importance != "magnitude" or torch_device(ctx.device) != "cpu":
+    alone = settings.importance == "magnitude" and settings.scope == "layer"
+    if not alone or torch_device(ctx.device) != "cpu":
         return None
     return open_streamed(src.path, ctx.out, settings.dtype)
+
+
+def _counts(
+    model: Any,
+    attentions: list[AttentionGroup],
+    blocks: list[FeedForwardGroup],
+    scores: Scores | None,
+    settings: PruneSettings,
+) -> dict[str, int]:
+    """Return by the name of a group how many of its units stay."""
+    if settings.scope == "global" and scores is not None:
+        from smelt.compress.prune.across import kept_across
+
+        among = scores.across_layers()
+        heads = kept_across(among.heads, settings.keep_heads or settings.keep, 1)
+        return heads | kept_across(among.neurons, settings.keep_ffn or settings.keep, settings.round_to)
+    heads = {g.name: heads_kept(g.count(model), settings) for g in attentions}
+    return heads | {b.name: neurons_kept(b.count(model), settings) for b in blocks}
 
 
 def _rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context) -> CalibrationRows | None:
@@ -243,48 +274,3 @@ def _rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Contex
         )
         return None
     return calibration_rows(model, src, settings.rows, ctx, "prune", padded=True)
-
-
-def _score(
-    model: Any,
-    src: Artifact,
-    settings: PruneSettings,
-    ctx: Context,
-    attentions: list[AttentionGroup],
-    blocks: list[FeedForwardGroup],
-) -> Scores:
-    from smelt.compress.prune.importance import taylor_scores
-    from smelt.compress.train.data import collate, encode_split, group_by_length
-    from smelt.compress.train.loop import label_objective
-    from smelt.runtime.backends.device import torch_device
-    from smelt.runtime.models.checkpoint import load_tokenizer
-
-    split = ctx.data.get("calibration") or ctx.data.get("train")
-    if split is None:
-        raise InputError(
-            "prune: importance: taylor needs rows with labels. Name them with data: {train: FILE}."
-        )
-    if found := scores_lacking(ctx.task, {"rows": split}, ("rows",)):
-        raise InputError(f"prune: importance: taylor: {found[0][1]} Or take magnitude.")
-    draw = random.Random(ctx.seed)
-    if ctx.task != "language-modeling":  # whose rows are windows of one text
-        drawn = sorted(draw.sample(range(len(split)), min(settings.rows, len(split))))
-        split = Split(split.origin, tuple(split.examples[i] for i in drawn))
-    rows = encode_split(split, model.config, load_tokenizer(src.path), ctx, what="prune: calibration")
-    if len(rows) > settings.rows and ctx.task == "language-modeling":
-        rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.rows))]
-    groups = group_by_length(rows, settings.batch_size, None, None)
-    device, done = torch_device(ctx.device), 0
-
-    def batches() -> Any:
-        nonlocal done
-        for group in groups:
-            batch = collate([rows[i] for i in group], model.config)
-            yield {name: value.to(device) for name, value in batch.items()}
-            done += len(group)
-            ctx.progress(done, len(rows), "importance")
-
-    try:
-        return taylor_scores(model.to(device), attentions, blocks, batches(), label_objective())
-    finally:
-        model.to("cpu")

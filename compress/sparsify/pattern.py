@@ -59,6 +59,6 @@ def read_pattern(text: str) -> tuple[int, int]:
 
 
 def _least(scores: Tensor, count: int) -> Tensor:
-    """Return where the `count` least of the last axis are, bool; of equal ones those that stand first."""
-    order = scores.argsort(dim=-1, stable=True)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :count], True)
+    """Return where the `count` least of the last axis are, bool; of equal ones any."""
+    least = scores.topk(count, dim=-1, largest=False, sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, least, True)

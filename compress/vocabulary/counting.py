@@ -77,10 +77,9 @@ def change(
         changed += there != list(now)
         wrong += all(at is not None for at in there) and there != list(now)
     tokens, tokens_after = (sum(map(len, rows)) for rows in (before, after))
-    strange = [
+    strange, strange_after = (
         0 if at is None else sum(list(row).count(at) for row in rows)
         for rows, at in ((before, unknown), (after, None if unknown is None else new.get(unknown)))
-    ]
-    return Change(
-        len(before), changed, tokens, tokens_after, kept / max(1, tokens), strange[0], strange[1], wrong
     )
+    share = kept / max(1, tokens)
+    return Change(len(before), changed, tokens, tokens_after, share, strange, strange_after, wrong)

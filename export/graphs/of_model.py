@@ -33,6 +33,7 @@ from smelt.export.graphs.one_trace import one_trace
 from smelt.export.graphs.operator_table import table_read_once
 from smelt.export.graphs.promotion import known_types
 from smelt.export.graphs.seq2seq import seq2seq_graphs
+from smelt.export.graphs.unread import nothing_unread
 from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
@@ -111,9 +112,10 @@ def _prepare(graph: Graph) -> None:
     """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
     graph.module.eval()
     pack_projections(graph.module.attentions)
-    for module in graph.module.modules():
-        if is_quantized(module):
-            module.matrix.prepare_export("product" if isinstance(module, QuantizedLinear) else "lookup")
+    layers = [module for module in graph.module.modules() if is_quantized(module)]
+    # lookups first: a product leaves otherwise where its matrix is looked up in, too
+    for layer in sorted(layers, key=lambda layer: isinstance(layer, QuantizedLinear)):
+        layer.matrix.prepare_export("product" if isinstance(layer, QuantizedLinear) else "lookup")
 
 
 def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
@@ -130,6 +132,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
             table_read_once(),
             one_trace(),
             known_types(),
+            nothing_unread(),
             emit.exporting_to(target),
             torch.no_grad(),
             _silence(),

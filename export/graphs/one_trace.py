@@ -24,13 +24,14 @@ _ATEN = torch.ops.aten
 _NAMES = """
     _assert_scalar.default _assert_tensor_metadata.default abs.default add.Tensor amax.default
     arange.default arange.start cat.default clamp.default cos.default cumsum.default detach.default
-    div.Tensor embedding.default eq.Scalar expand.default floor.default full.default ge.Scalar gelu.default
-    gt.Scalar gt.Tensor index.Tensor index_select.default layer_norm.default linalg_vector_norm.default
-    linear.default lt.Scalar matmul.default maximum.default mean.dim mul.Tensor ne.Scalar neg.default
-    new_full.default new_zeros.default ones_like.default pow.Tensor_Scalar reciprocal.default relu.default
-    select.int silu.default sin.default slice.Tensor softmax.int split_with_sizes.default sqrt.default
-    stack.default sub.Tensor sum.dim_IntList sym_size.int tanh.default transpose.int type_as.default
-    unsqueeze.default view.default where.ScalarSelf where.self
+    div.Tensor embedding.default eq.Scalar expand.default floor.default full.default full_like.default
+    ge.Scalar gelu.default gt.Scalar gt.Tensor index.Tensor index_select.default layer_norm.default
+    linalg_vector_norm.default linear.default log.default lt.Scalar matmul.default maximum.default
+    mean.dim mul.Tensor ne.Scalar neg.default new_full.default new_zeros.default ones_like.default
+    permute.default pow.Tensor_Scalar reciprocal.default relu.default select.int silu.default sin.default
+    slice.Tensor softmax.int split_with_sizes.default sqrt.default stack.default sub.Tensor
+    sum.dim_IntList sym_size.int tanh.default transpose.int type_as.default unsqueeze.default view.default
+    where.ScalarSelf where.self
 """
 _KEPT = {f"aten.{name}" for name in _NAMES.split()} | {
     "onnx_symbolic._symbolic.default",
@@ -154,6 +155,15 @@ def _rsub(node: Node, sizes: Sizes) -> Call:
     return _ATEN.sub.Tensor, node.args[::-1], {}
 
 
+def _add_in_place(node: Node, sizes: Sizes) -> Call:
+    """A tensor of its own that nothing else reads: whether it is changed or a new one made is the same."""
+    changed: Any = node.args[0]
+    own = str(changed.target) in _KEPT and not any(one.alias_info for one in changed.target._schema.returns)
+    if not own or len(changed.users) > 1 or changed.meta["val"].dtype != node.meta["val"].dtype:
+        raise _UnknownError
+    return _renamed(_ATEN.add.Tensor, node, sizes)
+
+
 def _narrow(node: Node, sizes: Sizes) -> Call:
     tensor, dim, start, length = node.args
     end = _expression(start) + _expression(length)
@@ -249,6 +259,7 @@ def _added(argument: Any, graph: Graph, source: Node, made: dict[int, Node]) -> 
 
 
 _INSTEAD: dict[Any, Callable[[Node, Sizes], Call]] = {
+    _ATEN.add_.Tensor: _add_in_place,
     _ATEN.chunk.default: _chunk,
     _ATEN.contiguous.default: _same,
     _ATEN.dropout.default: _dropout,

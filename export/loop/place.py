@@ -50,7 +50,10 @@ class Constants:
         return level.names[name]
 
     def turned(self, name: str) -> str | None:
-        """Return what the transpose of a matrix is called, if there is one."""
+        """Return the name of the transpose of a matrix, which may be what it is made of, if there is one."""
+        maker = self._made.get(name)
+        if maker is not None and maker.op_type == "Transpose":
+            return str(maker.input[0])
         found = (n for n in self._made.values() if n.op_type == "Transpose" and n.input[0] == name)
         return next((node.output[0] for node in found), None)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.core.errors import ParityError
-from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from smelt.runtime.schemes.registry import operators
 
 QUANTIZED = frozenset(operators())
@@ -127,16 +127,25 @@ def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator
     _, names = makers_of(model, node.input[1:2])
     layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
-    try:
-        found = module.get_submodule(layer) if layer else None
-    except AttributeError:
-        found = None
-    if layer is None or not isinstance(found, QuantizedLinear):
+    found = _product_of(module, layer) if layer else None
+    if layer is None or found is None:
         known = f"'{node.input[1]}', which belongs to no quantized layer"
         raise ParityError(
             f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
         )
     return _Operator(node, before, layer, found, _path(model, node))
+
+
+def _product_of(module: nn.Module, name: str) -> QuantizedLinear | None:
+    """Return the layer `name`; of an embedding the layer that multiplies with its matrix."""
+    try:
+        found = module.get_submodule(name)
+    except AttributeError:
+        return None
+    if isinstance(found, QuantizedEmbedding):
+        layers = (m for m in module.modules() if isinstance(m, QuantizedLinear) and m.matrix is found.matrix)
+        return next(layers, None)
+    return found if isinstance(found, QuantizedLinear) else None
 
 
 def makers_of(model: Any, names: Iterable[str]) -> tuple[list[Any], list[str]]:

@@ -288,6 +288,8 @@ class Checker:
         where = f"line {draft.entry.line}: {draft.name}"
         if draft.entry.word == "prune" and "factorize" in words:
             self.warnings.append(f"{where}: pruning after factorize finds few whole matrices; prune first.")
+        if draft.entry.word == "factorize" and "sparsify" in words:
+            self.warnings.append(f"{where}: two thin matrices are dense; the zeros of sparsify are lost.")
         for d in above if draft.entry.word == "onnx" else ():
             if d.entry.word in ("distill", "finetune"):
                 break

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.parts import blocks, groups
-from smelt.runtime.schemes.parts.rows import RowCodes, exact_product
+from smelt.runtime.schemes.parts.rows import RowCodes, columns_of, exact_product
 from smelt.runtime.schemes.scheme import Coded, Use
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Int8Dynamic(RowCodes):
 
         if matrix.form == blocks.FORM:
             return blocks.emit_product(matrix, x, bias)
-        return emit.dynamic_quantize_matmul(x, matrix.tensor("columns"), matrix.tensor("scales"), bias)
+        return emit.dynamic_quantize_matmul(x, columns_of(matrix), matrix.tensor("scales"), bias)
 
     def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
         """Return the codes as the form wants them."""
@@ -85,7 +85,7 @@ class Int8Dynamic(RowCodes):
         return super().graph_tensors(matrix, use)
 
     def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
-        """Emit a lookup in the codes of the product, where they are in the graph."""
+        """Emit a lookup in the codes, or in the blocks of a product that has that form."""
         if matrix.form == blocks.FORM:
             return blocks.emit_lookup(matrix, ids)
         return super().emit_lookup(matrix, ids, target)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.runtime.schemes.parts.rows import RowCodes, exact_product
+from smelt.runtime.schemes.parts.rows import RowCodes, columns_of, exact_product
 from smelt.runtime.schemes.scheme import Coded, Options, Stored
 
 if TYPE_CHECKING:
@@ -87,9 +87,10 @@ class Int8Static(RowCodes):
         """Emit QuantizeLinear and MatMulIntegerToFloat, or MatMul between explicit Q/DQ pairs."""
         from smelt.runtime.layers import emit_static
 
-        make = emit_static.integer_product if target == _FUSED else emit_static.explicit_product
-        scale = matrix.tensor(INPUT_SCALE)
-        return make(x, scale, matrix.tensor("columns"), matrix.tensor("scales"), bias)
+        scale, scales = matrix.tensor(INPUT_SCALE), matrix.tensor("scales")
+        if target == _FUSED:
+            return emit_static.integer_product(x, scale, columns_of(matrix), scales, bias)
+        return emit_static.explicit_product(x, scale, matrix.tensor("columns"), scales, bias)
 
     def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
         """Emit Gather, Cast and Mul; or Gather in a table that is dequantized as weights are."""

@@ -106,7 +106,7 @@ def test_pruned_units_are_gone_and_the_rest_computes_as_with_zeros(tmp_path, fam
     source = make(tmp_path, family)
     before, _ = load_model(source.path)
     ctx = context(tmp_path, source)
-    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance=importance, rows=8, batch_size=4)
+    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance=importance, rows=8, compensate=False)
     model, edits = run(Prune, settings, source, ctx)
     assert set(ctx.facts["kept_heads"].values()) == {2}
     assert set(ctx.facts["kept_neurons"].values()) == {32}

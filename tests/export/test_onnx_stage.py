@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from smelt.compress.quantize.coding import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
+from smelt.export.graph_files import tensors_of
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.export.tune.threads import cores
 from smelt.runtime.backends.open_runner import open_folder
@@ -207,6 +208,21 @@ def test_int8_graphs_multiply_integers_and_store_the_shared_matrix_once(exported
     assert found["MatMul"] == found["Gemm"] == 0
     assert sum(sorted(t.dims) == [32, 64] for t in graph.initializer) == 1
     assert ctx.facts["parity"]["decoder_with_past_model"]["mean"] < 0.05
+
+
+def test_every_graph_holds_the_matrix_of_embedding_and_head_in_the_same_layout(exported_int8):
+    out, _ = exported_int8
+    found = {}
+    for path in out.glob("*.onnx"):
+        model = onnx.load(path)
+        found[path.stem] = [onnx.numpy_helper.to_array(t) for t in tensors_of(model.graph)]
+    assert found.keys() >= {"encoder_model", "decoder_with_past_model", "generate", "generate_beams"}
+    encoder = onnx.load(out / "encoder_model.onnx").graph.initializer
+    [table] = [t for t in encoder if t.name.endswith("embed_tokens.matrix.codes")]
+    codes = onnx.numpy_helper.to_array(table)
+    for name, arrays in found.items():
+        assert any(np.array_equal(a, codes) for a in arrays), name
+        assert not any(np.array_equal(a, codes.T) for a in arrays), name
 
 
 def test_standard_target_uses_no_vendor_operators_and_half_keeps_parity(marian, tmp_path):

@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
     "prune bert": Case("prune", "bert"),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
+    "prune bert, across layers by Fisher": Case("prune", "bert", {"scope": "global", "importance": "fisher"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
     "factorize marian, one budget": Case(
         "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}

@@ -29,12 +29,19 @@ MOST_LINES = 80
 ENDS, WIDEST = 7, 240
 LAST_OF_OUTPUT = 20
 SPENT = "processor_s"
+PYTESTS = LogCaptureHandler.__module__
 LONGEST = (
     "pipeline/whole/test_matrix.py",
     "export/parity/test_check.py",
-    "export/graphs/test_every_family.py",
     "house/test_golden.py",
+    "export/graphs/test_every_family.py",
+    "pipeline/use/test_loaded.py",
+    "compress/test_shared_layers.py",
+    "compress/train/test_loop.py",
+    "pipeline/look/test_data.py",
+    "compress/test_seq2seq_families.py",
     "pipeline/faults/test_kill.py",
+    "pipeline/whole/test_classifiers.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 BEGIN = pytest.StashKey[float]()
@@ -51,15 +58,18 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Make the folder of what is made once; silence what torch's compiler tells of each of its steps."""
+    """Make the folder of what is made once; spare torch's compiler what no test needs."""
     if once.PLACE not in os.environ:  # or this is a worker of a run that has one
         os.environ[once.PLACE] = tempfile.mkdtemp(prefix="smelt-tests-")
         config.add_cleanup(remove_what_was_made)
+    # torch's memory of what operators give pays from some layers on; models of tests have two
+    os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with the files that hold most tests
     trace = logging.getLogger("torch.__trace")
     add = trace.addHandler
-    trace.addHandler = lambda handler: None if isinstance(handler, LogCaptureHandler) else add(handler)  # type: ignore[method-assign]
+    # all of pytest's, the one that writes to os.devnull too: for any handler torch writes each step down
+    trace.addHandler = lambda handler: None if type(handler).__module__ == PYTESTS else add(handler)  # type: ignore[method-assign]
 
 
 def remove_what_was_made() -> None:

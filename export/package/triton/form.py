@@ -27,6 +27,7 @@ import argparse
 
 import numpy as np
 import tritonclient.http as http
+from tritonclient.utils import InferenceServerException
 
 parser = argparse.ArgumentParser(description="Asks the server, which has to run.")
 parser.add_argument("text", nargs="+", type=str.encode, help="a text, in UTF-8")
@@ -36,7 +37,11 @@ client = http.InferenceServerClient(asked.server)
 texts = np.array([[text] for text in asked.text], dtype=object)
 given = http.InferInput("TEXT", list(texts.shape), "BYTES")
 given.set_data_from_numpy(texts)
-for answer in client.infer("text", [given]).as_numpy("ANSWER"):
+try:
+    answers = client.infer("text", [given]).as_numpy("ANSWER")
+except (OSError, InferenceServerException) as error:
+    parser.exit(1, f"client.py: {asked.server}: {error}\\n")
+for answer in answers:
     print(answer[0].decode() if answer.dtype == object else answer.tolist())
 """
 

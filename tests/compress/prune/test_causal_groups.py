@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smelt.compress.prune.groups import columns_of, find_groups
-from smelt.compress.prune.importance import magnitude_scores
+from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError

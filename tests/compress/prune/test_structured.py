@@ -10,7 +10,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from smelt.compress.prune.cut import cut_heads, cut_neurons, say_in_config
 from smelt.compress.prune.groups import columns_of, find_groups
-from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+from smelt.compress.prune.importance.magnitude import magnitude_scores
+from smelt.compress.prune.importance.taylor import taylor_scores
 from smelt.compress.prune.structured import (
     Prune,
     PruneSettings,

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from smelt.compress.distill.logits import Distill, DistillSettings
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.compress.vocabulary.counting import token_rows
 from smelt.compress.vocabulary.kept import read_kept

@@ -14,6 +14,7 @@ from smelt.export.graphs.attention import Pack
 from smelt.export.graphs.attention_modules import pack_projections
 from smelt.export.graphs.of_model import graphs_of
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.parity.operators import _operator
 from smelt.export.tune.products import multiplied
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.generate.settings import Generation
@@ -82,9 +83,9 @@ def test_the_products_of_coded_pairs_are_those_that_can_be_measured(translator, 
     assert products(out, "decoder_with_past_model") == DECODER
     for graph in graphs_of(load_model(coded)[0].eval()):
         pack_projections(graph.module.attentions)
-        nodes = onnx.load(out / f"{graph.name}.onnx").graph.node
-        names = {n.input[1].rpartition(".matrix.")[0] for n in nodes if n.op_type in PRODUCTS}
-        found = {graph.module.get_submodule(name) for name in names}  # one module may have several names
+        model = onnx.load(out / f"{graph.name}.onnx")
+        nodes = [node for node in model.graph.node if node.op_type in PRODUCTS]
+        found = {_operator(graph.name, model, graph.module, node).layer for node in nodes}
         assert {linear for _, linear in multiplied(graph.module)} == found
 
 

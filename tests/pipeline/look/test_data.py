@@ -92,20 +92,23 @@ def test_what_init_writes_plans_for_every_family_and_layout_of_data(tmp_path, mo
             assert not texts["test"] & texts["train"]  # drawn out of it
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LABELS = [
+    (lambda at: at % 2, {}, "accuracy"),
+    (lambda at: float(at % 2), {}, "accuracy"),
+    (lambda at: f"class {at % 3}", None, "accuracy"),
+    (lambda at: at % 3 + 1, None, "accuracy"),
+    (lambda at: at / 7, None, "pearson"),
+    (lambda at: "a|b" if at % 2 else "b", None, "f1_micro"),
+    (lambda at: at / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
+]
+
+
+# a label has a type in one of the two and is text in the other; otherwise files are compressed or divided
 @pytest.mark.parametrize(
-    ("label", "config", "metric"),
-    [
-        (lambda at: at % 2, {}, "accuracy"),
-        (lambda at: float(at % 2), {}, "accuracy"),
-        (lambda at: f"class {at % 3}", None, "accuracy"),
-        (lambda at: at % 3 + 1, None, "accuracy"),
-        (lambda at: at / 7, None, "pearson"),
-        (lambda at: "a|b" if at % 2 else "b", None, "f1_micro"),
-        (lambda at: at / 7, {"problem_type": "regression", "id2label": {0: "amount"}}, "pearson"),
-    ],
+    ("kind", "labels"), matrix.cells(KINDS, LABELS, full=lambda kind: kind in (".jsonl", ".csv"))
 )
-def test_what_init_writes_plans_for_every_kind_of_label(tmp_path, models, kind, label, config, metric):
+def test_what_init_writes_plans_for_every_kind_of_label(tmp_path, models, kind, labels):
+    label, config, metric = labels
     model = models["bare"]
     if config is not None:
         model = shutil.copytree(models["bert"], tmp_path / "m")

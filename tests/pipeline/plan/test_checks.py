@@ -160,3 +160,7 @@ def test_poor_orders_are_warned_about(folder: Path) -> None:
         "line 4: distill: choosing a student's layers after factorize and prune throws part of that work away;"  # noqa: E501
         " distil to fewer layers first.",
     )
+    made = plan(folder, "[{sparsify: {method: magnitude}}, factorize]")
+    assert made.warnings == (
+        "line 4: factorize: two thin matrices are dense; the zeros of sparsify are lost.",
+    )

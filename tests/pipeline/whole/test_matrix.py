@@ -66,6 +66,7 @@ STAGES = {
     "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
     "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
+    "prune-global": ["prune: {scope: global, importance: fisher, round_to: 4, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
@@ -90,14 +91,8 @@ STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetu
 # what no other test takes a family through
 FAST = {("gpt2", "chain"), ("qwen2", "chain"), ("bart", "chain"), ("distilbert", "chain")}
 FAST |= {("t5", "chain-binary"), ("roberta", "chain-binary"), ("llama", "chain-binary")}
-FAST |= {
-    ("mbart", "chain"),
-    ("m2m_100", "chain"),
-    ("mistral", "chain"),
-    ("gemma", "chain"),
-    ("modernbert", "chain"),
-}
-FAST |= {("bart", "chain-shared"), ("t5-gated", "chain-shared"), ("mpnet", "chain-shared")}
+FAST |= {("mbart", "chain"), ("mistral", "chain")}
+FAST |= {("t5-gated", "chain-shared"), ("mpnet", "chain-shared")}
 FAST |= {
     ("bert-embedder", "chain"),
     ("modernbert-embedder", "chain-binary"),
@@ -114,8 +109,13 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
-FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
-FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
+FAST |= {
+    ("pegasus", "chain-words"),
+    ("llama", "chain-words"),
+    ("roberta", "vocabulary"),
+    ("t5", "prune-global"),
+}
+FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

@@ -23,7 +23,11 @@ from typing import Any, NoReturn, Self
 _IMPORTED_BY_A_RUN = [
     *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute.run", "smelt.plan.checks"),
     *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.stage"),
-    *("smelt.compress.prune.structured", "smelt.compress.prune.importance", "smelt.compress.train.loop"),
+    *(
+        "smelt.compress.prune.structured",
+        "smelt.compress.prune.importance.of_units",
+        "smelt.compress.train.loop",
+    ),
     *("smelt.compress.quantize.coding", "smelt.evaluate.environment", "smelt.evaluate.quality"),
     *("smelt.evaluate.report.html", "smelt.evaluate.report.markdown", "smelt.evaluate.report.table"),
     *("smelt.runtime.predict", "smelt.runtime.layers.quantized", "smelt.runtime.backends.torch_backend"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,43 @@ def test_an_engine_of_a_classifier_is_served_by_tensorrt(tmp_path: Path) -> None
     assert (said.backend, said.max_batch_size, said.instance_group[0].kind) == ("tensorrt", 24, 1)
     assert [one.name for one in said.input] == ["input_ids", "attention_mask", "token_type_ids"]
     assert (graph / "1" / "model.plan").read_bytes() == b"engine"
+
+
+STAND_IN = """
+class InferInput:
+    def __init__(self, name, shape, kind):
+        assert (name, kind) == ("TEXT", "BYTES")
+    def set_data_from_numpy(self, values):
+        self.values = values
+class InferenceServerClient:
+    def __init__(self, server):
+        self.server = server
+    def infer(self, model, inputs):
+        if self.server == "nowhere":
+            raise ConnectionRefusedError(111, "Connection refused")
+        self.values = inputs[0].values
+        return self
+    def as_numpy(self, name):
+        return self.values
+"""
+
+
+def test_the_client_sends_texts_and_says_where_no_server_is(tmp_path: Path) -> None:
+    written("translator", tmp_path / "p")
+    (tmp_path / "tritonclient").mkdir()
+    (tmp_path / "tritonclient" / "http.py").write_text(STAND_IN)
+    (tmp_path / "tritonclient" / "utils.py").write_text("class InferenceServerException(Exception): ...")
+
+    def client(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "p" / "client.py", *words], capture_output=True, encoding="utf-8",
+            check=False, env=dict(os.environ) | {"PYTHONPATH": str(tmp_path), "PYTHONUTF8": "1"},
+        )  # fmt: skip
+        return done.returncode, done.stdout or done.stderr.splitlines()[-1]
+
+    assert client("s\u00fc\u00df", "two dogs") == (0, "s\u00fc\u00df\ntwo dogs\n")
+    assert client("a", "--server", "nowhere") == (1, "client.py: nowhere: [Errno 111] Connection refused")
+    assert client() == (2, "client.py: error: the following arguments are required: text")
 
 
 def test_engines_of_models_that_generate_are_refused() -> None:

@@ -1,54 +1,16 @@
-"""How much each head and each neuron matters; compress/prune/structured.py does the cutting.
-
-Shapes: H = heads of a layer, F = neurons of its feed-forward block, D = head dimension.
-"""
+"""Taylor: the first-order change of the loss on rows when a unit goes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of, whole_weight
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Importance by group name: float64 [H] per attention, [F] per feed-forward block."""
-
-    heads: dict[str, Tensor]
-    neurons: dict[str, Tensor]
-
-
-def magnitude_scores(
-    model: nn.Module, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup]
-) -> Scores:
-    """Score every unit by the product of the norms of what goes in and what comes out of it.
-
-    A head: |rows of v| * |columns of out|; a neuron: |row of fc1| * |column of fc2| (L2, biases not
-    counted), times |row of the gate| where there is one. The product does not change when a scale moves
-    from one side to the other. A factorized layer counts as the product of its two halves, whose own norms
-    say nothing: any scale can move between them, along any direction of the rank.
-    """
-    heads = {}
-    for group in attentions:
-        value = group.value_rows(model).double()
-        out = whole_weight(model, group.parts.out).double()
-        count = group.count(model)
-        into = value.square().sum(dim=1).view(count, -1).sum(dim=1).sqrt()
-        heads[group.name] = into * out.square().sum(dim=0).view(count, -1).sum(dim=1).sqrt()
-    neurons = {}
-    for block in blocks:
-        second = whole_weight(model, block.parts.down).double()
-        neurons[block.name] = second.norm(dim=0)
-        for name in block.parts.inputs:
-            # a row for each neuron, or two where one product makes the gate too
-            rows = whole_weight(model, name).double().norm(dim=1).view(-1, second.shape[1])
-            neurons[block.name] = neurons[block.name] * rows.prod(dim=0)
-    return Scores(heads, neurons)
+from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of
+from smelt.compress.prune.importance.masks import masking
+from smelt.compress.prune.importance.scores import Scores
 
 
 def taylor_scores(
@@ -77,7 +39,7 @@ def taylor_scores(
     heads = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     neurons = {b.name: torch.zeros(b.count(model), dtype=torch.float64) for b in blocks}
     hooks = [
-        columns_of(model, g.parts.out).register_forward_pre_hook(_masking(masks[g.name], g.head_dim(model)))
+        columns_of(model, g.parts.out).register_forward_pre_hook(masking(masks[g.name], g.head_dim(model)))
         for g in attentions
     ]
     try:
@@ -96,13 +58,6 @@ def taylor_scores(
             hook.remove()
         model.zero_grad(set_to_none=True)
     return Scores(heads, neurons)
-
-
-def _masking(mask: Tensor, head_dim: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0] * mask.repeat_interleave(head_dim), *inputs[1:])
-
-    return hook
 
 
 def _neuron_terms(inputs: list[nn.Linear], second: nn.Linear) -> Tensor:

@@ -11,7 +11,8 @@ from prunable import batch_for, bert, factorized, loss_of, marian
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.groups import columns_of, find_groups, rows_of
-from smelt.compress.prune.importance import magnitude_scores, taylor_scores
+from smelt.compress.prune.importance.magnitude import magnitude_scores
+from smelt.compress.prune.importance.taylor import taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.train.loop import label_objective
 from smelt.runtime.layers.low_rank import LowRankLinear

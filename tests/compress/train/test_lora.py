@@ -117,6 +117,19 @@ def test_what_was_shared_stays_shared_and_pairs_stay_pairs(tmp_path, rows, stage
     assert set(changed(one, other).values()) == {2}
 
 
+def test_a_layer_in_two_places_has_one_adapter(tmp_path, rows):
+    made = harness.run(Share(), ShareSettings(what=["ffn"]), tiny.marian(tmp_path / "model"), tmp_path / "a")
+    model = harness.model_of(made)
+    one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
+    assert model.get_submodule(one) is model.get_submodule(other)
+    adapters = Adapters(model, LoraSettings(rank=2))
+    assert hasattr(model.get_submodule(one), "lora_A")
+    assert model.get_submodule(one) is model.get_submodule(other)
+    with adapters.stored():
+        assert not hasattr(model.get_submodule(other), "lora_A")
+        assert model.get_submodule(one) is model.get_submodule(other)
+
+
 def test_the_head_of_a_classifier_trains_too(tmp_path):
     rows = read_split(str(tiny.labelled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path)
     source = tiny.bert(tmp_path / "model")

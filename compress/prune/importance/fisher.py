@@ -34,15 +34,15 @@ def fisher_scores(
         loss_of: the mean loss of model and row.
     """
     there = next(model.parameters()).device
-    places = [(g, columns_of(model, g.parts.out), g.head_dim(model)) for g in attentions]
-    inner = [(b, columns_of(model, b.parts.down), 1) for b in blocks]
+    places: list[tuple[AttentionGroup | FeedForwardGroup, nn.Linear, int]] = []
+    places += [(g, columns_of(model, g.parts.out), g.head_dim(model)) for g in attentions]
+    places += [(b, columns_of(model, b.parts.down), 1) for b in blocks]
     masks = {
-        group.name: torch.ones(group.count(model), requires_grad=True, device=there)
-        for group, _, _ in (*places, *inner)
+        group.name: torch.ones(group.count(model), requires_grad=True, device=there) for group, _, _ in places
     }
     hooks = [
         product.register_forward_pre_hook(masking(masks[group.name], width))
-        for group, product, width in (*places, *inner)
+        for group, product, width in places
     ]
     found = {name: torch.zeros(len(mask), dtype=torch.float64) for name, mask in masks.items()}
     count = 0

@@ -109,7 +109,8 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("t5-gated", "chain-deep"), ("modernbert", "depth"), ("qwen2", "chain-deep")}
-FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary"), ("t5", "prune-global")}
+FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
+FAST |= {("t5", "prune-global")}
 FAST |= {(name, "chain-binary") for name in ("pegasus", "qwen3", "phi3", "mpnet")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}

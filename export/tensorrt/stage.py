@@ -31,10 +31,10 @@ class TensorrtStage:
     """Build a TensorRT engine for each ONNX graph.
 
     Takes what `onnx: {target: tensorrt}` wrote, or an ONNX model that a recipe starts from; its dtype and
-    quantization are the engine's, since TensorRT 11 knows no others. The file is checked first, because TensorRT builds some mistakes
-    without a word. Sizes come from the data: batch 1 to `max_batch_size`, lengths 1 to the 99th
-    percentile, fastest at the median. An engine runs on the kind of GPU that built it, unless
-    `hardware_compatibility` says otherwise; beside each engine, `NAME.plan.json` says what built it.
+    quantization are the engine's, since TensorRT 11 knows no others. The file is checked first, because
+    TensorRT builds some mistakes without a word. Sizes come from the data: batch 1 to `max_batch_size`,
+    lengths 1 to the 99th percentile, fastest at the median. An engine runs on the kind of GPU that built it,
+    unless `hardware_compatibility` says otherwise; beside each engine, `NAME.plan.json` says what built it.
 
         - tensorrt: {optimization_level: 4, max_batch_size: 16}
         - tensorrt: {profiles: [{max_batch_size: 1, length_percentile: 50}, {max_batch_size: 16}]}

@@ -54,7 +54,7 @@ bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 golden: $(DEV_READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models $(BIN)/python tests/support/golden.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/graphs $(BIN)/python tests/support/golden.py $(ARGS)
 
 clean:
 	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

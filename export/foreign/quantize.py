@@ -14,7 +14,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.foreign.carry import carry
+from smelt.export.foreign.carry import carry, copy_graphs
 from smelt.runtime.foreign.take import NAME
 
 # Conv would become ConvInteger, which computes in one thread and, of int8 weights, not at all on the CPU.
@@ -102,6 +102,13 @@ class QuantizeGraph:
         require_one_graph(src, self.name)
         carry(src, ctx)
         _require_nodes(src.path / NAME, settings)
+        whole = read_graph(src.path / NAME, values=False)
+        if not any(
+            said.domain in ("", "ai.onnx") for said in whole.opset_import
+        ):  # trees, linear classifiers
+            copy_graphs(src, ctx)
+            _tell(whole, settings, ctx)
+            return
         feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.scheme == "int8-static" else 4)
         with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
             made = Path(folder, NAME)

@@ -22,7 +22,7 @@ def list_stages() -> str:
     lines = []
     for name, stage in stages().items():
         formats = f"{'/'.join(sorted(stage.accepts))} -> {stage.produces}"
-        head = f"{name:10} {formats:17} "
+        head = f"{name:14} {formats:17} "
         lines += textwrap.wrap(head + _first_line(stage), _WIDTH, subsequent_indent=" " * len(head))
     return "\n".join([*lines, "", "smelt stages NAME explains a stage and its settings."])
 

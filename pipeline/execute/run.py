@@ -191,7 +191,11 @@ class _Run:
         self.shop = replace(self.shop, validation=self.scorer)
         self.warn(settled.doubts)
         self.warn(decoding_warnings(recipe, folder))
-        if isinstance(model, str):
+        if self.plan.foreign is not None:
+            artifact, cached = begin_with_graph(
+                self.shop, self.plan.foreign, self.data, self._is_fresh(ROOT), head
+            )
+        elif isinstance(model, str):
             artifact, cached = self.shop.import_root(folder, head, self._is_fresh(ROOT))
         else:
             artifact, cached = start(self.shop, recipe, head, self._is_fresh(ROOT))

@@ -7,12 +7,14 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from smelt.core.data import TENSORS, Task
+from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.core.rows.arrays import SUFFIX
-from smelt.look.foreign import ForeignModel, examined, find_graph
+from smelt.look.foreign import ForeignModel, examined, find_graph, texts_beside
+from smelt.look.model_folder import read_config
+from smelt.recipe.problem import has_classifier
 
-_PLACEHOLDERS = {"calibration": Path("data/calibration.npz"), "test": Path("data/test.npz")}
+ROWS = ".jsonl"
 _WIDTH = 78
 
 
@@ -21,7 +23,7 @@ def graph_recipe(model: str, data: Sequence[Path], task: Task | None, path: Path
 
     Args:
         model: the file, or a folder with it.
-        data: `.npz` files of rows; none: names to be filled in.
+        data: files of rows, `.npz` of arrays; none: names to be filled in.
         task: what the user says that it is for.
         path: the recipe's file, as a command names it.
         base: the folder that paths in the recipe are relative to.
@@ -29,26 +31,46 @@ def graph_recipe(model: str, data: Sequence[Path], task: Task | None, path: Path
     Raises:
         InputError: it is no graph that can be run, or the data are no arrays.
     """
-    if task not in (None, TENSORS):
-        raise InputError(f"--task {task}: an ONNX file is for {TENSORS} in this version.")
     file = find_graph(Path(model).expanduser())
     found = examined(file)
     if found.signature is None:
         raise InputError("\n".join(f"{file}: {problem}." for problem in found.problems))
-    seen = ForeignModel(file, found.signature, found.files, facts=dict(found.facts or {}))
-    splits = _splits(data)
-    lines = [*_head(seen, path, bool(splits)), f"model: {_relative(file, base)}", f"task: {TENSORS}"]
-    lines += ["# Arrays by the names of the inputs, a row per place of axis 0:", *_savez(seen)]
+    seen = ForeignModel(file, found.signature, found.files, texts_beside(file, None), dict(found.facts or {}))
+    chosen = _task(seen, task)
+    splits = _splits(data, SUFFIX if chosen == TENSORS else ROWS)
+    end = SUFFIX if chosen == TENSORS else ROWS
+    lines = [*_head(seen, path, bool(splits)), f"model: {_relative(file, base)}", f"task: {chosen}"]
+    lines += _of_rows(seen, chosen)
     lines += ["data:    # a stage never gets to see test"]
-    for name, place in (splits or _PLACEHOLDERS).items():
-        lines.append(f"  {name}: {_relative(place, base) if splits else place.as_posix()}")
-    lines += _stages("calibration" in (splits or _PLACEHOLDERS))
-    lines += [
-        "# Quality is agreement with the untouched graph. A limit that must be kept, or the",
-        "# run exits with 3:",
-        "# gates: {agreement: {min: 99}, speedup: {min: 1.2, at: int8}}",
-    ]
+    for name in splits or ("calibration", "test"):
+        lines.append(f"  {name}: {_relative(splits[name], base) if splits else f'data/{name}{end}'}")
+    calibrated = not splits or bool({"calibration", "validation", "train"} & set(splits))
+    lines += _stages(calibrated, seen.signature.batch)
+    if chosen == TENSORS:
+        lines += [
+            "# Quality is agreement with the untouched graph. A limit that must be kept, or the",
+            "# run exits with 3:",
+            "# gates: {agreement: {min: 99, at: int8}}",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _task(seen: ForeignModel, wanted: Task | None) -> Task:
+    """Return what the user says, else what inputs and outputs of a graph with a tokenizer beside it say."""
+    if wanted is not None:
+        return wanted
+    inputs, outputs = ({value.name for value in of} for of in (seen.signature.inputs, seen.signature.outputs))
+    if seen.texts is None or "input_ids" not in inputs:
+        return TENSORS
+    if "logits" in outputs and has_classifier(read_config(seen.texts)[0]):
+        return "text-classification"
+    return SIMILARITY if "sentence_embedding" in outputs else TENSORS
+
+
+def _of_rows(seen: ForeignModel, task: Task) -> list[str]:
+    if task != TENSORS:
+        return ['# A row of the data: {"text": "...", "label": "..."}, and "text_b" for pairs']
+    return ["# Arrays by the names of the inputs, a row per place of axis 0:", *_savez(seen)]
 
 
 def _head(seen: ForeignModel, path: Path, data: bool) -> Iterator[str]:
@@ -78,16 +100,25 @@ def _savez(seen: ForeignModel) -> list[str]:
     return _comment(f'numpy.savez("test.npz", {names})')
 
 
-def _stages(calibrated: bool) -> list[str]:
-    return ["stages: []", "score:", "  latency: {batch_sizes: [1, 8]}"]
+def _stages(calibrated: bool, batch: int | None) -> list[str]:
+    scheme = "int8-static" if calibrated else "int8-dynamic"
+    sizes = "[1, 8]" if batch is None else f"[{batch}]"
+    return [
+        "stages:",
+        "  - simplify: {}    # kept where it computes the same",
+        f"  - quantize-graph: {{scheme: {scheme}}}",
+        "    name: int8",
+        "score:",
+        f"  latency: {{batch_sizes: {sizes}}}",
+    ]
 
 
-def _splits(data: Sequence[Path]) -> Mapping[str, Path]:
+def _splits(data: Sequence[Path], end: str) -> Mapping[str, Path]:
     """Return which file is which split, by its name."""
     found: dict[str, Path] = {}
     for path in data:
-        if not path.is_file() or path.suffix != SUFFIX:
-            raise InputError(f"{path}: expected an {SUFFIX} file of the graph's inputs (--data).")
+        if not path.is_file() or (end == SUFFIX and path.suffix != SUFFIX):
+            raise InputError(f"{path}: expected a file, {end} of the graph's inputs (--data).")
         name = next(
             (word for word in ("calibration", "validation", "train") if word[:5] in path.name), "test"
         )

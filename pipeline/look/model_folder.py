@@ -83,8 +83,6 @@ def check_model_folder(
     Returns:
         What makes it unusable, and what the user should be warned of.
     """
-    if folder.suffix == ".onnx":
-        return [f"{folder}: starting from an ONNX file is not yet supported by this version."], []
     if not folder.is_dir():
         beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         near = nearest(folder.name, beside)

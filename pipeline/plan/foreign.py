@@ -6,14 +6,24 @@ The graph is opened in a process of its own, with limits of memory and time (`sm
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from smelt.core.data import TENSORS
+from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
+from smelt.families.registry import FAMILIES
 from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
+from smelt.look.model_folder import check_tokenizer, read_config
 from smelt.recipe.errors import Mistakes, touches
+from smelt.recipe.problem import has_classifier
 from smelt.recipe.recipe import Recipe
 
+if TYPE_CHECKING:
+    from smelt.runtime.foreign.signature import Signature
+
+# What a graph of each task gives.
+_GIVES: dict[Task, str] = {"text-classification": "logits", SIMILARITY: "sentence_embedding"}
 _OF_TEXTS = ("prefix", "source_language", "target_language")
 
 
@@ -48,8 +58,8 @@ def check_foreign(
     if recipe.task == TENSORS:
         _check_arrays(recipe, model, mistakes, bad, warnings)
         return model
-    mistakes.add(("task",), f"an ONNX model is for task: {TENSORS} in this version.")
-    return None
+    folder = _check_texts(recipe, model, mistakes)
+    return None if folder is None else replace(model, texts=folder)
 
 
 def fit_batches(recipe: Recipe, model: ForeignModel | None, mistakes: Mistakes) -> Recipe:
@@ -109,6 +119,61 @@ def _check_arrays(
             warnings.append(
                 f"{origin}: not read, since they are no inputs of the graph: {', '.join(unread)}."
             )
+
+
+def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Path | None:
+    """Check that the graph is for the task; return the folder with config and tokenizer."""
+    if recipe.task not in _GIVES:
+        mistakes.add(
+            ("task",),
+            f"an ONNX model is for {', '.join((*_GIVES, TENSORS))}. For {recipe.task} start from the folder"
+            " with weights that it was exported from: smelt exports graphs that generate itself.",
+        )
+        return None
+    for problem in _unfit(model.signature, recipe.task):
+        mistakes.add(("model",), f"{model.file}: {problem}")
+    folder = texts_folder(recipe, model.file)
+    place: tuple[str, ...] = ("model",) if recipe.tokenizer is None else ("tokenizer",)
+    if folder is None:
+        mistakes.add(
+            place,
+            f"{model.file}: there is no config.json beside it. Name the folder with config.json and the"
+            " tokenizer that it was exported from, as tokenizer: FOLDER.",
+        )
+        return None
+    config, problems = read_config(folder)
+    kind = str(config.get("model_type", ""))
+    problems += check_tokenizer(folder, kind) if kind in FAMILIES else _no_tokenizer(folder)
+    if config and recipe.task == "text-classification" and not has_classifier(config):
+        problems.append(
+            f"{folder / 'config.json'}: 'architectures' names no ...ForSequenceClassification, so nobody can"
+            " tell the classes. Take the config of the model that was exported."
+        )
+    for problem in problems:
+        mistakes.add(place, problem)
+    return None if problems else folder
+
+
+def _unfit(signature: Signature, task: Task) -> Iterator[str]:
+    """Yield what keeps a graph from being one that reads texts for `task`."""
+    inputs, outputs = ([v.name for v in values] for values in (signature.inputs, signature.outputs))
+    lacking = {"input_ids", "attention_mask"} - set(inputs)
+    strange = set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}
+    if lacking or strange:
+        yield (
+            f"its inputs are {', '.join(inputs)}; a graph for {task} takes input_ids, attention_mask and"
+            f" maybe token_type_ids. Export it with these names, or give task: {TENSORS}."
+        )
+    if _GIVES[task] not in outputs:
+        yield (
+            f"its outputs are {', '.join(outputs)}; a graph for {task} gives {_GIVES[task]}. Export it with"
+            f" this name, or give task: {TENSORS}."
+        )
+
+
+def _no_tokenizer(folder: Path) -> list[str]:
+    there = (folder / "tokenizer.json").is_file()
+    return [] if there else [f"{folder}: no tokenizer; expected tokenizer.json."]
 
 
 def described(model: ForeignModel) -> Iterator[str]:

@@ -84,6 +84,7 @@ class OnnxBackend:
         self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
         self._sessions: dict[str, Any] | None = {}
         self._inputs: dict[str, set[str]] = {}
+        self._narrow: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()  # around the opening of graphs
         # the fused attention of this target takes several tokens on top of a past only for one row
         self._by_row = (target or "ort-cpu") == "ort-cpu"
@@ -108,6 +109,8 @@ class OnnxBackend:
         for name, session in made.items():
             both = (*session.get_inputs(), *session.get_overridable_initializers())
             self._inputs[name] = {i.name for i in both}
+            # some exporters make ids of 32 bits; ours are of 64
+            self._narrow[name] = frozenset(i.name for i in both if i.type == "tensor(int32)")
         if self._sessions is not None:
             self._sessions = {**self._sessions, **made}
 
@@ -136,7 +139,12 @@ class OnnxBackend:
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
         session = self._session(graph)
-        known = {name: values for name, values in feeds.items() if name in self._inputs[graph]}
+        narrow = self._narrow.get(graph, frozenset())
+        known = {
+            name: values.astype(np.int32) if name in narrow else values
+            for name, values in feeds.items()
+            if name in self._inputs[graph]
+        }
         names = [output.name for output in session.get_outputs()]
         return dict(zip(names, session.run(names, known), strict=True))
 

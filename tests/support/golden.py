@@ -58,6 +58,7 @@ STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows"
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
 LISTED: dict[str, Any] = {"per_token": 3, "frequent": 5}
+GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
 CASES: dict[str, Case] = {
     "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
     "finetune bert": Case("finetune", "bert", TRAINING | {"schedule": "cosine", "ema": 0.8}),
@@ -106,6 +107,10 @@ CASES: dict[str, Case] = {
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
     "onnx qwen2, for TensorRT": Case("onnx", "qwen2", {"target": "tensorrt"}),
+    "simplify graph": Case("simplify", GRAPH),
+    "quantize-graph graph": Case("quantize-graph", GRAPH),
+    "quantize-graph graph, static": Case("quantize-graph", GRAPH, {"scheme": "int8-static"}),
+    "fp16 graph": Case("fp16", GRAPH),
 }
 
 
@@ -126,6 +131,8 @@ def fingerprint(case: Case) -> dict[str, Any]:
     """Run the case; return what is exact of its result and what is not."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
+        if case.family == GRAPH:
+            return _of_graphs(_run_on_graph(case, folder))
         make, task = MAKERS[case.family]
         model = make(folder / "model")
         _settle(model, 1)
@@ -193,6 +200,19 @@ def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: P
     stage = load_stage(word)
     stage()(tiny.artifact(source, task), stage.settings_type(**settings), ctx)
     return out
+
+
+def _run_on_graph(case: Case, folder: Path) -> Path:
+    """Run a stage on a graph of somebody else; return its folder."""
+    import foreign_graphs
+    import harness
+
+    from smelt.recipe.stage_table import load_stage
+
+    stage = load_stage(case.stage)
+    source = foreign_graphs.artifact(folder / "source", foreign_graphs.two_layers())
+    rows = {"calibration": foreign_graphs.split()}
+    return harness.run(stage(), stage.settings_type(**case.settings), source, folder / "out", data=rows).out
 
 
 def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:

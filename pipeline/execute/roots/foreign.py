@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import Artifact, Manifest
+from smelt.core.artifact import MANIFEST, Artifact, Manifest
 from smelt.core.data import Split
-from smelt.core.files import hash_of, sha256_of
+from smelt.core.files import hash_of, read_json, sha256_of, write_json
+from smelt.core.labels import SINGLE
 
 if TYPE_CHECKING:
+    from smelt.execute.head import Head
     from smelt.execute.steps import Workshop
     from smelt.look.foreign import ForeignModel
+    from smelt.runtime.foreign.signature import Signature
 
 # Raised whenever the same files would be taken in another way.
 _VERSION = 1
 
 
 def begin_with_graph(
-    shop: Workshop, model: ForeignModel, data: Mapping[str, Split], fresh: bool
+    shop: Workshop, model: ForeignModel, data: Mapping[str, Split], fresh: bool, head: Head | None = None
 ) -> tuple[Artifact, bool]:
     """Bring the graph of `model` into the store; return it and whether it was there already.
+
+    head: of a graph that reads texts, what the task adds to it.
 
     Raises:
         InputError: it cannot be run on the first rows, or its files changed since they were looked at.
@@ -33,12 +38,17 @@ def begin_with_graph(
         "graph": [sha256_of(path) for path in files],
         "task": shop.task,
     }
+    if head is not None:
+        labels = head.labels and head.labels[0]
+        said |= {"texts": _hashes(model), "problem_type": labels, "seed": shop.seed, **head.key}
     key = hash_of(said)
 
     def make(space: Path) -> Artifact:
         out = space / "out"
         out.mkdir()
+        facts: dict[str, Any] = {"foreign": True, "target": "ort-cpu", **model.facts}
         _take(model, data["test"], out)
+        notes = [] if head is None else _take_texts(model, head, data, out, facts)
         manifest = Manifest(
             key=key,
             format="onnx",
@@ -48,7 +58,8 @@ def begin_with_graph(
             seed=shop.seed,
             parent=None,
             versions=dict(shop.versions),
-            facts={"foreign": True, "target": "ort-cpu", **model.facts},
+            facts=facts,
+            warnings=notes,
         )
         return shop.store.commit(out, manifest, replace=fresh)
 
@@ -62,7 +73,55 @@ def _take(model: ForeignModel, rows: Split, out: Path) -> None:
     from smelt.runtime.foreign.trial import try_graph
 
     graph = take_graph(model.file, out, outside=bool(model.files))
-    write_signature(out, model.signature)
-    assert rows.arrays is not None
     size = model.signature.batch or 1
+    if rows.arrays is None:
+        try_graph(graph, _of_ones(model.signature, size), str(model.file))
+        return
+    write_signature(out, model.signature)
     try_graph(graph, model.signature.feeds(rows.arrays, 0, size), str(model.file))
+
+
+def _of_ones(signature: Signature, rows: int) -> dict[str, Any]:
+    """Return ids that every vocabulary has; what is wrong with a graph rarely depends on them."""
+    import numpy as np
+
+    found = {}
+    for value in signature.inputs:
+        rest = [size if isinstance(size, int) else 8 for size in (value.shape or (rows, 8))[1:]]
+        found[value.name] = np.ones([rows, *rest], value.dtype)
+    return found
+
+
+def _hashes(model: ForeignModel) -> dict[str, str]:
+    """Return what decides how texts are read."""
+    assert model.texts is not None
+    read = (".json", ".txt", ".model", ".spm")
+    files = (path for path in sorted(model.texts.iterdir()) if path.suffix in read and path.name != MANIFEST)
+    return {path.name: sha256_of(path) for path in files}
+
+
+def _take_texts(
+    model: ForeignModel, head: Head, data: Mapping[str, Split], out: Path, facts: dict[str, Any]
+) -> list[str]:
+    """Copy config and tokenizer into `out`, made so that all after it reads texts as the task wants."""
+    import shutil
+
+    from smelt.export.tokenizer.tokenizer_export import export_tokenizer
+    from smelt.runtime.models.checkpoint import copy_tokenizer, load_tokenizer
+    from smelt.runtime.models.import_model import make_embedder
+    from smelt.runtime.text.write_rules import write_text_rules
+
+    assert model.texts is not None
+    shutil.copyfile(model.texts / "config.json", out / "config.json")
+    copy_tokenizer(model.texts, out)
+    problem = head.labels[0] if head.labels else None
+    config = read_json(out / "config.json")
+    if problem not in (None, SINGLE) and config.get("problem_type") is None:
+        write_json(out / "config.json", config | {"problem_type": problem})
+    if head.sentences is not None:
+        make_embedder(out, head.sentences)
+    write_text_rules(out, head.rules)
+    found = export_tokenizer(load_tokenizer(model.texts), model.texts, out, data)
+    facts["tokenizer"] = found.reader
+    slow = f"texts are read by transformers, which takes seconds to import: {found.reason}"
+    return [slow] if found.reason else []

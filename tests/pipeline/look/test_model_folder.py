@@ -59,10 +59,6 @@ def test_missing_folder_names_the_nearest(marian: Path) -> None:
     assert "not a folder" in problem(marian / "vocab.json")
 
 
-def test_onnx_file_is_not_yet_supported(tmp_path: Path) -> None:
-    assert "starting from an ONNX file is not yet supported" in problem(tmp_path / "m.onnx")
-
-
 def test_missing_weights(marian: Path) -> None:
     (marian / "model.safetensors").unlink()
     assert problem(marian) == f"{marian}: no weights in this folder; expected model.safetensors."

@@ -92,7 +92,7 @@ def test_data_files_are_checked(folder: Path, name: str, content: bytes | None, 
             "no such folder; expected a model's folder with config.json, or a hub id. Did you mean 'model'?",
         ),
         ("''", "expected a model's folder or a hub id, read an empty name."),
-        ("m.onnx", "starting from an ONNX file is not yet supported by this version."),
+        ("m.onnx", "m.onnx: no such file; expected an ONNX model."),
     ],
 )
 def test_models_are_checked(folder: Path, model: str, message: str) -> None:

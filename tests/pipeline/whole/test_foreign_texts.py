@@ -1,0 +1,115 @@
+"""Graphs that read texts, exported by others: the same classes and scores as the model behind them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import once
+import onnx
+import pytest
+import tiny
+
+import smelt
+
+TEXTS = [*tiny.SENTENCES, "a"]
+RECIPE = """
+model: MODEL
+task: text-classification
+data: {test: test.jsonl, calibration: test.jsonl}
+stages: STAGES
+score: {latency: false}
+"""
+
+
+def make(folder: Path) -> None:
+    """Write a tiny BERT classifier, and the graph that torch.onnx.export makes of it, ids of 32 bits."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    tiny.bert(folder / "hub")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "hub").eval()
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    torch.onnx.export(
+        model, (), kwargs={name: torch.ones((2, 7), dtype=torch.int32) for name in names}, dynamo=True,
+        f=str(folder / "exported.onnx"), input_names=names, output_names=["logits"], verbose=False,
+        dynamic_shapes=dict.fromkeys(names, sizes), external_data=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model, a graph exported from it, and rows."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(once.made_once("foreign-bert", make), tmp_path, dirs_exist_ok=True)
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def write(here: Path, model: str, stages: str = "[]") -> Path:
+    (here / "r.yaml").write_text(RECIPE.replace("MODEL", model).replace("STAGES", stages))
+    return here / "r.yaml"
+
+
+def torch_logits(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found = [model(**tokenizer(text, return_tensors="pt", truncation=True)).logits[0] for text in TEXTS]
+    return torch.stack(found).softmax(-1).numpy()
+
+
+def test_a_classifier_of_torch_is_scored_quantized_and_answers_as_the_model(here: Path) -> None:
+    stages = "[simplify, quantize, {fp16: {}, from: simplify}]"
+    recipe = write(here, "exported.onnx\ntokenizer: hub", stages)
+    harness.smelt("run", recipe, code=0)
+    steps = json.loads((here / "runs/r/report.json").read_text())["steps"]
+    assert [s["name"] for s in steps] == ["model", "simplify", "quantize", "fp16"]
+    assert all(s["quality"]["accuracy"]["n"] == len(TEXTS) for s in steps)
+    assert steps[0]["quality"] == steps[1]["quality"]
+    with smelt.load("runs/r/artifacts/model") as model:
+        found = [list(p.probabilities.values()) for p in model.predict(TEXTS)]
+    np.testing.assert_allclose(found, torch_logits(here / "hub"), atol=1e-4)
+    nodes = onnx.load("runs/r/artifacts/quantize/model.onnx").graph.node
+    assert any("Integer" in n.op_type or "Quant" in n.op_type for n in nodes)
+
+
+def test_a_folder_in_the_layout_of_optimum_needs_no_more_words(here: Path) -> None:
+    """config.json and the tokenizer lie beside model.onnx."""
+    shutil.copytree(here / "hub", here / "optimum")
+    (here / "optimum/model.safetensors").unlink()
+    shutil.copyfile(here / "exported.onnx", here / "optimum/model.onnx")
+    harness.smelt("run", write(here, "optimum"), code=0)
+    assert (here / "runs/r/artifacts/model/tokenizing.json").is_file()
+    harness.smelt("package", "runs/r/artifacts/model", "--out", "shipped", code=0)
+    assert (here / "shipped/infer.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("exported.onnx", "there is no config.json beside it"),
+        ("exported.onnx\ntokenizer: nowhere", "no config.json in this folder"),
+    ],
+)
+def test_what_is_missing_is_said(here: Path, model: str, said: str) -> None:
+    assert said in " ".join(harness.smelt("plan", write(here, model), code=2).output.split())
+
+
+def test_graphs_of_another_kind_are_refused_with_the_way_out(here: Path) -> None:
+    (here / "seq").mkdir()
+    for name in ("encoder_model.onnx", "decoder_model_merged.onnx"):
+        shutil.copyfile(here / "exported.onnx", here / "seq" / name)
+    told = " ".join(harness.smelt("plan", write(here, "seq"), code=2).output.split())
+    assert "Start from the model that they were made from" in told
+    recipe = write(here, "exported.onnx\ntokenizer: hub")
+    recipe.write_text(recipe.read_text().replace("text-classification", "language-modeling"))
+    told = " ".join(harness.smelt("plan", recipe, code=2).output.split())
+    assert "start from the folder with weights" in told

@@ -19,16 +19,7 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu", op
     Raises:
         InputError: ONNX Runtime cannot read the file or does not know one of its operators.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not optimized:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if lacks_vnni(Path("/proc/cpuinfo")):
-        # there int8 products may overflow 16 bits; this asks for exact ones. With VNNI they are exact
-        # anyway and this mode is slower: 21 ms instead of 10 for an int8 encoder of 288 rows
-        options.add_session_config_entry("session.x64quantprecision", "1")
+    options = session_options(threads, optimized)
     # The fused node is slower than Add and LayerNormalization: measured on an int8 encoder of 4 layers,
     # 160 rows of 256: 4.7 ms with it, 2.8 ms without; on single rows there is no difference.
     providers = (
@@ -43,6 +34,21 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu", op
     if providers[0] not in session.get_providers():  # it warns, and goes on without the provider
         raise MissingDependencyError(f"{path}: {NO_ORT_CUDA}")
     return session
+
+
+def session_options(threads: int | None = None, optimized: bool = True) -> Any:
+    """Return ONNX Runtime's options with which int8 products are exact on this processor, and warnings few."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if lacks_vnni(Path("/proc/cpuinfo")):
+        # there int8 products may overflow 16 bits; this asks for exact ones. With VNNI they are exact
+        # anyway and this mode is slower: 21 ms instead of 10 for an int8 encoder of 288 rows
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    return options
 
 
 def lacks_vnni(cpuinfo: Path) -> bool:

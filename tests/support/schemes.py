@@ -53,6 +53,8 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
     """Return what ONNX Runtime's MatMulNBits computes for the very tensors of the layer."""
     import onnxruntime
 
+    from smelt.runtime.backends.onnx_session import session_options
+
     constants = {"b": layer.matrix.codes.numpy(), "s": layer.matrix.scales.float().numpy()}
     names = ["x", "b", "s", "", "", "bias" if layer.bias is not None else ""]
     if layer.matrix.has("zeros"):
@@ -71,7 +73,9 @@ def matmul_nbits(layer: QuantizedLinear, x: torch.Tensor, bits: int = 4) -> NDAr
     )  # fmt: skip
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
     result: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
     return result
 

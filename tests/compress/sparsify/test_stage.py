@@ -6,7 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -90,7 +91,8 @@ def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings"), [(Factorize(), FactorizeSettings(rank=6)), (Quantize(), QuantizeSettings())]
+    ("stage", "settings"),
+    [(Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)), (Quantize(), QuantizeSettings())],
 )
 def test_other_matrices_have_no_masks(stage, settings, sparse, tmp_path):
     ctx = every_family.run(stage, settings, sparse.out, "bert", tmp_path / "out")

@@ -8,7 +8,8 @@ import pytest
 import tiny
 import torch
 
-from smelt.compress.factorize.svd import Factorize, FactorizeSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.graphs.attention import Pack
 from smelt.export.graphs.attention_modules import pack_projections
@@ -29,7 +30,7 @@ PRODUCTS = ("MatMul", "Gemm", "DynamicQuantizeMatMul")
 
 
 def pairs_of(folder, family, out, **settings):
-    wanted = FactorizeSettings(rank=RANK, aim="size", **settings)
+    wanted = FactorizeSettings(method="svd", rank=RANK, aim="size", **settings)
     return every_family.run(Factorize(), wanted, folder, family, out).out
 
 

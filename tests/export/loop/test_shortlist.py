@@ -18,6 +18,7 @@ from smelt.export.loop.builder import Builder, value
 from smelt.export.loop.place import Level, place
 from smelt.export.loop.shortlist import Head
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.backends.onnx_session import session_options
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.decoding import settle
@@ -151,7 +152,9 @@ def head(nodes, tensors):
 def _run(graph, feeds):
     imports = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
     return session.run(None, feeds)[0]
 
 

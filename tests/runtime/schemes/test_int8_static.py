@@ -109,6 +109,7 @@ def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
     from smelt.export.graphs.graph import Graph
     from smelt.export.graphs.of_model import export_graph
     from smelt.export.load_time import spell_out
+    from smelt.runtime.backends.onnx_session import session_options
 
     torch.manual_seed(1)
     module = nn.Sequential(schemes.observing(nn.Linear(256, 96), scheme))
@@ -118,6 +119,8 @@ def products(scheme: str) -> tuple[np.ndarray, np.ndarray]:
     graph = Graph("model", module.eval(), (x,), ["x"], ["y"], ({0: "rows"},))
     made = export_graph(graph, "ort-cpu", 20)
     spell_out(made)
-    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        made.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
     alone = np.concatenate([session.run(None, {"x": x[at : at + 1].numpy()})[0] for at in (2, 3, 9)])
     return alone, session.run(None, {"x": x.numpy()})[0][[2, 3, 9]]

@@ -187,5 +187,9 @@ def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_d
 def run(model, ids):
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    from smelt.runtime.backends.onnx_session import session_options
+
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
     return session.run(None, {"ids": ids.numpy()})[0]

@@ -11,6 +11,8 @@ def ort_session(nodes: Any, inputs: Any, outputs: Any, initializers: Any = ()) -
     """Open a graph of `nodes`; inputs and outputs are pairs of name and type."""
     import onnxruntime
 
+    from smelt.runtime.backends.onnx_session import session_options
+
     graph = helper.make_graph(
         nodes,
         "g",
@@ -20,4 +22,6 @@ def ort_session(nodes: Any, inputs: Any, outputs: Any, initializers: Any = ()) -
     )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )

@@ -103,9 +103,8 @@ class QuantizeGraph:
         carry(src, ctx)
         _require_nodes(src.path / NAME, settings)
         whole = read_graph(src.path / NAME, values=False)
-        if not any(
-            said.domain in ("", "ai.onnx") for said in whole.opset_import
-        ):  # trees, linear classifiers
+        products = {*_DYNAMIC, "Conv", "ConvTranspose", *settings.operators}
+        if not products & {node.op_type for node in whole.graph.node}:  # trees, linear classifiers
             copy_graphs(src, ctx)
             _tell(whole, settings, ctx)
             return

@@ -6,10 +6,10 @@ Shapes: N = outputs, K = inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Among which weights a fraction is taken: the whole matrix, or each row of it.
 Within = Literal["matrix", "row"]
@@ -60,5 +60,7 @@ def read_pattern(text: str) -> tuple[int, int]:
 
 def _least(scores: Tensor, count: int) -> Tensor:
     """Return where the `count` least of the last axis are, bool; of equal ones any."""
+    import torch
+
     least = scores.topk(count, dim=-1, largest=False, sorted=False).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, least, True)

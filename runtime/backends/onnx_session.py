@@ -37,7 +37,7 @@ def open_session(path: Path, threads: int | None = None, device: str = "cpu", op
 
 
 def session_options(threads: int | None = None, optimized: bool = True) -> Any:
-    """Return ONNX Runtime's options with which int8 products are exact on this processor, and warnings few."""
+    """Return ONNX Runtime's options with which int8 products are exact on this processor."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if not optimized:

@@ -70,7 +70,8 @@ def found_metrics(
         yield Metrics(settings)
         return
     fisher = settings.method == "fwsvd"
-    rows = calibration_rows(model, src, settings.rows, ctx, "factorize", labels=fisher)
+    # gradients are taken row by row; elsewhere padding is left out
+    rows = calibration_rows(model, src, settings.rows, ctx, "factorize", labels=fisher, padded=not fisher)
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     if fisher:
         weights = {name: layer.weight for name, layer in layers.items()}

@@ -8,18 +8,19 @@ Shapes: M = outputs, K = inputs of a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.calibration.rows import outputs
+from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.factorize.by_time import largest_rank, reading_texts
 from smelt.compress.factorize.metrics import Metrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
 from smelt.compress.factorize.svd import spectrum, thin_pair
+from smelt.compress.train.data import IGNORE, TensorBatch
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import replace_layer
@@ -131,8 +132,8 @@ def damages(
     perplexity for its choice of ranks).
     """
     assert metrics.rows is not None
-    rows = metrics.rows.some(_DAMAGE_ROWS)
-    whole = [out.clone() for out in outputs(model, rows.batches)]
+    batches = _few(metrics.rows, _DAMAGE_ROWS)
+    whole = list(_of_tokens(model, batches))
     values = sum(out.numel() for out in whole)
     damage = {}
     for at, (name, layer) in enumerate(layers.items(), start=1):
@@ -143,13 +144,28 @@ def damages(
         try:
             off = sum(
                 float((out - right).square().sum(dtype=torch.float64))
-                for out, right in zip(outputs(model, rows.batches), whole, strict=True)
+                for out, right in zip(_of_tokens(model, batches), whole, strict=True)
             )
         finally:
             replace_layer(model, [], name, layer, {})
         damage[name] = off / values / max(error**2, 1e-12)
         ctx.progress(at, len(layers), "damage of each layer")
     return damage
+
+
+def _few(rows: CalibrationRows, wanted: int) -> list[TensorBatch]:
+    """Return about `wanted` rows, the first ones of every batch (of many batches, of some)."""
+    batches = rows.batches[:: max(1, len(rows.batches) // wanted)]
+    each = -(-wanted // len(batches))
+    return [{name: value[:each] for name, value in batch.items()} for batch in batches]
+
+
+def _of_tokens(model: Any, batches: Sequence[TensorBatch]) -> Iterator[Tensor]:
+    """Yield what `model` makes of each batch, logits of padding left out, float [..., V]."""
+    for batch, out in zip(batches, outputs(model, batches), strict=True):
+        labels = batch.get("labels")
+        padded = labels is not None and out.dim() == 3 and labels.shape == out.shape[:2]
+        yield out[labels != IGNORE] if padded else out.clone()
 
 
 def shared_budget(layers: Mapping[str, Spectrum], parameters: float) -> dict[str, int]:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,12 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs
 from smelt.runtime.foreign.take import NAME
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, OF_GRAPHS, find
+
+if TYPE_CHECKING:
+    GraphScheme = str
+else:
+    GraphScheme = Literal[OF_GRAPHS]
 
 # Conv would become ConvInteger, which computes in one thread and, of int8 weights, not at all on the CPU.
 _DYNAMIC = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "Gather")
@@ -38,7 +44,7 @@ class QuantizeGraphSettings(Settings):
     nodes that stay as they are.
     """
 
-    scheme: Literal["int8-dynamic", "int8-static"] = "int8-dynamic"
+    scheme: GraphScheme = DEFAULT
     method: Literal["minmax", "entropy", "percentile"] = "minmax"
     rows: int = Field(default=128, ge=1, le=100_000)
     per_channel: bool = True
@@ -48,13 +54,18 @@ class QuantizeGraphSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.scheme == "int8-dynamic" and self.method != "minmax":
+        if not self.observes and self.method != "minmax":
             raise ValueError(
-                "method is how int8-static chooses ranges; int8-dynamic finds them while it runs"
+                f"method is how {OBSERVING} chooses ranges; {self.scheme} finds them while it runs"
             )
-        if self.scheme == "int8-dynamic" and self.target == "tensorrt":
-            raise ValueError("TensorRT has no dynamic ranges; set scheme: int8-static")
+        if self.target in find(self.scheme).refused:
+            raise ValueError(f"TensorRT has no dynamic ranges; set scheme: {OBSERVING}")
         return self
+
+    @property
+    def observes(self) -> bool:
+        """Whether ranges are found before, on rows of data."""
+        return find(self.scheme).observes
 
 
 class QuantizeGraph:
@@ -85,7 +96,7 @@ class QuantizeGraph:
     @classmethod
     def needs_with(cls, settings: QuantizeGraphSettings, given: Any) -> frozenset[Need]:
         """Return calibration where ranges are found before, and no split may stand in for it."""
-        if settings.scheme == "int8-dynamic" or set(given) & {"validation", "train"}:
+        if not settings.observes or set(given) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
 
@@ -108,7 +119,7 @@ class QuantizeGraph:
             copy_graphs(src, ctx)
             _tell(whole, settings, ctx)
             return
-        feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.scheme == "int8-static" else 4)
+        feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.observes else 4)
         with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
             made = Path(folder, NAME)
             try:
@@ -154,7 +165,7 @@ def _quantize(source: Path, target: Path, settings: QuantizeGraphSettings, feeds
         "weight_type": QuantType.QInt8,
         "use_external_data_format": sum(both) > LARGEST_INLINE,
     }
-    if settings.scheme == "int8-dynamic":
+    if not settings.observes:
         quantize_dynamic(
             source, target, op_types_to_quantize=list(settings.operators or _DYNAMIC),
             extra_options={"DefaultTensorType": 1}, **common,
@@ -215,7 +226,7 @@ def _tell(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> None:
     ctx.facts.update(nodes=len(model.graph.node), operators=dict(operators.most_common()))
     if _CODED & set(operators):
         return
-    more = "; int8-static quantizes Conv" if "Conv" in operators and settings.scheme == "int8-dynamic" else ""
+    more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
     ctx.warnings.append(
         f"nothing was quantized: none of its operators ({', '.join(list(operators)[:6])}) is one that"
         f" {settings.scheme} quantizes, or none has constant weights{more}."

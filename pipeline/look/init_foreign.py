@@ -13,6 +13,7 @@ from smelt.core.rows.arrays import SUFFIX
 from smelt.look.foreign import ForeignModel, examined, find_graph, texts_beside
 from smelt.look.model_folder import read_config
 from smelt.recipe.problem import has_classifier
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
 
 ROWS = ".jsonl"
 _WIDTH = 78
@@ -101,7 +102,7 @@ def _savez(seen: ForeignModel) -> list[str]:
 
 
 def _stages(calibrated: bool, batch: int | None) -> list[str]:
-    scheme = "int8-static" if calibrated else "int8-dynamic"
+    scheme = OBSERVING if calibrated else DEFAULT
     sizes = "[1, 8]" if batch is None else f"[{batch}]"
     return [
         "stages:",

@@ -32,6 +32,9 @@ _CODED = frozenset(
     }
 )
 
+# since when QuantizeLinear and DequantizeLinear have an axis
+_BY_OUTPUT = 13
+
 
 class QuantizeGraphSettings(Settings):
     """Settings of `quantize-graph`.
@@ -107,7 +110,7 @@ class QuantizeGraph:
             InputError: `leave` names a node that the graph has not.
             RunError: the quantizer fails, or ONNX Runtime cannot run its graph.
         """
-        from smelt.export.foreign.rows import difference, require_one_graph, rows_of, run_graph
+        from smelt.export.foreign.rows import note_parity, require_one_graph, rows_of, run_graph
         from smelt.export.graph_files import read_graph, write_graph
 
         require_one_graph(src, self.name)
@@ -119,6 +122,7 @@ class QuantizeGraph:
             copy_graphs(src, ctx)
             _tell(whole, settings, ctx)
             return
+        settings = _of_one_scale(whole, settings, ctx)
         feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.observes else 4)
         with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
             made = Path(folder, NAME)
@@ -135,11 +139,25 @@ class QuantizeGraph:
         _tell(model, settings, ctx)
         write_graph(model, ctx.out / NAME)
         some = feeds[:16]
-        off = difference(*(run_graph(path, some, ctx.threads) for path in (ctx.out / NAME, src.path / NAME)))
-        ctx.facts["parity"] = {"rows": sum(len(next(iter(one.values()))) for one in some), "relative": off}
+        both = (run_graph(path, some, ctx.threads) for path in (ctx.out / NAME, src.path / NAME))
+        note_parity(ctx, some, *both)
         if not real:
             ctx.warnings.append("the quantized graph was tried on made-up rows: there are none but test")
         ctx.facts.update(scheme=settings.scheme, target=settings.target)
+
+
+def _of_one_scale(
+    model: Any, settings: QuantizeGraphSettings, ctx: Context
+) -> QuantizeGraphSettings:
+    """Return `settings` as the opset of `model` allows: its DequantizeLinear may know no scales by output."""
+    opset = next((said.version for said in model.opset_import if said.domain in ("", "ai.onnx")), _BY_OUTPUT)
+    if opset >= _BY_OUTPUT or not settings.observes or not settings.per_channel:
+        return settings
+    ctx.warnings.append(
+        f"weights have one scale for a matrix, since operators of opset {opset} know no more; export the"
+        f" model with opset {_BY_OUTPUT} or newer, and each output gets a scale of its own"
+    )
+    return settings.model_copy(update={"per_channel": False})
 
 
 def _require_nodes(path: Path, settings: QuantizeGraphSettings) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.core.rows.arrays import SUFFIX
+from smelt.core.text import printable
 from smelt.look.foreign import ForeignModel, examined, find_graph, texts_beside
 from smelt.look.model_folder import read_config
 from smelt.recipe.problem import has_classifier
@@ -90,6 +91,7 @@ def _head(seen: ForeignModel, path: Path, data: bool) -> Iterator[str]:
 
 
 def _comment(text: str) -> list[str]:
+    text = printable(" ".join(text.split()))  # names of strangers may hold what YAML does not allow
     return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 

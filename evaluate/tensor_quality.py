@@ -26,9 +26,10 @@ def score_outputs(
     """Compare the outputs of n rows with those of a reference.
 
     agreement: mean cosine, times 100; of an output of one number 1 less the difference as a share of the
-    larger one, of one whole number whether it is the same. top1: the share of rows, percent, in which every largest value along
-    the last axis stands where it stands in the reference, and every whole number, truth and text is the same.
-    relative_error: mean of the largest difference of a value, in percent of the reference's largest.
+    larger one, of one whole number whether it is the same. top1: the share of rows, percent, in which every
+    largest value along the last axis stands where it stands in the reference, and every whole number, truth
+    and text is the same. relative_error: mean of the largest difference of a value, in percent of the
+    reference's largest.
     An output that is not finite where the reference is, or of another shape, agrees in nothing.
 
     Args:

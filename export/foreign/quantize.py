@@ -146,9 +146,7 @@ class QuantizeGraph:
         ctx.facts.update(scheme=settings.scheme, target=settings.target)
 
 
-def _of_one_scale(
-    model: Any, settings: QuantizeGraphSettings, ctx: Context
-) -> QuantizeGraphSettings:
+def _of_one_scale(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:
     """Return `settings` as the opset of `model` allows: its DequantizeLinear may know no scales by output."""
     opset = next((said.version for said in model.opset_import if said.domain in ("", "ai.onnx")), _BY_OUTPUT)
     if opset >= _BY_OUTPUT or not settings.observes or not settings.per_channel:

@@ -39,7 +39,7 @@ def tensors_of(model: Any) -> Iterator[Any]:
     for function in model.functions:
         waiting: list[Any] = []
         yield from _of_attributes(_attributes(function.node), waiting)
-        yield from _of_attributes(function.attribute_proto, waiting)  # what is taken where a call says nothing
+        yield from _of_attributes(function.attribute_proto, waiting)  # where a call gives none
         for graph in waiting:
             yield from tensors_in(graph)
 

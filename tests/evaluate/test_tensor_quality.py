@@ -63,7 +63,8 @@ def test_a_number_alone_agrees_by_its_size_and_not_by_its_sign() -> None:
 @pytest.mark.parametrize("size", [1e-200, 1e200])
 def test_sizes_whose_squares_no_float_holds_agree_as_others_do(size: float) -> None:
     expected = {"a": size * np.array([[3.0, 4.0], [1.0, 0.0]])}
-    assert scores({"a": size * np.array([[4.0, 3.0], [1.0, 0.0]])}, expected)["agreement"] == pytest.approx(98)
+    got = {"a": size * np.array([[4.0, 3.0], [1.0, 0.0]])}
+    assert scores(got, expected)["agreement"] == pytest.approx(98)
 
 
 def test_unknown_metrics_and_missing_rows_are_refused() -> None:

@@ -140,9 +140,7 @@ def constant_of_a_function(location: str) -> Any:
 
 
 @pytest.mark.parametrize("make", [sparse_constant, constant_of_a_function])
-def test_tensors_in_every_corner_of_a_file_are_looked_at(
-    tmp_path: Path, make: Callable[[str], Any]
-) -> None:
+def test_tensors_in_every_corner_of_a_file_are_looked_at(tmp_path: Path, make: Callable[[str], Any]) -> None:
     said = problem(graphs.save(make("../near.bin"), tmp_path / "m.onnx"))
     assert "the tensor 'v'" in said
     assert "no name of a file in the folder" in said

@@ -25,9 +25,11 @@ def score_outputs(
 ) -> dict[str, Score]:
     """Compare the outputs of n rows with those of a reference.
 
-    agreement: mean cosine, times 100. top1: the share of rows, percent, in which every largest value along
-    the last axis stands where it stands in the reference, and every whole number, truth and text is the same.
-    relative_error: mean of the largest difference of a value, in percent of the reference's largest.
+    agreement: mean cosine, times 100; of an output of one number 1 less the difference as a share of the
+    larger one, of one whole number whether it is the same. top1: the share of rows, percent, in which every
+    largest value along the last axis stands where it stands in the reference, and every whole number, truth
+    and text is the same. relative_error: mean of the largest difference of a value, in percent of the
+    reference's largest.
     An output that is not finite where the reference is, or of another shape, agrees in nothing.
 
     Args:
@@ -68,7 +70,7 @@ def score_outputs(
 
 
 def _cosine(got: Outputs, expected: Outputs) -> float:
-    """Return the lowest cosine of an output with the reference's, -1 to 1; equal ones have 1."""
+    """Return the lowest likeness of an output with the reference's, -1 to 1; equal ones have 1."""
     return min((_cosine_of(got[name], other) for name, other in expected.items()), default=1.0)
 
 
@@ -78,8 +80,19 @@ def _cosine_of(got: NDArray[Any], expected: NDArray[Any]) -> float:
     a, b = _finite(got, expected)
     if np.array_equal(a, b):
         return 1.0
-    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(np.clip(a @ b / lengths, -1, 1)) if lengths > 0 else 0.0
+    if expected.size == 1:  # a number alone points nowhere, so its cosine would be 1 whatever it is
+        return 1 - _share_off(float(a[0]), float(b[0])) if expected.dtype.kind == "f" else 0.0
+    one, other = float(np.abs(a).max()), float(np.abs(b).max())
+    if not one or not other:
+        return 0.0
+    a, b = a / one, b / other  # so that no square is more, or less, than a float64 holds
+    return float(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
+
+
+def _share_off(one: float, other: float) -> float:
+    """Return how far two different numbers are apart, as a share of the larger one, 0 to 2."""
+    largest = max(abs(one), abs(other))
+    return abs(one / largest - other / largest)
 
 
 def _error(got: Outputs, expected: Outputs) -> float:
@@ -129,7 +142,7 @@ def _same(got: NDArray[Any], expected: NDArray[Any]) -> bool:
 
 
 _HOW: dict[str, tuple[Callable[[Outputs, Outputs], float], str]] = {
-    AGREEMENT: (_cosine, "lowest cosine of a row's outputs|mean|x100"),
+    AGREEMENT: (_cosine, "lowest cosine of a row's outputs, of one number its likeness|mean|x100"),
     TOP1: (_top1, "argmax of the last axis"),
     ERROR: (_error, "largest difference/largest value|mean|x100"),
 }

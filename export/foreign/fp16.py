@@ -68,7 +68,7 @@ class Fp16:
             InputError: the graph holds graphs of its own (If, Loop, Scan).
             RunError: ONNX Runtime cannot run what was made.
         """
-        from smelt.export.foreign.rows import difference, require_one_graph, rows_of, run_graph
+        from smelt.export.foreign.rows import difference, note_parity, require_one_graph, rows_of, run_graph
         from smelt.export.graph_files import read_graph, write_graph
         from smelt.export.precision.narrow import narrow
 
@@ -85,13 +85,13 @@ class Fp16:
         ends = {value.name for value in (*model.graph.input, *model.graph.output)}
         narrow(model, NAME, "fp16", wide | large, ends)
         write_graph(model, ctx.out / NAME)
-        off = difference(*(run_graph(path, feeds, ctx.threads) for path in (ctx.out / NAME, src.path / NAME)))
-        if not np.isfinite(off):
+        got, wanted = (run_graph(path, feeds, ctx.threads) for path in (ctx.out / NAME, src.path / NAME))
+        if not np.isfinite(difference(got, wanted, exact=False)):
             raise ParityError(
-                "fp16: an output is not finite, or another whole number or text, where it was right before."
-                " Give keep: with the operators that lead there, or leave this step out."
+                "fp16: an output is not finite where it was, or has another shape than before. Give keep:"
+                " with the operators that lead there, or leave this step out."
             )
-        ctx.facts["parity"] = {"rows": sum(len(next(iter(one.values()))) for one in feeds), "relative": off}
+        note_parity(ctx, feeds, got, wanted)
         ctx.facts.update(dtype="fp16", kept_float32=len(large), nodes=len(model.graph.node))
 
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,12 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.foreign.carry import carry, copy_graphs
 from smelt.runtime.foreign.take import NAME
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, OF_GRAPHS, find
+
+if TYPE_CHECKING:
+    GraphScheme = str
+else:
+    GraphScheme = Literal[OF_GRAPHS]
 
 # Conv would become ConvInteger, which computes in one thread and, of int8 weights, not at all on the CPU.
 _DYNAMIC = ("MatMul", "Gemm", "Attention", "LSTM", "EmbedLayerNormalization", "Gather")
@@ -25,6 +31,9 @@ _CODED = frozenset(
         *("DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization"),
     }
 )
+
+# since when QuantizeLinear and DequantizeLinear have an axis
+_BY_OUTPUT = 13
 
 
 class QuantizeGraphSettings(Settings):
@@ -38,7 +47,7 @@ class QuantizeGraphSettings(Settings):
     nodes that stay as they are.
     """
 
-    scheme: Literal["int8-dynamic", "int8-static"] = "int8-dynamic"
+    scheme: GraphScheme = DEFAULT
     method: Literal["minmax", "entropy", "percentile"] = "minmax"
     rows: int = Field(default=128, ge=1, le=100_000)
     per_channel: bool = True
@@ -48,13 +57,18 @@ class QuantizeGraphSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.scheme == "int8-dynamic" and self.method != "minmax":
+        if not self.observes and self.method != "minmax":
             raise ValueError(
-                "method is how int8-static chooses ranges; int8-dynamic finds them while it runs"
+                f"method is how {OBSERVING} chooses ranges; {self.scheme} finds them while it runs"
             )
-        if self.scheme == "int8-dynamic" and self.target == "tensorrt":
-            raise ValueError("TensorRT has no dynamic ranges; set scheme: int8-static")
+        if self.target in find(self.scheme).refused:
+            raise ValueError(f"TensorRT has no dynamic ranges; set scheme: {OBSERVING}")
         return self
+
+    @property
+    def observes(self) -> bool:
+        """Whether ranges are found before, on rows of data."""
+        return find(self.scheme).observes
 
 
 class QuantizeGraph:
@@ -85,7 +99,7 @@ class QuantizeGraph:
     @classmethod
     def needs_with(cls, settings: QuantizeGraphSettings, given: Any) -> frozenset[Need]:
         """Return calibration where ranges are found before, and no split may stand in for it."""
-        if settings.scheme == "int8-dynamic" or set(given) & {"validation", "train"}:
+        if not settings.observes or set(given) & {"validation", "train"}:
             return frozenset()
         return frozenset({"calibration"})
 
@@ -96,7 +110,7 @@ class QuantizeGraph:
             InputError: `leave` names a node that the graph has not.
             RunError: the quantizer fails, or ONNX Runtime cannot run its graph.
         """
-        from smelt.export.foreign.rows import difference, require_one_graph, rows_of, run_graph
+        from smelt.export.foreign.rows import note_parity, require_one_graph, rows_of, run_graph
         from smelt.export.graph_files import read_graph, write_graph
 
         require_one_graph(src, self.name)
@@ -108,7 +122,8 @@ class QuantizeGraph:
             copy_graphs(src, ctx)
             _tell(whole, settings, ctx)
             return
-        feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.scheme == "int8-static" else 4)
+        settings = _of_one_scale(whole, settings, ctx)
+        feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.observes else 4)
         with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
             made = Path(folder, NAME)
             try:
@@ -124,11 +139,23 @@ class QuantizeGraph:
         _tell(model, settings, ctx)
         write_graph(model, ctx.out / NAME)
         some = feeds[:16]
-        off = difference(*(run_graph(path, some, ctx.threads) for path in (ctx.out / NAME, src.path / NAME)))
-        ctx.facts["parity"] = {"rows": sum(len(next(iter(one.values()))) for one in some), "relative": off}
+        both = (run_graph(path, some, ctx.threads) for path in (ctx.out / NAME, src.path / NAME))
+        note_parity(ctx, some, *both)
         if not real:
             ctx.warnings.append("the quantized graph was tried on made-up rows: there are none but test")
         ctx.facts.update(scheme=settings.scheme, target=settings.target)
+
+
+def _of_one_scale(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:
+    """Return `settings` as the opset of `model` allows: its DequantizeLinear may know no scales by output."""
+    opset = next((said.version for said in model.opset_import if said.domain in ("", "ai.onnx")), _BY_OUTPUT)
+    if opset >= _BY_OUTPUT or not settings.observes or not settings.per_channel:
+        return settings
+    ctx.warnings.append(
+        f"weights have one scale for a matrix, since operators of opset {opset} know no more; export the"
+        f" model with opset {_BY_OUTPUT} or newer, and each output gets a scale of its own"
+    )
+    return settings.model_copy(update={"per_channel": False})
 
 
 def _require_nodes(path: Path, settings: QuantizeGraphSettings) -> None:
@@ -154,7 +181,7 @@ def _quantize(source: Path, target: Path, settings: QuantizeGraphSettings, feeds
         "weight_type": QuantType.QInt8,
         "use_external_data_format": sum(both) > LARGEST_INLINE,
     }
-    if settings.scheme == "int8-dynamic":
+    if not settings.observes:
         quantize_dynamic(
             source, target, op_types_to_quantize=list(settings.operators or _DYNAMIC),
             extra_options={"DefaultTensorType": 1}, **common,
@@ -215,7 +242,7 @@ def _tell(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> None:
     ctx.facts.update(nodes=len(model.graph.node), operators=dict(operators.most_common()))
     if _CODED & set(operators):
         return
-    more = "; int8-static quantizes Conv" if "Conv" in operators and settings.scheme == "int8-dynamic" else ""
+    more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
     ctx.warnings.append(
         f"nothing was quantized: none of its operators ({', '.join(list(operators)[:6])}) is one that"
         f" {settings.scheme} quantizes, or none has constant weights{more}."

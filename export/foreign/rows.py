@@ -125,17 +125,47 @@ def fitting(feeds: Feeds, kinds: dict[str, str]) -> Feeds:
     }
 
 
-def difference(got: list[Feeds], expected: list[Feeds]) -> float:
+def difference(got: list[Feeds], expected: list[Feeds], exact: bool = True) -> float:
     """Return the largest difference of an output, as a share of its standard deviation.
 
-    Infinite where shapes differ, or a value is not finite that was; numbers alone are compared, all else has
-    to be the same.
+    Infinite where shapes differ, or a value is not finite that was. exact: so it is where a whole number, a
+    truth or a text is another one; else those are left to `changed`.
     """
     worst = 0.0
     for one, other in zip(got, expected, strict=True):
         for name, wanted in other.items():
-            worst = max(worst, _off(one[name], wanted))
+            if exact or wanted.dtype.kind == "f" or one[name].shape != wanted.shape:
+                worst = max(worst, _off(one[name], wanted))
     return worst
+
+
+def changed(got: list[Feeds], expected: list[Feeds]) -> float:
+    """Return the share of whole numbers, truths and texts that are others, where shapes are the same."""
+    off = total = 0
+    for one, other in zip(got, expected, strict=True):
+        for name, wanted in other.items():
+            if wanted.dtype.kind != "f" and one[name].shape == wanted.shape:
+                off += int(np.count_nonzero(one[name] != wanted))
+                total += wanted.size
+    return off / total if total else 0.0
+
+
+def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: list[Feeds]) -> None:
+    """Write into the facts how far rounding took the outputs, and what a person should know as a warning.
+
+    `relative` is None where an output has another shape, or is not finite where it was.
+    """
+    off, share = difference(got, expected, exact=False), changed(got, expected)
+    rows = sum(len(next(iter(one.values()))) for one in feeds)
+    ctx.facts["parity"] = {"rows": rows, "relative": off if np.isfinite(off) else None}
+    if not np.isfinite(off):
+        ctx.warnings.append(
+            f"on {rows} rows an output has another shape than before, or is not finite where it was"
+        )
+    if share:
+        ctx.warnings.append(
+            f"on {rows} rows {100 * share:.2g} % of the whole numbers or texts that it gives are others"
+        )
 
 
 def _off(got: NDArray[Any], wanted: NDArray[Any]) -> float:

@@ -10,9 +10,11 @@ from pathlib import Path
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.core.rows.arrays import SUFFIX
+from smelt.core.text import printable
 from smelt.look.foreign import ForeignModel, examined, find_graph, texts_beside
 from smelt.look.model_folder import read_config
 from smelt.recipe.problem import has_classifier
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING
 
 ROWS = ".jsonl"
 _WIDTH = 78
@@ -89,6 +91,7 @@ def _head(seen: ForeignModel, path: Path, data: bool) -> Iterator[str]:
 
 
 def _comment(text: str) -> list[str]:
+    text = printable(" ".join(text.split()))  # names of strangers may hold what YAML does not allow
     return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
@@ -101,7 +104,7 @@ def _savez(seen: ForeignModel) -> list[str]:
 
 
 def _stages(calibrated: bool, batch: int | None) -> list[str]:
-    scheme = "int8-static" if calibrated else "int8-dynamic"
+    scheme = OBSERVING if calibrated else DEFAULT
     sizes = "[1, 8]" if batch is None else f"[{batch}]"
     return [
         "stages:",

@@ -18,7 +18,7 @@ from smelt.recipe.problem import AGREEMENT
 from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES
 from smelt.runtime.schemes.scheme import TARGETS, graphs_for
 
 _RUNTIMES = {
@@ -273,7 +273,7 @@ class Checker:
                 self.mistakes.add(
                     draft.entry.path,
                     f"tensorrt reads symmetric int8, and '{parent.name}' is for {made_for}; give"
-                    f" `{parent.entry.word}: {{scheme: int8-static, target: tensorrt}}`.",
+                    f" `{parent.entry.word}: {{scheme: {OBSERVING}, target: tensorrt}}`.",
                 )
                 return
             self.mistakes.add(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import TENSORS, Split, read_split
 from smelt.core.data import Columns as _Columns
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.rows.arrays import Arrays, Shape, word_of
 from smelt.runtime.foreign.signature import Signature, read_signature
 
@@ -57,7 +57,11 @@ def require_fit(signature: Signature, arrays: Arrays, origin: str) -> None:
 
 
 def run_rows(runner: GraphRunner, arrays: Arrays, batch_size: int) -> dict[str, NDArray[Any]]:
-    """Return the outputs for all rows, those of the batches one behind the other."""
+    """Return the outputs for all rows, those of the batches one behind the other.
+
+    Raises:
+        RunError: the graph fails, or gives outputs of other sizes for other batches.
+    """
     import numpy as np
 
     from smelt.runtime.foreign.runner import batches
@@ -65,6 +69,14 @@ def run_rows(runner: GraphRunner, arrays: Arrays, batch_size: int) -> dict[str, 
     parts = [found for _, found in batches(runner, arrays, batch_size)]
     if len(parts) == 1:
         return parts[0]
+    for name, first in parts[0].items():
+        other = next((p[name] for p in parts if p[name].shape[1:] != first.shape[1:]), None)
+        if other is not None:
+            raise RunError(
+                f"{runner.folder}: the output '{name}' is {list(first.shape)} for some rows and"
+                f" {list(other.shape)} for others, which cannot be put one behind the other. Give fewer rows"
+                " in a call, or a larger batch_size."
+            )
     return {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
 
 
@@ -81,9 +93,12 @@ def arrays_of(given: Any, signature: Signature) -> Arrays:
         raise InputError(
             f"expected arrays by the names of the inputs ({names}), read {type(given).__name__}."
         )
-    values = {str(name): np.asarray(value) for name, value in given.items()}
+    try:
+        values = {str(name): np.asarray(value) for name, value in given.items()}
+    except ValueError as error:  # lists of several lengths
+        raise InputError(f"not all that was given are arrays: {error}") from error
     counts = {len(value) for value in values.values() if value.ndim}
-    if len(counts) != 1:
+    if len(counts) != 1 or counts == {0}:
         raise InputError(f"all arrays need as many rows (axis 0), at least one; read {sorted(counts)}.")
     found = Arrays(values, counts.pop())
     require_fit(signature, found, "arrays")

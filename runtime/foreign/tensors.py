@@ -30,7 +30,7 @@ def tensors_in(graph: Any) -> Iterator[Any]:
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
-        yield from _of_nodes(graph.node, waiting)
+        yield from _of_attributes(_attributes(graph.node), waiting)
 
 
 def tensors_of(model: Any) -> Iterator[Any]:
@@ -38,20 +38,28 @@ def tensors_of(model: Any) -> Iterator[Any]:
     yield from tensors_in(model.graph)
     for function in model.functions:
         waiting: list[Any] = []
-        yield from _of_nodes(function.node, waiting)
+        yield from _of_attributes(_attributes(function.node), waiting)
+        yield from _of_attributes(function.attribute_proto, waiting)  # where a call gives none
         for graph in waiting:
             yield from tensors_in(graph)
 
 
-def _of_nodes(nodes: Any, waiting: list[Any]) -> Iterator[Any]:
+def _attributes(nodes: Any) -> Iterator[Any]:
     for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            if attribute.HasField("g"):
-                waiting.append(attribute.g)
-            waiting.extend(attribute.graphs)
+        yield from node.attribute
+
+
+def _of_attributes(attributes: Any, waiting: list[Any]) -> Iterator[Any]:
+    for attribute in attributes:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        alone = [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+        for sparse in (*alone, *attribute.sparse_tensors):
+            yield from (sparse.values, sparse.indices)
+        if attribute.HasField("g"):
+            waiting.append(attribute.g)
+        waiting.extend(attribute.graphs)
 
 
 def tensor_problem(tensor: Any, path: Path) -> str | None:

@@ -6,6 +6,7 @@ first run here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,10 +33,11 @@ def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
     memory = max(_LEAST_BYTES, int(_SHARE * available_bytes()))
     with TemporaryDirectory(prefix="smelt-") as folder:
         rows = Path(folder, "rows.npz")
-        texts = {n: v.astype(str) if v.dtype == object else v for n, v in feeds.items()}
-        np.savez(rows, allow_pickle=False, **texts)
+        # by place: an input may be called `file`, which numpy.savez has another meaning for
+        texts = [value.astype(str) if value.dtype == object else value for value in feeds.values()]
+        np.savez(rows, *texts, allow_pickle=False)
         try:
-            said = ask(__name__, [str(path), str(rows)], Limits(memory, _SECONDS))
+            said = ask(__name__, [str(path), str(rows), json.dumps(list(feeds))], Limits(memory, _SECONDS))
         except FailedError as error:
             raise InputError(f"{origin}: running it on the first rows failed: {error}.") from error
     if said is not None:
@@ -43,15 +45,19 @@ def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
 
 
 def answer(arguments: Sequence[str]) -> str | None:
-    """Run the graph on the rows, both named by `arguments`; return what is wrong, or None."""
+    """Run a graph once; return what is wrong, or None.
+
+    arguments: its file, that of the rows, and the names of the inputs in their order, as JSON.
+    """
     from smelt.runtime.backends.onnx_session import open_session
 
-    path, rows = map(Path, arguments)
+    path, rows = map(Path, arguments[:2])
     try:
         session = open_session(path, threads=1)
         with np.load(rows, allow_pickle=False) as file:
-            feeds = {n: v.astype(object) if v.dtype.kind == "U" else v for n in file for v in [file[n]]}
-        session.run(None, feeds)
+            values = [file[f"arr_{at}"] for at in range(len(file.files))]
+        texts = [value.astype(object) if value.dtype.kind == "U" else value for value in values]
+        session.run(None, dict(zip(json.loads(arguments[2]), texts, strict=True)))
     except MemoryError:
         raise
     except Exception as error:  # its error classes share no other base

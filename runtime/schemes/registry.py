@@ -24,6 +24,10 @@ _ALL: tuple[Scheme, ...] = (
 )
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
 DEFAULT = Int8Dynamic.name
+# those that ONNX Runtime's own quantizers make of a graph: one scale for all activations of a product
+OF_GRAPHS = tuple(name for name, scheme in SCHEMES.items() if scheme.one_scale)
+# of them, the one whose ranges are found before, on rows of data
+OBSERVING = next(name for name in OF_GRAPHS if SCHEMES[name].observes)
 # a width of which every group size is a divisor
 _WIDTH = 4096
 

@@ -50,6 +50,23 @@ def test_whole_numbers_and_texts_have_to_be_the_same() -> None:
     assert scores({**expected, "t": np.array(["a", "c"])}, expected)["top1"] == 50
 
 
+def test_a_number_alone_agrees_by_its_size_and_not_by_its_sign() -> None:
+    expected = {"price": np.array([[100.0], [-2.0]])}
+    assert scores({"price": np.array([[110.0], [-1.0]])}, expected) == pytest.approx(
+        {"agreement": (100 * 100 / 110 + 50) / 2, "top1": 100, "relative_error": 30}
+    )
+    assert scores({"price": np.array([[0.0], [2.0]])}, expected)["agreement"] == -50
+    label = {"label": np.array([3, 4])}
+    assert scores({"label": np.array([3, 5])}, label)["agreement"] == 50
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_sizes_whose_squares_no_float_holds_agree_as_others_do(size: float) -> None:
+    expected = {"a": size * np.array([[3.0, 4.0], [1.0, 0.0]])}
+    got = {"a": size * np.array([[4.0, 3.0], [1.0, 0.0]])}
+    assert scores(got, expected)["agreement"] == pytest.approx(98)
+
+
 def test_unknown_metrics_and_missing_rows_are_refused() -> None:
     with pytest.raises(InputError, match="Did you mean 'agreement'"):
         score_outputs(["agrement"], [{}], [{}], "k", "r")

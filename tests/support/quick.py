@@ -61,6 +61,7 @@ ROOMS: dict[str, str] = {
     "pipeline/whole": "test_bad_recipes",
     "runtime": "test_class_predictions test_pairs",
     "runtime/backends": "test_device::test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu",
+    "runtime/backends/ort_tensorrt": "test_cache test_told",
     "runtime/foreign": "test_signature test_take",
     "runtime/generate": "test_rules test_sampling test_settings test_shortlist",
     "runtime/layers": "test_quantized",

@@ -1,5 +1,7 @@
 """Arrays are read without unpickling, and what is wrong with a file is known from its headers."""
 
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,66 @@ def test_what_is_no_such_file_is_said(tmp_path: Path) -> None:
 def test_more_than_the_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.npz", x=np.ones((300, 20)))
     monkeypatch.setattr("smelt.core.memory.available_bytes", lambda: 1000)
-    monkeypatch.setattr(np, "load", lambda *a, **k: pytest.fail("read"))
+    monkeypatch.setattr(np.lib.format, "read_array", lambda *a, **k: pytest.fail("read"))
     with pytest.raises(InputError, match="Write fewer rows"):
         read_arrays(path)
+
+
+def header(said: str, length: int | None = None) -> bytes:
+    """What an array begins with, whatever it says of itself."""
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(said) if length is None else length) + said.encode()
+
+
+WHOLE = header("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2)}\n") + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header("(" * 5000 + "\n"),  # tokenize.TokenError
+        header("-" * 5000 + "1\n"),  # RecursionError
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 8)}\n") + bytes(32),  # TypeError
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (-5, 8)}\n") + bytes(160),
+        b"\x93NUMPY\x09\x00aaaa",
+    ],
+)
+def test_headers_that_are_none_are_our_error(tmp_path: Path, content: bytes) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x.npy", content)
+    with pytest.raises(InputError, match="read"):
+        read_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("packed", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_in_what_is_packed_is_our_error(tmp_path: Path, packed: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", packed) as file:
+        file.writestr("x.npy", WHOLE)
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[45:60] = b"\xff" * 15
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(InputError, match="read"):
+        read_arrays(tmp_path / "a.npz")
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x.npy", header(" " * (1 << 20), 3_000_000_000))
+    read: list[int] = []
+    whole = zipfile.ZipExtFile.read
+
+    def counted(stream: Any, n: int | None = -1) -> bytes:
+        found = whole(stream, n)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", counted)
+    with pytest.raises(InputError, match="array header"):
+        shapes_in(tmp_path / "a.npz")
+    assert sum(read) <= 1 << 16
+
+
+def test_a_file_x_beside_an_array_x_is_left_alone(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x.npy", WHOLE)
+        file.writestr("x", b"not an array")
+    assert read_arrays(tmp_path / "a.npz").values["x"].shape == (1, 2)

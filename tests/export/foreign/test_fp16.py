@@ -54,3 +54,10 @@ def test_operators_that_are_named_stay_float32(tmp_path: Path) -> None:
     run(tmp_path, graphs.two_layers(), keep=["MatMul"])
     assert types(tmp_path)["w1"] == TensorProto.FLOAT
     assert types(tmp_path)["b1"] == TensorProto.FLOAT16
+
+
+def test_whole_numbers_may_change_and_are_told(tmp_path: Path) -> None:
+    """A map of labels has some at every border that float16 chooses otherwise; that is no broken graph."""
+    ctx = run(tmp_path, graphs.with_whole_numbers())
+    assert ctx.facts["parity"]["relative"] < 0.01
+    assert any("of the whole numbers or texts that it gives are others" in text for text in ctx.warnings)

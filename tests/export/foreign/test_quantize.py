@@ -1,5 +1,6 @@
 """ONNX Runtime's quantizers behind our settings, against its own result and against the untouched graph."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,23 @@ def test_calibration_rows_are_needed_for_static_ranges_alone() -> None:
     assert needs(QuantizeGraphSettings(), ()) == frozenset()
     assert needs(QuantizeGraphSettings(scheme="int8-static"), ()) == {"calibration"}
     assert needs(QuantizeGraphSettings(scheme="int8-static"), ("train",)) == frozenset()
+
+
+def test_whole_numbers_that_change_are_told_and_the_facts_stay_json(tmp_path: Path) -> None:
+    ctx = run(tmp_path, graphs.with_whole_numbers())
+    json.dumps(ctx.facts, allow_nan=False)
+    assert 0 < ctx.facts["parity"]["relative"] < 0.4
+    assert any("of the whole numbers or texts that it gives are others" in text for text in ctx.warnings)
+
+
+@pytest.mark.parametrize("opset", [11, 13])
+def test_an_old_opset_gets_one_scale_for_a_matrix_and_a_word_of_it(tmp_path: Path, opset: int) -> None:
+    """Up to opset 12 DequantizeLinear takes one scale: ONNX Runtime's quantizer writes more nevertheless."""
+    model = graphs.two_layers(width=64)
+    model.opset_import[0].version = opset
+    ctx = run(tmp_path, model, scheme="int8-static")
+    assert "QuantizeLinear" in operators(tmp_path)
+    assert ctx.facts["parity"]["relative"] < 0.4
+    sizes = {t.name: list(t.dims) for t in onnx.load(tmp_path / "out/model.onnx").graph.initializer}
+    assert sizes["w1_scale"] == ([] if opset == 11 else [64])
+    assert any("export the model with opset 13 or newer" in text for text in ctx.warnings) == (opset == 11)

@@ -63,6 +63,7 @@ def test_what_computes_something_else_is_not_kept(
     ctx = harness.run(Simplify(), SimplifySettings(), source, tmp_path / "out", data=data)
     assert (tmp_path / "out/model.onnx").read_bytes() == (tmp_path / "src/model.onnx").read_bytes()
     assert any(said in text for text in ctx.warnings)
+    assert "parity" not in ctx.facts  # the graph that was thrown away had it
 
 
 def test_a_process_that_is_stopped_leaves_the_graph_as_it_was(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import foreign_graphs as graphs
+import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import AttributeProto, SparseTensorProto, TensorProto, helper, numpy_helper
 
 from smelt.runtime.foreign.examine import answer, examine
 
@@ -102,6 +103,49 @@ def test_a_place_in_a_file_that_is_not_there_is_said(
 ) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(32))
     assert said in problem(graphs.save(graphs.pointing("weights.bin", **place), tmp_path / "m.onnx"))
+
+
+def outside(location: str, kind: int = TensorProto.FLOAT) -> Any:
+    """A tensor of 4 values that is said to lie in a file."""
+    tensor = TensorProto(name="v", data_type=kind, dims=[4], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    return tensor
+
+
+def sparse_constant(location: str) -> Any:
+    """A model with a constant of 8 numbers, 4 of which are said to lie in a file."""
+    where = numpy_helper.from_array(np.arange(4), "places")
+    sparse = SparseTensorProto(values=outside(location), indices=where, dims=[8])
+    nodes = [
+        helper.make_node("Constant", [], ["c"], "sparse", sparse_value=sparse),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    return graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 8])])
+
+
+def constant_of_a_function(location: str) -> Any:
+    """A model whose function takes a tensor, which is said to lie in a file, where no call gives one."""
+    constant = helper.make_node("Constant", [], ["k"])
+    constant.attribute.add(name="value", type=AttributeProto.TENSOR, ref_attr_name="v")
+    nodes = [constant, helper.make_node("Add", ["a", "k"], ["b"])]
+    opset = helper.make_opsetid("", 17)
+    function = helper.make_function("own", "F", ["a"], ["b"], nodes, [opset])
+    function.attribute_proto.append(helper.make_attribute("v", outside(location)))
+    made = graphs.model_of(
+        [helper.make_node("F", ["x"], ["y"], domain="own")],
+        [graphs.value("x", ["N", 4])], [graphs.value("y", ["N", 4])], functions=[function],
+    )  # fmt: skip
+    made.opset_import.append(helper.make_opsetid("own", 1))
+    return made
+
+
+@pytest.mark.parametrize("make", [sparse_constant, constant_of_a_function])
+def test_tensors_in_every_corner_of_a_file_are_looked_at(tmp_path: Path, make: Callable[[str], Any]) -> None:
+    said = problem(graphs.save(make("../near.bin"), tmp_path / "m.onnx"))
+    assert "the tensor 'v'" in said
+    assert "no name of a file in the folder" in said
+    (tmp_path / "near.bin").write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    assert answer([str(graphs.save(make("near.bin"), tmp_path / "m.onnx"))])["files"] == ["near.bin"]
 
 
 def nested(depth: int) -> Any:

@@ -41,6 +41,16 @@ def two_layers(batch: Any = "N", width: int = 16, seed: int = 0) -> Any:
     return model_of(nodes, [value("x", [batch, 8])], [value("logits", [batch, 4])], tensors)
 
 
+def with_whole_numbers() -> Any:
+    """Return `two_layers` that also gives its logits in hundredths: whole numbers, which rounding changes."""
+    made = two_layers(width=64)
+    made.graph.initializer.append(numpy_helper.from_array(np.float32(100), "hundred"))
+    made.graph.node.append(helper.make_node("Mul", ["logits", "hundred"], ["more"]))
+    made.graph.node.append(helper.make_node("Cast", ["more"], ["cents"], to=TensorProto.INT64))
+    made.graph.output.append(value("cents", ["N", 4], TensorProto.INT64))
+    return made
+
+
 def save(model: Any, path: Path, outside: str | None = None) -> Path:
     """Write a model; with `outside`, its weights go into that file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,43 @@
+"""What Python gives as rows of arrays, and what comes back: our errors, or arrays."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+import smelt
+from smelt.core.errors import InputError, RunError
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"x": np.ones((0, 8), np.float32)}, "at least one"),
+        ({"x": [[1.0, 2.0], [3.0]]}, "not all that was given are arrays"),
+        ({"x": np.float32(1)}, "at least one"),
+        ({}, "at least one"),
+        ({"x": np.array([None])}, "the graph takes x float32"),
+    ],
+)
+def test_what_are_no_rows_is_said(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    graphs.artifact(tmp_path / "a", graphs.two_layers())
+    with smelt.load(str(tmp_path / "a")) as model, pytest.raises(InputError, match=said):
+        model.run(given)
+
+
+def test_outputs_of_other_sizes_for_other_batches_are_said(tmp_path: Path) -> None:
+    boxes = graphs.model_of(
+        [helper.make_node("NonZero", ["x"], ["boxes"])],
+        [graphs.value("x", ["N", 8])],
+        [graphs.value("boxes", [2, "K"], TensorProto.INT64)],
+    )
+    graphs.artifact(tmp_path / "a", boxes)
+    x = np.eye(4, 8, dtype=np.float32)
+    x[2:] = 1
+    with smelt.load(str(tmp_path / "a")) as model:
+        assert model.run({"x": x})["boxes"].shape == (2, 18)
+        with pytest.raises(RunError, match=r"'boxes' is \[2, 2\] for some rows and \[2, 16\]"):
+            model.run({"x": x}, batch_size=2)

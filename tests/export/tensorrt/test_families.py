@@ -62,7 +62,13 @@ def weights(path: Path) -> int:
 
 # what `onnx: {dtype: ...}` leaves: norms stay float32, and what overflows in float16
 KEPT = [("bert", "bf16"), ("llama", "fp16")]
-KEPT = matrix.cells(FAMILIES, ["fp16", "bf16"]) if matrix.whole() else KEPT
+# Qwen3's norms of queries and keys are narrowed too, of which the builder warns; Gemma's graph in fp16 is
+# beyond the tolerance of parity, so the step refuses it (docs/tensorrt.md)
+NOT_IN_HALF = ("qwen3", "gemma")
+WITH_BF16 = ("marian", "t5", "bart", "roberta", "embedder", "gpt2", "llama", "bert")
+if matrix.whole():
+    KEPT = [(family, "fp16") for family in FAMILIES if family not in NOT_IN_HALF]
+    KEPT += [(family, "bf16") for family in WITH_BF16]
 
 
 @pytest.mark.parametrize(("family", "dtype"), KEPT)

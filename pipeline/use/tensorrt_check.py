@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import InputError
 
 if TYPE_CHECKING:
     from smelt.export.tensorrt.ask_parser import Verdict
@@ -57,14 +57,12 @@ def _graphs(given: Path) -> list[Path]:
 
 def _check(path: Path) -> Checked:
     from smelt.export.tensorrt.ask_parser import Verdict, ask_parser
-    from smelt.export.tensorrt.preflight import Problem, load_graph, preflight
+    from smelt.export.tensorrt.check_file import check_file
 
-    try:
-        problems = preflight(load_graph(path), path)
-    except RunError as error:
-        told = Problem("error", str(error), rule="unreadable", graph=path.name)
-        return Checked(path, (told,), Verdict(None, why="the file cannot be read."))
-    return Checked(path, tuple(problems), ask_parser(path))
+    problems = tuple(check_file(path))
+    if any(problem.rule in ("unreadable", "damaged") for problem in problems):
+        return Checked(path, problems, Verdict(None, why="the file cannot be read."))
+    return Checked(path, problems, ask_parser(path))
 
 
 def describe_checks(checks: list[Checked]) -> str:

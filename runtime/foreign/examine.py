@@ -41,20 +41,25 @@ class Examined(NamedTuple):
 def examine(path: Path) -> Examined:
     """Look at the ONNX file `path` and open it once, in a process of its own."""
     try:
-        size = path.stat().st_size + sum(
-            f.stat().st_size for f in path.parent.iterdir() if _may_hold(f, path)
-        )
+        said = ask(__name__, [str(path)], limits_for(path))
     except OSError as error:
         return Examined((f"cannot be read: {error.strerror}",))
-    memory = min(_BASE_BYTES + _COPIES * size, max(_BASE_BYTES, available_bytes()))
-    limits = Limits(memory, _BASE_SECONDS + _SECONDS_PER_BYTE * size)
-    try:
-        said = ask(__name__, [str(path)], limits)
     except FailedError as error:
         return Examined((f"opening it in ONNX Runtime failed: {error}",))
     if said["problems"]:
         return Examined(tuple(said["problems"]))
     return Examined((), Signature.model_validate(said["signature"]), tuple(said["files"]), said["facts"])
+
+
+def limits_for(path: Path) -> Limits:
+    """Return how much memory and processor time a process may take that looks at the ONNX file `path`.
+
+    Raises:
+        OSError: the file or its folder cannot be read.
+    """
+    size = path.stat().st_size + sum(f.stat().st_size for f in path.parent.iterdir() if _may_hold(f, path))
+    memory = min(_BASE_BYTES + _COPIES * size, max(_BASE_BYTES, available_bytes()))
+    return Limits(memory, _BASE_SECONDS + _SECONDS_PER_BYTE * size)
 
 
 def _may_hold(file: Path, graph: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Shapes of engines for graphs of others: by axis, since every exporter has its own names."""
+"""Engines of graphs of others: shapes go by axis, since every exporter has its own names."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,18 @@ import foreign_graphs as graphs
 import harness
 import numpy as np
 import pytest
+import tensorrt_rig
 
 from smelt.core.data import split_of
 from smelt.core.errors import InputError, RunError
 from smelt.core.rows.arrays import Arrays
+from smelt.export.foreign.fp16 import Fp16, Fp16Settings
+from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.export.foreign.simplify import Simplify, SimplifySettings
 from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
 from smelt.export.tensorrt.profile import Range
 from smelt.export.tensorrt.settings import TensorrtSettings
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtime.foreign.signature import write_signature
 from smelt.runtime.foreign.values import signature_of
 
@@ -45,3 +50,34 @@ def test_of_texts_axis_1_is_the_length() -> None:
     assert foreign_shapes(model, ranges, "m.onnx") == {"input_ids": ((1, 1), (1, 20), (8, 64))}
     with pytest.raises(RunError, match="axis 2 of any size"):
         foreign_shapes(image_model(), ranges, "m.onnx")
+
+
+FOR_ENGINES = {
+    "simplify": (Simplify(), SimplifySettings(), "FLOAT"),
+    "fp16": (Fp16(), Fp16Settings(), "HALF"),
+    "int8": (QuantizeGraph(), QuantizeGraphSettings(scheme="int8-static", target="tensorrt"), "INT8"),
+}
+
+
+def test_engines_are_built_of_what_the_stages_make_of_a_graph_of_somebody_else(tmp_path: Path) -> None:
+    tensorrt_rig.require()
+    source, data = (
+        graphs.artifact(tmp_path / "src", graphs.two_layers(width=64)),
+        {"calibration": graphs.split()},
+    )
+    planned: dict[Path, Any] = {}
+    for name, (stage, settings, _) in FOR_ENGINES.items():
+        ctx = harness.run(stage, settings, source, tmp_path / name, data=data)
+        ranges, limit = foreign_ranges(ctx.out, TensorrtSettings(), ctx)
+        planned |= plan_graphs(ctx.out, ranges, limit, ctx.warnings, foreign_shapes)
+        assert ctx.warnings == []
+    answers = tensorrt_rig.build_all(planned)
+    for (name, (_, _, kind)), answer in zip(FOR_ENGINES.items(), answers, strict=True):
+        assert answer.get("bytes"), (name, answer)
+        assert answer["types"].get(kind, 0) >= 2, (name, answer)
+    # an engine of the graph that smelt quantizes for the CPU is refused before TensorRT is asked
+    settings = QuantizeGraphSettings(scheme="int8-static")
+    ctx = harness.run(QuantizeGraph(), settings, source, tmp_path / "cpu", data=data)
+    ranges, limit = foreign_ranges(ctx.out, TensorrtSettings(), ctx)
+    with pytest.raises(RunError, match=r"TensorRT cannot take this graph:\n  model.onnx: .*uint8"):
+        plan_graphs(ctx.out, ranges, limit, ctx.warnings, foreign_shapes)

@@ -29,6 +29,7 @@ def test_engines_of_a_family_are_built_with_int8_products(family: str) -> None:
     tensorrt_rig.require()
     folder = exports.exported(family, "static", "tensorrt").folder
     graphs = tensorrt_graphs.planned(family, folder)
+    assert len(graphs) == tensorrt_graphs.GRAPHS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
         assert answer.get("bytes"), (path.name, answer)
         pairs = sum(n.op_type == "QuantizeLinear" for n in onnx.load(path).graph.node)

@@ -238,21 +238,12 @@ def test_what_only_the_runtime_finds_is_its_words(tmp_path: Path) -> None:
     assert "ONNX Runtime cannot load it: " in problem(graphs.save(model, tmp_path / "m.onnx"))
 
 
-def many_empty_nodes(path: Path, count: int) -> None:
-    """Write a file of 2 bytes a node, each of which takes a hundred in memory."""
-    graph = b"\x0a\x00" * count
-    size, length = len(graph), b""
-    while size >= 0x80:
-        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
-    path.write_bytes(b"\x08\x09" + b"\x3a" + length + bytes([size]) + graph)
-
-
 @pytest.mark.parametrize("kind", ["swollen", "bomb"])
 def test_a_hostile_file_takes_little_memory_and_time(tmp_path: Path, kind: str) -> None:
     """The most that any process below this one holds at a time, and the clock."""
     path = tmp_path / "m.onnx"
     if kind == "swollen":
-        many_empty_nodes(path, 10_000_000)
+        graphs.many_empty_nodes(path, 10_000_000)
     else:
         graphs.save(graphs.bomb(), path)
     code = (

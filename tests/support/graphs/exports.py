@@ -8,11 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import causal
 import classifiers
+import every_family
 import harness
 import pytest
 import sentences
@@ -35,7 +37,17 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "roberta": (classifiers.roberta, "text-classification"),
     "llama": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "embedder": (sentences.embedder, sentences.TASK),
-}
+    "mbart": (partial(seq2seq.bart, kind="mbart"), "translation"),
+    **{f: (partial(every_family.make, family=f), t) for f, t in (
+        ("m2m_100", "translation"), ("pegasus", "summarization"), ("mpnet", "text-classification"),
+        ("modernbert", "text-classification"), ("mistral", "language-modeling"),
+        ("gemma", "language-modeling"), ("qwen3", "language-modeling"), ("phi3", "language-modeling"),
+    )},
+    **{
+        f"embedder-{f}": (partial(sentences.embedder, family=f), sentences.TASK)
+        for f in sentences.FAMILIES[1:]
+    },
+}  # fmt: skip
 SCHEMES: dict[str, dict[str, Any] | None] = {
     "fp32": None,
     "int8": {},

@@ -79,6 +79,15 @@ def bomb() -> Any:
     return model_of(nodes, [value("x", ["N", 8])], [value("y", ["N", 8])], [shape])
 
 
+def many_empty_nodes(path: Path, count: int) -> None:
+    """Write a file of 2 bytes a node, each of which takes a hundred in memory."""
+    graph = b"\x0a\x00" * count
+    size, length = len(graph), b""
+    while size >= 0x80:
+        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
+    path.write_bytes(b"\x08\x09" + b"\x3a" + length + bytes([size]) + graph)
+
+
 def circle() -> Any:
     nodes = [
         helper.make_node("Add", ["x", "c"], ["a"], "one"),

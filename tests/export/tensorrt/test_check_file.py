@@ -1,0 +1,83 @@
+"""Files that anybody may have written: what is damaged is said, in a process with limits."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import pytest
+from onnx import helper
+
+from smelt.export.tensorrt import check_file as module
+from smelt.export.tensorrt.check_file import answer, check_file
+from smelt.runtime.foreign.limits import Limits
+
+
+def found(path: Path) -> list[tuple[str, str]]:
+    """Rule and text of each finding, looked at in this process."""
+    return [(problem.rule, problem.text) for problem in answer([str(path)])]
+
+
+def reads_nothing() -> Any:
+    model = graphs.one_node()
+    model.graph.node[0].input[0] = "nowhere"
+    return model
+
+
+def constant_of_a_file() -> Any:
+    """A graph whose Constant node, no initializer, says that its value lies in another folder."""
+    weight = graphs.pointing("../weights.bin").graph.initializer[0]
+    nodes = [
+        helper.make_node("Constant", [], ["w"], value=weight),
+        helper.make_node("Add", ["x", "w"], ["y"]),
+    ]
+    return graphs.model_of(nodes, [graphs.value("x", ["N", 8])], [graphs.value("y", ["N", 8])])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: graphs.with_tensor([1 << 16, 1 << 16], bytes(32)), "and 32 bytes of it are there"),
+        (lambda: graphs.with_tensor([1 << 40, 1 << 30], b"1234"), "1.18e+21 values"),
+        (lambda: graphs.pointing("gone.bin"), "there is no such file beside the graph"),
+        (constant_of_a_file, "which is no name of a file in the folder"),
+        (reads_nothing, "reads 'nowhere', which nothing in the graph gives"),
+        (graphs.circle, "in a circle: Add 'one' -> Relu 'two'"),
+    ],
+)
+def test_what_is_damaged_is_all_that_is_said(tmp_path: Path, make: Any, said: str) -> None:
+    (tmp_path / "weights.bin").write_bytes(bytes(32))
+    ((rule, text),) = found(graphs.save(make(), tmp_path / "inside" / "m.onnx"))
+    assert rule == "damaged"
+    assert said in text
+    assert text.endswith("Copy it again, or export the model again.")
+
+
+def test_damages_beyond_the_twentieth_are_counted(tmp_path: Path) -> None:
+    model = graphs.one_node()
+    for at in range(25):
+        model.graph.initializer.append(graphs.with_tensor([4], bytes(at)).graph.initializer[0])
+        model.graph.initializer[-1].name = f"w{at}"
+    texts = [text for _, text in found(graphs.save(model, tmp_path / "m.onnx"))]
+    assert len(texts) == 21
+    assert "and 4 more." in texts[-1]  # one of them holds what it should
+
+
+def test_the_rules_answer_of_the_process_is_that_of_this_one(tmp_path: Path) -> None:
+    path = graphs.save(graphs.one_node("Magic", "com.evil"), tmp_path / "m.onnx")
+    assert check_file(path) == answer([str(path)])
+    assert [problem.rule for problem in check_file(path)] == ["foreign-operator"]
+
+
+def test_a_file_that_takes_much_more_than_its_size_ends_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs.many_empty_nodes(tmp_path / "m.onnx", 3_000_000)
+    monkeypatch.setattr(module, "limits_for", lambda path: Limits(400_000_000, 12.0))
+    (problem,) = check_file(tmp_path / "m.onnx")
+    assert (problem.rule, problem.severity) == ("unreadable", "error")
+    assert "it asked for more than 0.4 GB of memory" in problem.text
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (problem,) = check_file(tmp_path / "gone.onnx")
+    assert "cannot be read: No such file" in problem.reason

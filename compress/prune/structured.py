@@ -231,12 +231,20 @@ def _chosen(
 
 
 def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
-    """Return a large model to be taken block by block; gradients, and a choice among all, need it whole."""
+    """Return a large model to be taken block by block; gradients, and a choice among all, need it whole.
+
+    So does a bias by distance that all blocks of a stack share: where heads go, each block gets its own.
+    """
+    from smelt.core.files import read_json
+    from smelt.families.registry import find_family
     from smelt.runtime.backends.device import torch_device
     from smelt.runtime.models.streamed import open_streamed
 
     alone = settings.importance == "magnitude" and settings.scope == "layer"
     if not alone or torch_device(ctx.device) != "cpu":
+        return None
+    family = find_family(read_json(src.path / "config.json"))
+    if family is not None and family.relative_bias is not None and "heads" in settings.what:
         return None
     return open_streamed(src.path, ctx.out, settings.dtype)
 

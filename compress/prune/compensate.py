@@ -10,7 +10,8 @@ arXiv:1707.06168, section 3.1: reconstruction with the kept channels; its ridge 
 
 e is a small part of the mean of M_kk's diagonal; the larger it is, the nearer W' stays to the plain cut W_k,
 which is what an input without variance keeps. Rows of W do not depend on each other, so of a factorized layer
-the half that reads the inputs is refitted, and the product of both is the best there is.
+the half that reads the inputs is refitted, and the product of both is the best there is. Where zeros of W
+are to stay (sparsify), each row is fitted on its own places between them.
 
 Shapes: N = outputs, K = inputs, k = kept ones.
 """
@@ -162,9 +163,9 @@ def least_squares(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) ->
 def between_zeros(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> Tensor:
     """Return the same where each row of W [N, K] keeps its own zeros.
 
-    Every row has other equations then: all are solved at once by conjugate gradients (Hestenes & Stiefel 1952),
-    scaled by the diagonal, on the places that are not zero. They begin at the plain cut and come nearer with
-    each step, so that few steps are never worse than it.
+    Every row has other equations then: all are solved at once by conjugate gradients (Hestenes & Stiefel
+    1952), scaled by the diagonal, on the places that are not zero. They begin at the plain cut and come
+    nearer with each step, so that few steps are never worse than it.
     """
     within, wanted = _equations(weight, moment, kept, gone)
     diagonal = within.diagonal()

@@ -87,7 +87,7 @@ class Prune:
         " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
         " arXiv:1611.06440"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)

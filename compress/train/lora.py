@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -159,6 +159,6 @@ def _delta(layer: Any) -> Tensor:
 
 
 def _between_zeros(layer: Any, x: Tensor) -> Tensor:
-    """Return what a layer with zeros and its adapter make of `x`: what peft adds beside it would fill them."""
+    """Return what a layer with zeros and its adapter make of `x`: peft's own sum would fill them."""
     base = layer.get_base_layer()
     return F.linear(x, base.weight + _delta(layer), base.bias)

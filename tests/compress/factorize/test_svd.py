@@ -44,7 +44,8 @@ def test_no_other_product_of_the_rank_is_nearer_in_the_metric(layer, kind):
     }[kind]
 
     def off(matrix):
-        return ((layer.weight.double() - matrix) @ (into.diag() if kind == "diagonal" else metric.into)).norm()
+        scale = into.diag() if kind == "diagonal" else metric.into
+        return ((layer.weight.double() - matrix) @ scale).norm()
 
     pair, error = thin_pair(layer, 6, metric)
     sigma = spectrum(layer.weight, metric)

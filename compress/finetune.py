@@ -36,7 +36,7 @@ class Finetune:
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
         " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32"
     )
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

@@ -52,7 +52,7 @@ class Distill:
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
         " sequences: Kim & Rush 2016, arXiv:1606.07947"
     )
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

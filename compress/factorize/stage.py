@@ -25,11 +25,11 @@ class Factorize:
 
     The best product of rank r (Eckart & Young 1936) comes from the singular value decomposition; of what is
     best in, the methods differ: the layer's outputs on real rows (whitened-svd), its weights (svd), weights
-    times the inputs' magnitudes (asvd), weights times what the loss says of their rows (fwsvd). What is lost
-    is the square root of the sum of the dropped squared singular values. A layer of m by n costs r (m + n)
-    weights afterwards, and one product more. With aim: latency it is left alone unless that is faster, by a
-    rule that was measured in ONNX Runtime's int8: r (m + n) < 0.9 m n - 5,000 in an encoder, < 0.9 m n -
-    100,000 in a decoder, which gets one token a step. With aim: size it is left alone unless
+    times the inputs' magnitudes (asvd), weights times what the loss says of their inputs (fwsvd). What is
+    lost is the square root of the sum of the dropped squared singular values. A layer of m by n costs
+    r (m + n) weights afterwards, and one product more. With aim: latency it is left alone unless that is
+    faster, by a rule that was measured in ONNX Runtime's int8: r (m + n) < 0.9 m n - 5,000 in an encoder,
+    < 0.9 m n - 100,000 in a decoder, which gets one token a step. With aim: size it is left alone unless
     r < m n / (m + n). Which layers were, and why, is in the report. One budget over all layers gives each its
     own rank. Recover with distill.
 
@@ -47,7 +47,7 @@ class Factorize:
         " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd:"
         " Hsu et al. 2022, arXiv:2207.00112"
     )
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)

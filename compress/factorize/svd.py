@@ -3,10 +3,10 @@
 Eckart & Young 1936: of all matrices of rank r, the first r singular triples of W are nearest to it. Where
 errors do not count alike, W is scaled first and the factors are scaled back:
 
-    D W L = U S V^T,    up = D^-1 U_r sqrt(S_r),    down = sqrt(S_r) V_r^T L^-1
+    W L = U S V^T,    up = U_r sqrt(S_r),    down = sqrt(S_r) V_r^T L^-1
 
-so that |D (W - up down) L|_F^2 is the sum of the dropped squared singular values, exactly. L is what
-`whitened.py` and `asvd.py` find, D what `fisher.py` finds; plain SVD has neither.
+so that |(W - up down) L|_F^2 is the sum of the dropped squared singular values, exactly. L is what
+`whitened.py`, `asvd.py` and `fisher.py` find; plain SVD has none.
 
 Shapes: M = outputs, K = inputs of a layer, r = rank.
 """
@@ -25,26 +25,25 @@ from smelt.runtime.layers.low_rank import LowRankLinear
 class Metric:
     """What the error of a layer is measured in; all float64.
 
-    into: L, [K, K], or [K] for a diagonal; back: its inverse. outputs: the diagonal of D, [M], above 0.
+    into: L, [K, K], or [K] for a diagonal; back: its inverse.
     mean: of the inputs, [K]: what a dropped part does to the mean of the outputs goes into the bias.
     """
 
     into: Tensor | None = None
     back: Tensor | None = None
-    outputs: Tensor | None = None
     mean: Tensor | None = None
 
 
 def scaled(weight: Tensor, metric: Metric) -> Tensor:
-    """Return D W L, float64 [M, K]."""
+    """Return W L, float64 [M, K]."""
     out = weight.detach().double()
     if metric.into is not None:
         out = out @ metric.into if metric.into.dim() == 2 else out * metric.into
-    return out if metric.outputs is None else out * metric.outputs.unsqueeze(1)
+    return out
 
 
 def spectrum(weight: Tensor, metric: Metric) -> Tensor:
-    """Return the singular values of D W L, float64, falling."""
+    """Return the singular values of W L, float64, falling."""
     values: Tensor = torch.linalg.svdvals(scaled(weight, metric))
     return values
 
@@ -54,14 +53,12 @@ def thin_pair(layer: nn.Linear, rank: int, metric: Metric) -> tuple[LowRankLinea
     """Return the best pair of `rank` for `layer` in `metric`, in eval mode, and its relative error, 0 to 1.
 
     The bias stays with `up`. Where the metric knows the mean of the inputs, it also gets (W - up down) mean.
-    The error is |D (W - up down) L|_F / |D W L|_F.
+    The error is |(W - up down) L|_F / |W L|_F.
     """
     weight = layer.weight.detach().double()
     u, sigma, vt = torch.linalg.svd(scaled(weight, metric), full_matrices=False)
     root = sigma[:rank].sqrt()
     up, down = u[:, :rank] * root, root.unsqueeze(1) * vt[:rank]
-    if metric.outputs is not None:
-        up = up / metric.outputs.unsqueeze(1)
     if metric.back is not None:
         down = down @ metric.back if metric.back.dim() == 2 else down * metric.back
     rows, columns = weight.shape

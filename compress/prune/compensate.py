@@ -10,7 +10,8 @@ arXiv:1707.06168, section 3.1: reconstruction with the kept channels; its ridge 
 
 e is a small part of the mean of M_kk's diagonal; the larger it is, the nearer W' stays to the plain cut W_k,
 which is what an input without variance keeps. Rows of W do not depend on each other, so of a factorized layer
-the half that reads the inputs is refitted, and the product of both is the best there is.
+the half that reads the inputs is refitted, and the product of both is the best there is. Where zeros of W
+are to stay (sparsify), each row is fitted on its own places between them.
 
 Shapes: N = outputs, K = inputs, k = kept ones.
 """
@@ -38,6 +39,8 @@ from smelt.runtime.models.structure import Edit, keeps_zeros
 Chosen: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]]
 # The part of M's mean diagonal that is added to it.
 DAMP = 0.01
+# Of a refit between zeros: steps at most, and of the first residual what may be left.
+_STEPS, _NEAR = 100, 1e-4
 
 
 def cut_units(
@@ -131,13 +134,13 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
     gone = torch.ones(found.width, dtype=torch.bool)
     gone[kept] = False
     old = whole.detach().double().cpu()
-    fitted = least_squares(old, moment, kept, gone)
+    if keeps_zeros(layer):
+        fitted = between_zeros(old, moment, kept, gone)
+    else:
+        fitted = least_squares(old, moment, kept, gone)
     lost = _error(old[:, gone], moment[gone][:, gone])
     left = old.clone()
     left[:, kept] -= fitted
-    if keeps_zeros(layer):
-        fitted *= layer.weight != 0
-        left[:, kept] = old[:, kept] - fitted
     layer.weight.copy_(fitted)
     if owner.bias is not None:
         mean = found.sums / max(1, found.tokens)
@@ -150,13 +153,47 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
 
 def least_squares(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> Tensor:
     """Return W', float64 [N, k], from W [N, K], M [K, K], the places kept and a mask of those that go."""
-    within = moment[kept][:, kept]
-    within.diagonal().add_(DAMP * float(within.diagonal().mean()))
-    across = moment[gone][:, kept]
+    within, wanted = _equations(weight, moment, kept, gone)
     if not float(within.diagonal().max()) > 0:  # nothing was ever fed to it
         return weight[:, kept]
-    solved: Tensor = torch.linalg.solve(within, (weight[:, gone] @ across).t())
+    solved: Tensor = torch.linalg.solve(within, wanted.t())
     return weight[:, kept] + solved.t()
+
+
+def between_zeros(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> Tensor:
+    """Return the same where each row of W [N, K] keeps its own zeros.
+
+    Every row has other equations then: all are solved at once by conjugate gradients (Hestenes & Stiefel
+    1952), scaled by the diagonal, on the places that are not zero. They begin at the plain cut and come
+    nearer with each step, so that few steps are never worse than it.
+    """
+    within, wanted = _equations(weight, moment, kept, gone)
+    diagonal = within.diagonal()
+    if not float(diagonal.max()) > 0:
+        return weight[:, kept]
+    free = weight[:, kept] != 0
+    change, off = torch.zeros_like(wanted), wanted * free
+    scaled = off / diagonal
+    along, size = scaled.clone(), (off * scaled).sum(dim=1, keepdim=True)
+    enough = _NEAR**2 * size
+    for _ in range(_STEPS):
+        if bool((size <= enough).all()):
+            break
+        turned = (along @ within) * free
+        step = size / (along * turned).sum(dim=1, keepdim=True).clamp(min=1e-300)
+        change += step * along
+        off -= step * turned
+        scaled = off / diagonal
+        before, size = size, (off * scaled).sum(dim=1, keepdim=True)
+        along = scaled + size / before.clamp(min=1e-300) * along
+    return weight[:, kept] + change
+
+
+def _equations(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+    """Return M_kk + e I, float64 [k, k], and W_c M_ck [N, k]."""
+    within = moment[kept][:, kept]
+    within.diagonal().add_(DAMP * float(within.diagonal().mean()))
+    return within, weight[:, gone] @ moment[gone][:, kept]
 
 
 def _error(weight: Tensor, moment: Tensor) -> float:

@@ -87,7 +87,7 @@ class Prune:
         " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
         " arXiv:1611.06440"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
@@ -231,12 +231,20 @@ def _chosen(
 
 
 def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedModel | None:
-    """Return a large model to be taken block by block; gradients, and a choice among all, need it whole."""
+    """Return a large model to be taken block by block; gradients, and a choice among all, need it whole.
+
+    So does a bias by distance that all blocks of a stack share: where heads go, each block gets its own.
+    """
+    from smelt.core.files import read_json
+    from smelt.families.registry import find_family
     from smelt.runtime.backends.device import torch_device
     from smelt.runtime.models.streamed import open_streamed
 
     alone = settings.importance == "magnitude" and settings.scope == "layer"
     if not alone or torch_device(ctx.device) != "cpu":
+        return None
+    family = find_family(read_json(src.path / "config.json"))
+    if family is not None and family.relative_bias is not None and "heads" in settings.what:
         return None
     return open_streamed(src.path, ctx.out, settings.dtype)
 

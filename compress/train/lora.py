@@ -1,6 +1,7 @@
 """Training through low-rank adapters, which become part of the weights before anything is stored.
 
-Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W as it is. The adapters are peft's.
+Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W as it is. The adapters are peft's. Of a
+layer whose zeros are to stay, the sum has W's zeros, while it trains as when it is merged.
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from smelt.compress.train.settings import PEFT, LoraSettings
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.families.walk import blocks_of, head_of
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.structure import names_of, replace_module
+from smelt.runtime.models.structure import keeps_zeros, names_of, replace_module
 
 _MOMENTS = 12  # bytes a trained weight: a gradient and AdamW's two moments in float32
 
@@ -98,6 +101,8 @@ class Adapters:
         self.layers: dict[str, Any] = {}
         for name, others in self.places.items():
             self.layers[name] = model.get_submodule(name)
+            if keeps_zeros(self.layers[name].get_base_layer()):
+                self.layers[name].forward = partial(_between_zeros, self.layers[name])
             self._put(others, self.layers[name])  # a layer in several places has one adapter
         if any("Classification" in str(name) for name in model.config.architectures or ()):
             for name in head_of(model):
@@ -137,15 +142,23 @@ class Adapters:
         with torch.no_grad():
             for name, layer in self.layers.items():
                 base = layer.get_base_layer()
-                base.weight.data += self._delta(layer).to(base.weight)
+                base.weight.data += _delta(layer).to(base.weight)
                 self._put(self.places[name], base)
-
-    def _delta(self, layer: Any) -> Tensor:
-        """Return alpha / r * B A, float32 [out, in]."""
-        found: Tensor = layer.get_delta_weight("default")
-        return found
 
     def _put(self, names: Sequence[str], module: nn.Module) -> None:
         for name in names:
             if self.model.get_submodule(name) is not module:
                 replace_module(self.model, name, module)
+
+
+def _delta(layer: Any) -> Tensor:
+    """Return alpha / r * B A, float32 [out, in]; 0 where the zeros of the weight are to stay."""
+    found: Tensor = layer.get_delta_weight("default")
+    base = layer.get_base_layer()
+    return found * (base.weight != 0) if keeps_zeros(base) else found
+
+
+def _between_zeros(layer: Any, x: Tensor) -> Tensor:
+    """Return what a layer with zeros and its adapter make of `x`: peft's own sum would fill them."""
+    base = layer.get_base_layer()
+    return F.linear(x, base.weight + _delta(layer), base.bias)

@@ -3,7 +3,7 @@
 For stages that go through a model block by block. The weights of a block are float32 while it is there. What
 is written is a checkpoint in shards, one a block and one of all other tensors, in the types that the source
 has (or another that is wanted). In memory are besides what the model computes before its first block and
-between its stacks; the output head never is.
+between its stacks; an output head that is not the embedding never is.
 """
 
 from __future__ import annotations
@@ -132,18 +132,25 @@ def _reads_all(model: Any, blocks: Iterable[Block], places: dict[str, Path]) -> 
     names = {n: n if n in places else tied.get(n, n) for n in outside}
     if any(n not in places for n in names.values()):
         return False
+    read = set(names.values())  # a head that is the embedding stays one with it, as in a whole model
+    names |= {n: tied[n] for n in wanted - outside if n not in places and tied.get(n) in read}
     _assign(model, names, places)
     return True
 
 
 @torch.no_grad()
 def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> None:
-    """Give the parameters of `root` the values of the file, float32: by their names those in the file."""
+    """Give the parameters of `root` the values of the file, float32: by their names those in the file.
+
+    Those that have one name in the file are one.
+    """
+    made: dict[str, nn.Parameter] = {}
     for name, stored in names.items():
         owner, _, last = name.rpartition(".")
-        value = _read(places, stored)
-        held = value.to(torch.float32, copy=True)  # and not a view of the file
-        setattr(root.get_submodule(owner), last, nn.Parameter(held, requires_grad=False))
+        if stored not in made:
+            held = _read(places, stored).to(torch.float32, copy=True)  # and not a view of the file
+            made[stored] = nn.Parameter(held, requires_grad=False)
+        setattr(root.get_submodule(owner), last, made[stored])
 
 
 def _read(places: dict[str, Path], name: str) -> Tensor:

@@ -7,21 +7,23 @@ from smelt.compress.factorize.fisher import fisher_weighted
 from smelt.compress.factorize.svd import thin_pair
 
 
-def test_it_is_the_svd_of_the_weighted_rows_weighted_back():
+def test_it_is_the_svd_of_the_rows_weighted_and_weighted_back_as_the_paper_writes_a_layer():
     torch.manual_seed(0)
     layer = nn.Linear(32, 24)
-    information = torch.rand(24, 32, dtype=torch.float64) * torch.logspace(-3, 2, 24).double().unsqueeze(1)
+    information = torch.rand(24, 32, dtype=torch.float64) * torch.logspace(-3, 2, 32).double()
     pair, _ = thin_pair(layer, 6, fisher_weighted(information))
-    rows = information.sum(dim=1).sqrt().unsqueeze(1)
-    u, s, vt = torch.linalg.svd(rows * layer.weight.detach().double(), full_matrices=False)
-    wanted = (u[:, :6] * s[:6]) @ vt[:6] / rows
+    # Z = X W + b: rows of W [inputs, outputs] are weighted, A = I^-1 U S, B = V^T
+    paper = layer.weight.detach().double().T
+    rows = information.T.sum(dim=1).sqrt().unsqueeze(1)
+    u, s, vt = torch.linalg.svd(rows * paper, full_matrices=False)
+    wanted = (u[:, :6] * s[:6] / rows) @ vt[:6]
     made = pair.up.weight.double() @ pair.down.weight.double()
-    torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(made, wanted.T, rtol=1e-3, atol=1e-5)
 
 
-def test_a_row_without_a_gradient_does_not_divide_by_zero():
+def test_an_input_without_a_gradient_does_not_divide_by_zero():
     layer = nn.Linear(32, 24)
     information = torch.ones(24, 32, dtype=torch.float64)
-    information[3] = 0
+    information[:, 3] = 0
     pair, _ = thin_pair(layer, 6, fisher_weighted(information))
-    assert bool(pair.up.weight.isfinite().all())
+    assert bool(pair.down.weight.isfinite().all())

@@ -191,7 +191,7 @@ def test_the_whitened_error_is_that_of_the_layers_outputs(marian, rows, tmp_path
     assert ctx.facts["relative_error"][name] == pytest.approx(float(lost / all_of_it), rel=0.25)
 
 
-def test_the_loss_weighs_rows_by_fwsvd(marian, rows, tmp_path):
+def test_the_loss_weighs_inputs_by_fwsvd(marian, rows, tmp_path):
     ctx = run(marian, rows, tmp_path, method="fwsvd", rank=4)
     plain = run(marian, rows, tmp_path / "plain", method="svd", rank=4)
     name = "model.encoder.layers.0.fc1"

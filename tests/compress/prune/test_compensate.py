@@ -14,6 +14,7 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import keep_zeros
 
 KEPT = torch.tensor([0, 2, 5])
 
@@ -59,6 +60,30 @@ def test_what_stays_is_the_least_squares_solution(kind, monkeypatch):
     if kind == "plain":  # where there is no bias, and no other half to weigh the errors
         assert left == pytest.approx((error**2).sum() / (cut**2).sum(), rel=1e-3)
     assert (error**2).sum() < 0.7 * (cut**2).sum()
+
+
+def test_between_zeros_each_row_is_the_least_squares_solution_of_its_own_places(monkeypatch):
+    monkeypatch.setattr(compensate, "DAMP", 0.0)
+    torch.manual_seed(0)
+    x = inputs()
+    layer = nn.Linear(6, 4)
+    keep_zeros(layer)
+    with torch.no_grad():
+        layer.weight[0, 2] = layer.weight[1, 0] = layer.weight[1, 5] = layer.weight[3, KEPT] = 0
+        y = layer(x).double().numpy()
+    found = empty_statistics(6, second=True)
+    found.see(x)
+    whole = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(whole[:, KEPT].clone())  # as cut
+    layer.in_features = 3
+    refit(nn.ModuleDict({"layer": layer}), "layer", whole, KEPT, found)
+    for row in range(4):
+        there = (whole[row, KEPT] != 0).numpy()
+        columns = np.concatenate([x[:, KEPT].double().numpy()[:, there], np.ones((len(x), 1))], axis=1)
+        wanted = np.linalg.lstsq(columns, y[:, row], rcond=None)[0]
+        np.testing.assert_allclose(layer.weight[row].detach()[there], wanted[:-1], rtol=1e-2, atol=1e-3)
+        assert (layer.weight[row].detach()[~there] == 0).all()
+        assert layer.bias[row].item() == pytest.approx(wanted[-1], rel=1e-2, abs=1e-2)
 
 
 def test_inputs_that_were_never_there_leave_the_plain_cut():

@@ -14,6 +14,8 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.compress.train.lora import Adapters
+from smelt.compress.train.settings import LoraSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import needs_of
 from smelt.families.walk import blocks_of
@@ -76,6 +78,25 @@ def test_training_keeps_zeros_zero_and_moves_the_rest(sparse, tmp_path):
         assert (weight[~gone] != before[name][~gone]).float().mean() > 0.9
     assert read_edits(ctx.out) == read_edits(sparse.out)
     assert {edit["op"] for edit in read_edits(ctx.out)} == {"mask"}
+
+
+def test_adapters_keep_zeros_zero_and_are_merged_as_they_were_trained(sparse, tmp_path):
+    pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
+    before = products(harness.model_of(sparse))
+    settings = TRAIN.model_copy(update={"lora": LoraSettings(rank=2)})
+    ctx = every_family.run(Finetune(), settings, sparse.out, "bert", tmp_path / "out")
+    for name, weight in products(harness.model_of(ctx)).items():
+        assert ((weight == 0) == (before[name] == 0)).all()
+        assert not torch.equal(weight, before[name])
+    model, _ = load_model(sparse.out)
+    adapters = Adapters(model, LoraSettings(rank=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    trained = harness.logits(model)
+    with adapters.stored():
+        torch.testing.assert_close(harness.logits(model), trained, rtol=1e-4, atol=1e-4)
 
 
 def test_prune_cuts_around_zeros_which_stay(sparse, tmp_path):

@@ -75,6 +75,17 @@ def test_a_stage_makes_the_same_of_a_streamed_model(stage, settings, llama, tmp_
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("family", ["bart", "t5", "gemma"])
+def test_tied_embeddings_and_shared_biases_stay_what_they_are(family, tmp_path, monkeypatch):
+    stage = (Prune(), PruneSettings(importance="magnitude"), every_family.of_layers(family, 2), family)
+    whole = every_family.run(*stage, tmp_path / "whole")
+    monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+    parts = every_family.run(*stage, tmp_path / "parts")
+    assert parts.facts == whole.facts
+    a, b = load_model(whole.out)[0].state_dict(), load_model(parts.out)[0].state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_models_that_have_to_be_whole_are(llama, tmp_path):
     assert open_streamed(llama, tmp_path) is None  # it is small
     assert open_streamed(every_family.of_layers("gpt2", 1), tmp_path, larger_than=0) is None  # turned around

@@ -78,6 +78,43 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[t
     return found
 
 
+def check_teacher(
+    settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong) where these two cannot be compared in what the losses look at.
+
+    Args:
+        settings: of the step.
+        student: its Hugging Face config; its own layers were checked before.
+        teacher: that of the teacher.
+    """
+    wanted = [training.losses.of_inner() for training in settings.trainings()]
+    if not any(wanted):
+        return []
+    found = check_map(settings.layer_map, student, teacher)
+    ours, theirs = _width(student), _width(teacher)
+    for number, inner in enumerate(wanted):
+        if "cosine" in inner and ours and theirs and ours != theirs:
+            place = "losses" if settings.phases is None else f"phases.{number}.losses"
+            found.append((f"{place}.cosine", no_angle(ours, theirs)))
+    return found
+
+
+def no_angle(student: int, teacher: int) -> str:
+    """Return the sentence that says that the states of two models of these widths have no angle."""
+    return (
+        f"the teacher's hidden states have {teacher} numbers, the student's {student}; their angle is not"
+        " defined. Take losses: {hidden: 1.0} instead, which learns a projection."
+    )
+
+
+def _width(config: Mapping[str, Any]) -> int | None:
+    """Return how wide the hidden states of a model are, None where its config does not say."""
+    family = find_family(config)
+    said = config.get(family.width) if family else None
+    return said if isinstance(said, int) else None
+
+
 def no_scores(kind: str) -> str:
     """Return the sentence that says that the attention scores of a family cannot be read."""
     return f"a {kind} model makes its attention scores where they cannot be read; take relations instead."

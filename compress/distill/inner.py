@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.distill.fit import no_scores
+from smelt.compress.distill.fit import no_angle, no_scores
 from smelt.compress.distill.layer_map import LayerMap, check_map, of_stack, resolve
 from smelt.compress.distill.losses.attention import attention_loss
 from smelt.compress.distill.losses.cosine import cosine_loss
@@ -101,10 +101,7 @@ class Inner:
     def _require_fit(self) -> None:
         ours, theirs = self.widths
         if self.weights.cosine and ours != theirs:
-            raise InputError(
-                f"distill: the teacher's hidden states have {theirs} numbers, the student's {ours}; their"
-                " angle is not defined. Take losses: {hidden: 1.0} instead, which learns a projection."
-            )
+            raise InputError(f"distill: {no_angle(ours, theirs)}")
         if self.weights.attention:
             for pair in self.pairs:
                 _require_heads(self.student, self.teacher, pair)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.distill.fit import check_losses, check_student
+from smelt.compress.distill.fit import check_losses, check_student, check_teacher
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.train.run import train
 from smelt.compress.train.settings import training_needs
@@ -73,6 +73,14 @@ class Distill:
             found = [(f"student.{setting}", message) for setting, message in wrong]
         # the layers of a student that cannot be are not counted
         return found + ([] if found else check_losses(settings, after)), after
+
+    @classmethod
+    def check_named(
+        cls, settings: DistillSettings, config: Mapping[str, Any], named: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[str, str]]:
+        """Return what a student of this config cannot be compared in with a teacher of the config it has."""
+        teacher = named.get("teacher")
+        return check_teacher(settings, config, teacher) if teacher is not None else []
 
     @classmethod
     def check_rows(
@@ -151,11 +159,12 @@ def _train(
     from smelt.compress.distill.objective import distill_objective, inner_of
     from smelt.compress.train.extension import Extension
 
-    told = []
+    told, warned = [], []
     trainings = settings.trainings()
     inners = [inner_of(model, teacher, training, ctx.seed) for training in trainings]  # refuse before work
     for training, inner in zip(trainings, inners, strict=True):
         objective = distill_objective(teacher, training, inner)
+        before = len(ctx.warnings)
         extension = Extension(modules=inner.modules, around=inner.around) if inner else None
         train(
             model,
@@ -168,9 +177,22 @@ def _train(
             extension=extension,
         )
         told.append(ctx.facts["training"])
+        warned.append(ctx.warnings[before:])
+        del ctx.warnings[before:]
     if len(told) > 1:
         ctx.facts["phases"] = told
-        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # each phase reads the same rows
+    ctx.warnings.extend(_of_phases(warned))
+
+
+def _of_phases(warned: Sequence[Sequence[str]]) -> list[str]:
+    """Return the warnings of all phases: once what all say, who read the same rows; else with the phase."""
+    found: dict[str, None] = {}
+    for number, texts in enumerate(warned, 1):
+        for text in texts:
+            shared = all(text in others for others in warned)
+            head = f"{Distill.name}: "
+            found[text if shared else f"{head}phase {number}: {text.removeprefix(head)}"] = None
+    return list(found)
 
 
 def _load_teacher(name: str, ctx: Context) -> Any:

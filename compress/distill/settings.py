@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from smelt.compress.distill.layer_map import LayerMap
-from smelt.compress.distill.weights import LossWeights, PhaseWeights
+from smelt.compress.distill.weights import INNER, LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.stage import RecipePath, RunningStep, Settings, StepName
 
@@ -145,6 +145,15 @@ class DistillSettings(TrainingSettings):
     def _one_way(self) -> Self:
         if self.phases is not None and "losses" in self.model_fields_set:
             raise ValueError("the losses of phases stand in each of them; leave out `losses` beside `phases`")
+        return self
+
+    @model_validator(mode="after")
+    def _looks_where_it_says(self) -> Self:
+        inner = {name for training in self.trainings() for name in training.losses.of_inner()}
+        if self.layer_map != "uniform" and not inner:
+            raise ValueError(f"layer_map means nothing without one of the losses {', '.join(INNER)}")
+        if self.relation_heads is not None and "relations" not in inner:
+            raise ValueError("relation_heads means nothing without the loss relations")
         return self
 
     def trainings(self) -> list[DistillSettings]:

@@ -96,6 +96,12 @@ class PhaseWeights(LossWeights):
 
     logits: float = Field(default=0.0, ge=0, description="of T^2 KL(teacher || student)")
     labels: float = Field(default=0.0, ge=0, description="of the cross-entropy with the labels")
+    embedding: float | None = Field(
+        default=None, ge=0, description=f"{SIMILARITY}: of the squared distance of teacher's and own vectors"
+    )
+    similarity: float | None = Field(
+        default=None, ge=0, description=f"{SIMILARITY}: of the MSE of the cosines of a batch's texts"
+    )
 
     def of_vectors(self) -> dict[str, float]:
         """Return the weights of the parts that compare vectors."""

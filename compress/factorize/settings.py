@@ -36,7 +36,11 @@ class FactorizeSettings(Settings):
         " weights (svd), weights times mean inputs (asvd), weights times what the loss says (fwsvd)",
     )
     energy: float | None = Field(
-        default=None, gt=0, le=1, description="fraction of the sum of squared singular values that stays"
+        default=None,
+        gt=0,
+        le=1,
+        description="fraction of the sum of squared singular values that stays;"
+        " 0.95 if rank, ratio and budget are not given either",
     )
     rank: int | None = Field(default=None, ge=1, description="the same rank for every layer")
     ratio: float | None = Field(
@@ -47,7 +51,9 @@ class FactorizeSettings(Settings):
         default=0.5, gt=0, le=1, description="of asvd: the power of an input's mean magnitude"
     )
     rows: int = Field(default=256, ge=1, description="rows that are looked at (calibration, else train)")
-    include: list[str] = Field(default=["*"], description="patterns of layer names, as in a shell")
+    include: list[str] = Field(
+        default=["*"], min_length=1, description="patterns of layer names, as in a shell"
+    )
     exclude: list[str] = Field(
         default=["lm_head", "classifier", "classifier.*", "pre_classifier", "*.pooler.*"],
         description="patterns of names to leave alone",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from smelt.compress.float_model import load_float, stored_parameters
 from smelt.compress.prune.fit import check_units, heads_that_stay
@@ -64,6 +64,13 @@ class PruneSettings(Settings):
     round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
     dtype: StoredDtype = "keep"
 
+    @model_validator(mode="after")
+    def _of_what_goes(self) -> Self:
+        for kind in ("heads", "ffn"):
+            if kind not in self.what and getattr(self, f"keep_{kind}") is not None:
+                raise ValueError(f"keep_{kind} means nothing where what does not name {kind}")
+        return self
+
 
 class Prune:
     """Remove the least important attention heads and feed-forward neurons of each layer.
@@ -96,9 +103,11 @@ class Prune:
     def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: taylor and fisher look at rows, those for calibration if there are any.
 
-        Compensation takes the rows that there are; without these two it is left out where there are none.
+        Compensation takes the rows that there are; without these two it is left out where there are none,
+        unless it was asked for by name.
         """
-        needs_none = settings.importance not in _LOOK
+        asked = settings.compensate and "compensate" in settings.model_fields_set
+        needs_none = settings.importance not in _LOOK and not asked
         if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})

@@ -54,7 +54,7 @@ def read_pattern(text: str) -> tuple[int, int]:
     """
     kept, _, group = text.partition(":")
     if not (kept.isdecimal() and group.isdecimal() and 1 <= int(kept) < int(group)):
-        raise ValueError(f'pattern: expected "n:m" with 1 <= n < m, as "2:4", read {text[:40]!r}')
+        raise ValueError(f'expected "n:m" with 1 <= n < m, as "2:4", read {text[:40]!r}')
     return int(kept), int(group)
 
 

@@ -32,7 +32,10 @@ class SparsifySettings(Settings):
         " magnitude: the weights alone; random: a control",
     )
     sparsity: float | None = Field(
-        default=None, gt=0, lt=1, description="fraction of each layer's weights that becomes zero"
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of each layer's weights that becomes zero; 0.5 without pattern",
     )
     pattern: str | None = Field(
         default=None, description='"n:m": of each m neighbouring inputs of an output n stay, as "2:4"'

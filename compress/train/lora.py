@@ -7,6 +7,7 @@ layer whose zeros are to stay, the sum has W's zeros, while it trains as when it
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -118,6 +119,20 @@ class Adapters:
             "optimizer_bytes": _MOMENTS * trained,
             "optimizer_bytes_of_all_weights": _MOMENTS * self.whole,
         }
+
+    def warnings(self) -> list[str]:
+        """Say where adapters have more weights than the layers beside them, so that nothing is saved."""
+        shapes = {name: layer.get_base_layer().weight.shape for name, layer in self.layers.items()}
+        rank = self.settings.rank
+        wide = [name for name, (rows, columns) in shapes.items() if rank * (rows + columns) >= rows * columns]
+        if not wide:
+            return []
+        least = min(math.ceil(rows * columns / (rows + columns)) for rows, columns in shapes.values())
+        less = f"; below {least} every adapter is smaller than its layer" if least > 1 else ""
+        return [
+            f"lora: rank {rank} gives {len(wide)} of {len(shapes)} layers adapters that have no fewer weights"
+            f" than they ({', '.join(wide[:3])}), so that nothing is saved there{less}"
+        ]
 
     @contextlib.contextmanager
     def stored(self) -> Iterator[None]:

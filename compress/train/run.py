@@ -143,4 +143,5 @@ def _adapters(model: Any, settings: TrainingSettings, ctx: Context) -> Adapters 
         torch.manual_seed(ctx.seed)
         found = Adapters(model, settings.lora)
     ctx.facts["lora"] = found.facts()
+    ctx.warnings.extend(found.warnings())
     return found

@@ -13,7 +13,9 @@ class VocabularySettings(Settings):
     """Settings of `vocabulary`. At most one of min_count, coverage and size; none means min_count: 1."""
 
     min_count: int | None = Field(
-        default=None, ge=1, description="tokens that come so often in the training rows stay"
+        default=None,
+        ge=1,
+        description="tokens that come so often in the training rows stay; 1 if nothing is said",
     )
     coverage: float | None = Field(
         default=None, gt=0, le=1, description="the most frequent tokens stay, this share of all that come"

@@ -111,7 +111,8 @@ def _kind(annotation: Any) -> str:
     if inner:
         return " | ".join(_kind(part) for part in inner if part is not NoneType)
     words = {str: "text", bool: "true | false", float: "number", int: "whole number"}
-    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    other = "mapping" if _is_model(annotation) else getattr(annotation, "__name__", str(annotation))
+    return words.get(annotation, other)
 
 
 def _first_line(stage: Any) -> str:

@@ -162,7 +162,8 @@ class Checker:
             self.mistakes.add(path, f"{word} does not work on {self.recipe.task}; it works on {tasks}.")
         given = self.recipe.data.splits()
         draft.needs = needs_of(draft.cls, draft.settings, given) if draft.settings else draft.cls.needs
-        for need in ("train", "validation", "calibration"):
+        unsettled = draft.settings is None and hasattr(draft.cls, "needs_with")  # nobody knows what it needs
+        for need in ("train", "validation", "calibration") if not unsettled else ():
             unknown = touches(self.bad, f"data.{need}", "data.split")
             if need in draft.needs and need not in given and not unknown:
                 instead = draft.settings and needs_of(draft.cls, draft.settings, [*given, "calibration"])

@@ -2,7 +2,9 @@
 
 A stage that can tell has a class method `check_model(settings, config)`, which returns its mistakes as
 (setting, message) and the config of the model that it leaves: the very same where it says nothing of it. All
-others leave the config as it is. One that cannot do with all rows has a class method
+others leave the config as it is. One whose settings name other steps may have a class method
+`check_named(settings, config, named)`: config is that of the model that it leaves, named are those of the
+steps, by setting, as far as they are known. One that cannot do with all rows has a class method
 `check_rows(settings, task, data)`, which returns its mistakes likewise, where the recipe has the `task` and
 the splits `data` were read.
 """
@@ -50,6 +52,11 @@ def check_fit(
             continue
         check = getattr(step.cls, "check_model", None)
         found, after = check(step.settings, before) if check else ([], before)
+        compare = getattr(step.cls, "check_named", None)
+        if compare and not found and not step.wrong:
+            references = step.settings.references().items()
+            named = {setting: configs[name] for setting, name in references if name in configs}
+            found = compare(step.settings, after, named)
         for setting, message in found:
             mistakes.add((*places[step.name], *_place(setting)), message)
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone

@@ -44,6 +44,21 @@ def test_inner_losses_come_first_then_the_words(tmp_path, rows):
     assert not [m for m in harness.model_of(ctx).modules() if "projection" in type(m).__name__.lower()]
 
 
+def test_a_warning_says_of_which_phase_it_is(tmp_path, rows):
+    quick = {"max_steps": 2, "evals": 1, "batch_size": 5, "precision": "fp32", "max_length": 4}
+    quick |= {"schedule": "constant", "warmup": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
+    phases = [{"losses": {"hidden": 1}}, {"losses": {"labels": 1}, "learning_rate": 100.0}]
+    settings = DistillSettings.model_validate(quick | {"student": {"decoder_layers": 1}, "phases": phases})
+    ctx = harness.run(Distill(), settings, tiny.marian(tmp_path / "model"), tmp_path / "out", data=rows)
+    assert [said["kept_step"] for said in ctx.facts["phases"]] == [2, 0]
+    (useless,) = [text for text in ctx.warnings if "from before" in text]
+    assert useless.startswith("distill: phase 2: ")
+    cut = [text for text in ctx.warnings if "cut" in text]
+    assert cut  # of all phases, said once
+    assert len(set(cut)) == len(cut)
+    assert not [text for text in cut if "phase" in text]
+
+
 def test_what_a_phase_does_not_say_is_as_the_step_says():
     said = DistillSettings.model_validate(
         {

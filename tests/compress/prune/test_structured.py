@@ -210,6 +210,8 @@ def test_magnitude_needs_no_rows_and_taylor_those_for_calibration_if_there_are_a
     assert needs_of(Prune, magnitude, {"train", "calibration"}) == {"calibration"}  # to refit what stays
     alone = PruneSettings(importance="magnitude", compensate=False)
     assert needs_of(Prune, alone, {"train"}) == set()
+    asked = PruneSettings(importance="magnitude", compensate=True)  # said, and not only the default
+    assert needs_of(Prune, asked, ()) == {"train"}
     assert needs_of(Prune, taylor, ()) == {"train"}
     assert needs_of(Prune, taylor, {"train", "calibration"}) == {"calibration"}
 

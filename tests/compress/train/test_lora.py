@@ -82,6 +82,15 @@ def test_only_products_change_and_by_no_more_than_the_rank(tmp_path, rows):
     assert min(later) < 0.9 * start
 
 
+def test_adapters_that_save_nothing_are_warned_of(tmp_path):
+    model, _ = load_model(tiny.bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
+    assert Adapters(model, LoraSettings(rank=15)).warnings() == []
+    again, _ = load_model(tmp_path / "model")
+    (said,) = Adapters(again, LoraSettings(rank=16)).warnings()
+    assert "rank 16 gives 8 of 12 layers adapters that have no fewer weights than they (" in said
+    assert said.endswith("; below 16 every adapter is smaller than its layer")
+
+
 def test_a_checkpoint_is_scored_as_it_is_stored(tmp_path, rows):
     seen = []
 

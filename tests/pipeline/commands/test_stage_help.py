@@ -77,3 +77,23 @@ def test_an_unknown_stage_names_the_nearest() -> None:
 def test_a_setting_that_is_a_word_or_a_mapping_is_explained_as_both() -> None:
     text = describe_stage("onnx")
     assert "\n  tune: true | false (default false), or\n    batch_size: whole number (default 1)" in text
+
+
+def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
+    text = describe_stage("distill")
+    assert "\n  phases: list of mapping (default none)" in text
+    inside = text[text.index("phases: list") :]
+    assert "\n      embedding: number (default none) sentence-similarity: of the squared" in inside
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("vocabulary", "1 if nothing is said"),
+        ("sparsify", "0.5 without pattern"),
+        ("factorize", "0.95 if rank, ratio and budget are not given either"),
+        ("depth", "0.5 if nothing is said"),
+    ],
+)
+def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str, words: str) -> None:
+    assert words in " ".join(describe_stage(stage).split())

@@ -1,5 +1,6 @@
 """Recipes that cannot be: each is refused in words, with exit code 2, before any work."""
 
+import json
 import time
 
 import every_family
@@ -56,7 +57,11 @@ def test_stages_that_do_not_fit_the_model(home, stages, words):
 @pytest.mark.parametrize(
     ("family", "stages", "words"),
     [
-        ("mpnet", "[{prune: {what: [heads]}}]", "stages[0].prune.what: the heads of a mpnet model cannot be"),
+        (
+            "mpnet",
+            "[{prune: {what: [heads]}}]",
+            "stages[0].prune.what: the heads of an mpnet model cannot be",
+        ),
         (
             "modernbert",
             "[{distill: {student: {layers: [1]}}}]",
@@ -187,6 +192,33 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
         assert found, f"line {line}: {words}"
         said.remove(found[0])
     assert [text.split(": ")[0] for text in said] == ["--set prune.x", "--set nobody.keep=1", "--until"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("prune: {what: [ffn], keep_heads: 0.5}", "keep_heads means nothing where what does not name heads."),
+        ("factorize: {include: []}", "include: expected a list of at least 1 (each text), read []."),
+        (
+            "factorize: {rank: 4, ratio: 0.5}",
+            "give one of energy, rank, ratio and budget, not rank and ratio.",
+        ),
+        ("sparsify: {pattern: '4:2'}", 'sparsify.pattern: expected "n:m" with 1 <= n < m'),
+        ("sparsify: {pattern: '2:4', sparsity: 0.5}", "give one of sparsity and pattern, not both."),
+        ("distill: {layer_map: last}", "layer_map means nothing without one of the losses hidden, "),
+        ("distill: {relation_heads: 2}", "relation_heads means nothing without the loss relations."),
+        ("distill: {losses: {hidden: 1}, layer_map: {1: 9}}", "layer_map: the teacher has the states 0 (its"),
+        (
+            "distill: {phases: [{losses: {logits: 1}}, {losses: {cosine: 1}}], student: {config: thin.json}}",
+            "phases[1].losses.cosine: the teacher's hidden states have 32 numbers, the student's 16",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_or_the_teacher_are_one_message(home, stage, words):
+    config = json.loads((home / "m" / "config.json").read_text())
+    (home / "thin.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    said = refused(home, RECIPE.replace("prune: {keep: 0.5}", stage), words)
+    assert said.count("recipe.yaml:4: stages[0]") == 1
 
 
 def test_mended_recipe_plans(home):

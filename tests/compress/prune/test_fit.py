@@ -22,7 +22,7 @@ def test_the_message_says_why_and_what_to_write():
     assert setting == "what"
     assert "all layers add one bias" in message
     assert message.endswith("Say what: [ffn].")
-    with pytest.raises(InputError, match=r"prune: the heads of a mpnet model"):
+    with pytest.raises(InputError, match=r"prune: the heads of an mpnet model"):
         heads_that_stay(["heads"], config)
 
 

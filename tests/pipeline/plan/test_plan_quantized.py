@@ -49,7 +49,7 @@ def advice(made: Plan) -> list[str]:
         (
             "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
             "ONNX Runtime on CUDA cannot run the static int8 of 'quantize'; give `from: model`, or target:"
-            " ort-cpu or tensorrt or openvino.",
+            " ort-cpu or tensorrt or openvino",
         ),
         (
             "[quantize: {}, share: {}]",

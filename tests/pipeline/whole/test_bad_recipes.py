@@ -198,7 +198,7 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
     ("stage", "words"),
     [
         ("prune: {what: [ffn], keep_heads: 0.5}", "keep_heads means nothing where what does not name heads."),
-        ("factorize: {include: []}", "include: expected a list of at least 1 (each text), read []."),
+        ("factorize: {include: []}", "include: expected a list of at least 1 (each a text), read []."),
         (
             "factorize: {rank: 4, ratio: 0.5}",
             "give one of energy, rank, ratio and budget, not rank and ratio.",

@@ -47,7 +47,7 @@ class Factorize:
         " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd:"
         " Hsu et al. 2022, arXiv:2207.00112"
     )
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)

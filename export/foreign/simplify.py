@@ -116,8 +116,8 @@ def _refusal(src: Artifact, candidate: Path, ctx: Context) -> str | None:
     if not real:
         ctx.warnings.append("the simplified graph was compared on made-up rows: there are none but test")
     try:
-        made, whole = (run_graph(path, feeds, ctx.threads) for path in (candidate, src.path / NAME))
-        off = difference(made, whole)
+        got, wanted = (run_graph(path, feeds, ctx.threads) for path in (candidate, src.path / NAME))
+        off = difference(got, wanted)
     except (RunError, KeyError) as error:
         return f"the simplified graph does not run: {error}"
     if not off <= _ALLOWED:

@@ -75,6 +75,9 @@ CASES: dict[str, Case] = {
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
     "prune bert, across layers by Fisher": Case("prune", "bert", {"scope": "global", "importance": "fisher"}),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
+    "prune bert, not compensated": Case("prune", "bert", {"compensate": False}),
+    "sparsify bert": Case("sparsify", "bert"),
+    "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
     "factorize marian, one budget": Case(
         "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}
     ),

@@ -17,6 +17,16 @@ from smelt.runtime.backends.onnx_session import MAKE_AGAIN
 
 FILE = "provider.json"
 _SCHEMA = 1
+# What the export writes. The providers have others that load a library, write files anywhere or take an
+# address in memory; a file that came with somebody else's graph does not get to say them.
+OPTIONS = frozenset(
+    {
+        *("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable", "trt_layer_norm_fp32_fallback"),
+        *("trt_max_workspace_size", "trt_builder_optimization_level", "trt_timing_cache_enable"),
+        *("trt_engine_hw_compatible", "trt_context_memory_sharing_enable", "nv_max_workspace_size"),
+        *(f"{prefix}_profile_{end}_shapes" for prefix in ("trt", "nv") for end in ("min", "opt", "max")),
+    }
+)
 Shape = tuple[int, ...]
 
 
@@ -45,7 +55,8 @@ def read_told(folder: Path, provider: str) -> dict[str, Told]:
     """Return by graph what the provider is told.
 
     Raises:
-        InputError: there is no such file, it is damaged, or it is for another provider.
+        InputError: there is no such file, it is damaged, it is for another provider, or it says an option
+            that is not in OPTIONS.
     """
     path = folder / FILE
     try:
@@ -63,10 +74,16 @@ def read_told(folder: Path, provider: str) -> dict[str, Told]:
         raise InputError(
             f"{path}: no such file; it says for which sizes TensorRT builds its engines. {MAKE_AGAIN}"
         ) from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error!r}. {MAKE_AGAIN}") from error
     if made_for != provider:
         raise InputError(f"{path}: made for {made_for}, not for {provider}. {MAKE_AGAIN}")
+    strange = sorted({name for told in found.values() for name in told.options} - OPTIONS)
+    if strange:
+        raise InputError(
+            f"{path}: it says {', '.join(strange)[:200]}, which smelt neither writes nor passes on."
+            f" {MAKE_AGAIN}"
+        )
     return found
 
 

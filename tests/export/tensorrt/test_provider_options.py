@@ -16,7 +16,7 @@ from smelt.export.tensorrt.provider_options import rtx_options, tensorrt_options
 from smelt.export.tensorrt.provider_settings import ProviderSettings
 from smelt.runtime.backends.ort_tensorrt.cache import cache_home
 from smelt.runtime.backends.ort_tensorrt.session import with_caches
-from smelt.runtime.backends.ort_tensorrt.told import read_told, shapes_from
+from smelt.runtime.backends.ort_tensorrt.told import OPTIONS, read_told, shapes_from
 
 SHAPES = {"input_ids": ((1, 1), (1, 8), (4, 32)), "past": ((1, 2, 0, 16), (1, 2, 4, 16), (4, 2, 11, 16))}
 ALL = ProviderSettings(optimization_level=5, hardware_compatibility="ampere+", context_memory="shared")
@@ -59,6 +59,13 @@ def test_the_plug_in_knows_each_option() -> None:
         f"{n[0]}.{n[1]}" for n in re.findall(r'"sm(8\d)"', header.split("kTargetSMValues[]")[1])
     }
     assert "compute_capability >= 120" in header
+
+
+def test_what_is_written_is_just_what_is_passed_on_when_it_is_read() -> None:
+    written = (
+        tensorrt_options(ALL, "fp16", True, SHAPES).keys() | rtx_options(ALL, "fp16", True, SHAPES).keys()
+    )
+    assert written == OPTIONS
 
 
 def test_precision_follows_the_graph_and_sizes_the_profile() -> None:

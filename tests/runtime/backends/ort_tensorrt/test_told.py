@@ -57,6 +57,23 @@ def test_damage_is_told(tmp_path: Path, change: dict[str, Any], message: str) ->
     assert "Run the onnx stage again" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "option", ["trt_extra_plugin_lib_paths", "trt_engine_cache_path", "user_compute_stream"]
+)
+def test_options_that_load_libraries_or_write_elsewhere_are_not_passed_on(
+    tmp_path: Path, option: str
+) -> None:
+    write_told(tmp_path, NAME, {"model": Told("a" * 64, {**TOLD.options, option: "/tmp/evil.so"})})
+    with pytest.raises(InputError, match=f"says {option}, which smelt neither writes"):
+        read_told(tmp_path, NAME)
+
+
+def test_a_file_that_nests_without_end_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("[" * 100_000)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_told(tmp_path, NAME)
+
+
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"provider\.json: no such file; it says for which sizes"):
         read_told(tmp_path, NAME)

@@ -3,6 +3,7 @@
 import exports
 import pytest
 import tiny
+from processor import needs_vnni
 from pydantic import ValidationError
 
 from smelt.core.errors import InputError, MissingDependencyError
@@ -71,6 +72,7 @@ def test_a_missing_openvino_stops_before_any_work(tmp_path, monkeypatch):
     assert not list(ctx.out.iterdir())
 
 
+@needs_vnni
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
     from smelt.runtime.backends.openvino_module import compile_graph, has_bf16

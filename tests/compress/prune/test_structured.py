@@ -179,7 +179,7 @@ def test_taylor_computes_with_the_threads_that_are_given_and_leaves_them_as_they
 def test_taylor_works_on_the_device_that_is_given(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "smelt.runtime.backends.device.torch_device", lambda wanted: asked.append(wanted) or "cpu"
+        "smelt.compress.prune.importance.of_units.torch_device", lambda wanted: asked.append(wanted) or "cpu"
     )
     source = tiny.bert(tmp_path / "m")
     run(

@@ -153,5 +153,5 @@ def test_few_tokens_are_a_warning_that_fits_the_scheme(planted, data, tmp_path):
     ctx = run(planted, tmp_path / "out", few, scheme="int8-dynamic", smooth=0.5, rows=1)
     assert len(ctx.warnings) == 1
     assert ctx.warnings[0].startswith(
-        "quantize: the largest activations of each channel were found on 1 rows"
+        "quantize: the largest activations of each channel were found on 1 row "
     )

@@ -117,7 +117,7 @@ def test_no_rows_are_an_error_and_few_a_warning(marian, tmp_path):
     few = Split("few.jsonl", ROWS.examples[:1])
     ctx = run(marian, tmp_path / "few", data={"calibration": few, "train": ROWS}, damage_rows=0)
     assert len(ctx.warnings) == 1
-    assert "found on 1 rows of few.jsonl" in ctx.warnings[0]
+    assert "found on 1 row of few.jsonl" in ctx.warnings[0]
 
 
 def test_the_plan_knows_which_rows_are_needed():

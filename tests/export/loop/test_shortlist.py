@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 from once import made_once
 from onnx import TensorProto, helper, numpy_helper
+from processor import LACKS_VNNI
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import RunError
@@ -75,6 +76,8 @@ def batch(rows, words, seed):
 
 @pytest.mark.parametrize(("family", "scheme"), CELLS)
 def test_the_graph_says_what_the_loop_in_python_says(family, scheme):
+    if LACKS_VNNI and scheme in ("int8-dynamic", "int8-static", "binary"):
+        pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
     graphs, source = exported(family, scheme)
     said = set()
     with open_folder(graphs, "onnx", "ort-cpu", 1) as runner, open_folder(source, "torch", None, 1) as torch:
@@ -167,6 +170,8 @@ SCALES, BIAS = (DRAW.uniform(0.5, 1, V).astype(np.float32) for _ in range(2))
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", ["Gemm", "Gemm by columns", "MatMul", "DynamicQuantizeMatMul", "Integer"])
 def test_logits_of_some_words_are_those_of_all_to_the_bit_or_nearly(form, bias):
+    if LACKS_VNNI and form in ("DynamicQuantizeMatMul", "Integer"):
+        pytest.skip("without VNNI ONNX Runtime's products with gathered codes are not exact")
     microsoft = {"domain": "com.microsoft"}
     more = ["bias"] if bias else []
     tensors = {"bias": BIAS} if bias else {}

@@ -87,7 +87,8 @@ def test_tokenizer_files_are_those_of_old_and_new_transformers():
 
 def test_the_line_of_the_readme_runs():
     text = (package("embedder") / "README.md").read_text()
-    line = text.partition("```bash\n")[2].partition("\n```")[0]
+    install, line = text.partition("```bash\n")[2].partition("\n```")[0].split("\n", 1)
+    assert install.startswith("pip install ")
     done = subprocess.run(
         [sys.executable, *shlex.split(line)[1:]], cwd=package("embedder"), capture_output=True, text=True,
         check=False,

@@ -254,7 +254,7 @@ def test_lengths_are_capped_by_the_positions_and_what_is_cut_is_told(source: Pat
     [ranges], limit = profile_ranges(source, TensorrtSettings(length_percentile=100), ctx)
     assert limit == 16
     assert ranges["input"] == Range(1, 4, 16)
-    assert ctx.warnings[0].startswith("1 of 61 texts looked at are longer than the 16 tokens")
+    assert ctx.warnings[0].startswith("1 of 61 texts looked at is longer than the 16 tokens")
 
 
 def test_no_data_and_no_lengths_is_refused_but_given_lengths_suffice(source: Path, out: Path) -> None:

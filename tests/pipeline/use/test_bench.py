@@ -140,6 +140,7 @@ def test_the_table_stays_in_80_columns_with_long_names_and_large_numbers():
     table = bench_text(
         {
             "baseline": "x" * 60,
+            "task": "translation",
             "texts": {"from": "standard", "n": 12},
             "settings": {"batch_sizes": [1]},
             "environment": {"cpu": "Some Processor @ 2 GHz"},

@@ -244,7 +244,10 @@ def test_only_an_engine_takes_one_call_at_a_time(tmp_path, monkeypatch):
 
 def _engine(path):
     return SimpleNamespace(
-        path=path, format="tensorrt", manifest=SimpleNamespace(facts={}), verify=lambda: None
+        path=path,
+        format="tensorrt",
+        manifest=SimpleNamespace(facts={}, task="translation"),
+        verify=lambda: None,
     )
 
 

@@ -48,7 +48,7 @@ def test_a_torch_artifact_names_what_can_be_packaged(run, tmp_path):
         smelt.package(run / "artifacts" / "model", out=tmp_path / "p")
     said = str(caught.value)
     assert "it is a torch artifact; this form takes onnx." in said
-    assert "Of the same run it takes onnx." in said
+    assert "Of the same run it takes the step onnx (artifacts/onnx)." in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,6 +80,7 @@ def test_a_folder_that_is_not_empty_is_refused_before_work(run, tmp_path):
 
 def test_the_line_that_runs_it_is_one_for_a_shell(run, tmp_path):
     package = smelt.package(run / "artifacts" / "onnx", out=tmp_path / "a b")
-    first, second = package_lines(package)
+    first, install, second = package_lines(package)
     assert f"({package.size_bytes:,} bytes)" in first
+    assert "pip install" in install
     assert second == f"Run it: (cd '{tmp_path / 'a b'}' && python infer.py \"TEXT\")"

@@ -76,7 +76,7 @@ def test_texts_beyond_the_limit_are_a_warning_and_with_strict_an_error(home):
     refused(
         home, RECIPE + "strict: true\n",
         "data.jsonl (train): 1 row holds texts of more than 32 tokens, the model's limit (strict: true): line 9.",  # noqa: E501
-        "data.jsonl (test): 1 rows", command="run",
+        "data.jsonl (test): 1 row ", command="run",
     )  # fmt: skip
 
 

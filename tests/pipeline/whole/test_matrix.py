@@ -17,6 +17,7 @@ import pytest
 import sentences
 import seq2seq
 import tiny
+from processor import LACKS_VNNI
 
 import smelt
 from smelt.core.data import TEXT_TO_TEXT
@@ -154,12 +155,16 @@ def _recipe(folder, kind, task, stages, target="ort-cpu"):
 
 @pytest.mark.parametrize(("family", "stage"), CELLS)
 def test_a_family_goes_through_a_stage_and_its_graph_agrees(family, stage, tmp_path):
+    if LACKS_VNNI and stage == "chain-shared":
+        pytest.skip("without VNNI ONNX Runtime opens no graph in which two int8 products share a matrix")
     _check(family, stage, "ort-cpu", tmp_path)
 
 
 @pytest.mark.parametrize(("family", "stage"), CELLS_OPENVINO)
 def test_a_family_goes_through_a_stage_and_openvino_runs_its_graph(family, stage, tmp_path):
     pytest.importorskip("openvino")
+    if LACKS_VNNI and stage.startswith("int8"):
+        pytest.skip("without VNNI OpenVINO adds pairs of int8 products in 16 bits")
     _check(family, stage, "openvino", tmp_path)
 
 

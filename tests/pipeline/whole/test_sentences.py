@@ -241,8 +241,8 @@ def test_init_writes_a_recipe_that_runs(tmp_path):
         ({"recipe": CHAIN, "scores": False}, "importance: the rows of data.jsonl have no scores"),
         (
             {"recipe": CHAIN.replace("max_steps: 2,", "max_steps: 2, losses: {logits: 1.0},", 1)},
-            "losses.logits: is no part of the loss of sentence-similarity; those are embedding, scores,"
-            " similarity.",
+            "losses.logits: is no part of the loss of sentence-similarity; those are attention, cosine,"
+            " embedding, embeddings, hidden, relations, scores, similarity.",
         ),
         ({"recipe": CHAIN.replace("select: spearman", "select: agreement")}, "'agreement' is not scored"),
         (

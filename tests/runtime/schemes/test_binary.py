@@ -95,7 +95,7 @@ def test_values_by_hand():
 def test_embeddings_and_groups_without_a_kernel_are_refused():
     options = {"group_size": 64, "accuracy_level": 4}
     with pytest.raises(
-        InputError, match=r"scheme binary: a Embedding cannot be quantized; expected a Linear\."
+        InputError, match=r"scheme binary: an Embedding cannot be quantized; expected a Linear\."
     ):
         empty_quantized(nn.Embedding(4, 8), "binary", options)
     with pytest.raises(InputError, match="group size 16; expected one of 32, 64, 128"):

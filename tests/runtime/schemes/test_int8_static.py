@@ -6,6 +6,7 @@ import schemes
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from ort import ort_session
+from processor import needs_vnni
 from torch import nn
 
 from smelt.runtime.layers.quantized import QuantizedLinear
@@ -53,6 +54,7 @@ def test_new_codes_leave_the_range_as_it_is():
     assert float(found.matrix.input_scale) == pytest.approx(3 / 127)
 
 
+@needs_vnni
 @pytest.mark.parametrize("form", ["integers", "explicit"])
 def test_a_layer_is_what_onnx_runtime_computes(form):
     """Codes of activations and sums of products exactly; what is scaled, to the rounding of float32."""

@@ -101,8 +101,8 @@ threads: 0
         " windows, prefix, source_language, target_language. Did you mean 'test'?",
         "recipe.yaml:4: data.test: missing; expected a file or a hub id.",
         "recipe.yaml:6: stages[0].prnue: unknown stage 'prnue'. Known: finetune, distill, vocabulary,"
-        " depth, prune, sparsify, factorize, share, shortlist, quantize, onnx, simplify, quantize-graph, fp16,"
-        " tensorrt. Did you mean 'prune'?",
+        " depth, prune, sparsify, factorize, share, shortlist, quantize, onnx, simplify, quantize-graph,"
+        " fp16, tensorrt. Did you mean 'prune'?",
         "recipe.yaml:8: stages[1].nmae: unknown; known beside a stage: name, from, optional."
         " Did you mean 'name'?",
         "recipe.yaml:9: score.quality[1]: 'accuracy' belongs to text-classification. Known for translation:"

@@ -26,6 +26,7 @@ from smelt.export.tensorrt.rules.table import OUTCOMES, RULES
 FLOAT, HALF, INT8, INT32, INT64 = (
     TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.INT32, TensorProto.INT64,
 )  # fmt: skip
+NOTHING = onnx.helper.make_model(onnx.helper.make_graph([], "nothing", [], []))
 W = np.ones((4, 4), np.float32)
 ZERO = np.int8(0)
 ROWS = {"x": ((1, 4), (2, 4), (8, 4))}
@@ -199,7 +200,7 @@ CASES: dict[str, tuple[str, str, Any, Any]] = {
 # NonZero is a plugin of the full TensorRT, which the rig has not: only the rule is asked.
 SILENT = {"a size from the data": ("size-from-data", "the size of its output depends on the data",
                                    graph(node("NonZero", "x"), out=INT64)),
-          "an empty file": ("no-output", "it has no outputs", onnx.ModelProto(), {})}  # fmt: skip
+          "a graph without outputs": ("no-output", "it has no outputs", NOTHING, {})}  # fmt: skip
 FINE = {
     "floats": graph(node("MatMul", "x w"), {"w": W}),
     "float16": graph(node("MatMul", "x w"), {"w": W.astype(np.float16)}, HALF),

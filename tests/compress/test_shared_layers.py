@@ -8,7 +8,7 @@ import harness
 import onnx
 import pytest
 import torch
-from processor import needs_vnni
+from ort import needs_vnni
 from safetensors.torch import load_file
 from sharing import assert_first_two_are_one, folder_of, products, share
 

@@ -3,7 +3,7 @@
 import exports
 import pytest
 import tiny
-from processor import needs_vnni
+from ort import needs_vnni
 from pydantic import ValidationError
 
 from smelt.core.errors import InputError, MissingDependencyError

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from once import made_once
 from onnx import TensorProto, helper, numpy_helper
-from processor import LACKS_VNNI
+from ort import LACKS_VNNI
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import RunError

@@ -17,7 +17,7 @@ import pytest
 import sentences
 import seq2seq
 import tiny
-from processor import LACKS_VNNI
+from ort import LACKS_VNNI
 
 import smelt
 from smelt.core.data import TEXT_TO_TEXT

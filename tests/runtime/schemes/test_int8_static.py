@@ -5,8 +5,7 @@ import pytest
 import schemes
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from ort import ort_session
-from processor import needs_vnni
+from ort import needs_vnni, ort_session
 from torch import nn
 
 from smelt.runtime.layers.quantized import QuantizedLinear

@@ -1,5 +1,6 @@
 """Files of others: what is wrong with them is our error, in little memory and time."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -262,7 +263,8 @@ def test_a_hostile_file_takes_little_memory_and_time(tmp_path: Path, kind: str) 
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     said = done.stdout + done.stderr
     if kind == "swollen":
-        assert "opening it in ONNX Runtime failed: it asked for more than" in said
+        # which limit is met first depends on the processor
+        assert re.search(r"opening it in ONNX Runtime failed: it (asked for more than|took more than 13 s)", said)
     else:
         assert "InputError: m.onnx: ONNX Runtime cannot run it on the first rows" in said
     assert peak < 2e9

@@ -264,7 +264,7 @@ def test_a_hostile_file_takes_little_memory_and_time(tmp_path: Path, kind: str) 
     said = done.stdout + done.stderr
     if kind == "swollen":
         # which limit is met first depends on the processor
-        assert re.search(r"opening it in ONNX Runtime failed: it (asked for more than|took more than 13 s)", said)
+        assert re.search(r"opening it in ONNX Runtime failed: it (asked for|took) more than", said)
     else:
         assert "InputError: m.onnx: ONNX Runtime cannot run it on the first rows" in said
     assert peak < 2e9

@@ -1,7 +1,7 @@
 """Dependencies point one way: core <- families <- runtime <- compress, export, evaluate <- pipeline."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,25 +77,51 @@ def test_there_are_sources_in_every_folder() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_module_imports_only_layers_below_it(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert layer_breaks(path.relative_to(ROOT).parts[0], tree) == []
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.AST]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_module_imports_no_folder_by_its_bare_name(path: Path) -> None:
-    names = set(imported(ast.parse(path.read_text(encoding="utf-8"))))
-    bare = {name for name in names if name.split(".")[0] in MAY_IMPORT}
-    relative = {name for name in names if name.startswith(".")}
-    assert (bare, relative) == (set(), set())
+def offenders(
+    trees: dict[Path, ast.AST], rule: Callable[[Path, ast.AST], Iterable[str]]
+) -> dict[str, list[str]]:
+    """What a rule finds, by file."""
+    found = {name_of(path): list(rule(path, tree)) for path, tree in trees.items()}
+    return {name: told for name, told in found.items() if told}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_module_never_unpickles_nor_runs_foreign_code(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    unpicklers = {name for name in imported(tree) if name.split(".")[0] in UNPICKLERS}
-    assert (unpicklers, list(bad_calls(tree))) == (set(), [])
+def bare_or_relative(tree: ast.AST) -> list[str]:
+    """Folders that are imported by their bare names, and relative imports."""
+    return [name for name in imported(tree) if name.split(".")[0] in MAY_IMPORT or name.startswith(".")]
+
+
+def foreign_code(tree: ast.AST) -> list[str]:
+    """What unpickles or runs what others wrote."""
+    return [name for name in imported(tree) if name.split(".")[0] in UNPICKLERS] + list(bad_calls(tree))
+
+
+def test_modules_import_only_layers_below_them(trees: dict[Path, ast.AST]) -> None:
+    assert offenders(trees, lambda path, tree: layer_breaks(path.relative_to(ROOT).parts[0], tree)) == {}
+
+
+def test_modules_import_no_folder_by_its_bare_name(trees: dict[Path, ast.AST]) -> None:
+    assert offenders(trees, lambda path, tree: bare_or_relative(tree)) == {}
+
+
+def test_modules_never_unpickle_nor_run_foreign_code(trees: dict[Path, ast.AST]) -> None:
+    assert offenders(trees, lambda path, tree: foreign_code(tree)) == {}
+
+
+@pytest.mark.parametrize("text", ["import runtime.runner", "from export import graphs", "from . import x"])
+def test_the_check_of_imports_finds_a_bare_or_relative_one(text: str) -> None:
+    assert offenders({ROOT / "a.py": ast.parse(text)}, lambda path, tree: bare_or_relative(tree))
+
+
+@pytest.mark.parametrize("text", ["import pickle", "from joblib import load", "import torch\ntorch.load(x)"])
+def test_the_check_of_foreign_code_finds_it(text: str) -> None:
+    assert list(offenders({ROOT / "a.py": ast.parse(text)}, lambda path, tree: foreign_code(tree))) == [
+        "a.py"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
             RUNS / "gpu-rtx" / "report.md",
         ),
         Part(
-            "bitsandbytes", "a layer and an optimizer of bitsandbytes on CUDA (no stage of smelt uses them)",
+            "bitsandbytes", "a layer and an optimizer of bitsandbytes on CUDA (smelt uses it on the CPU)",
             (python, "-c", BITSANDBYTES), 60,
         ),
     )  # fmt: skip

@@ -21,9 +21,9 @@ class Finetune:
 
     Helps to fit a model to its task, to recover from pruning or factorization where no teacher is at
     hand, and as a control: the same training without any compression. After `quantize` it trains
-    through the codes, which are decided again at the end. The checkpoint with the lowest
-    loss on the validation rows is kept. A sentence embedder learns the order of the scores of pairs
-    (CoSENT).
+    through the codes, which are decided again at the end; with `lora` beside them, and they stay. The
+    checkpoint with the lowest loss on the validation rows is kept. A sentence embedder learns the order
+    of the scores of pairs (CoSENT).
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
     """
@@ -39,6 +39,11 @@ class Finetune:
     version: ClassVar[int] = 3
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def leaves(cls, settings: FinetuneSettings) -> frozenset[str]:
+        """Return what later steps may lose: what was learned."""
+        return frozenset({"training"})
 
     @classmethod
     def needs_with(cls, settings: FinetuneSettings, given: Collection[str]) -> frozenset[Need]:
@@ -57,7 +62,7 @@ class Finetune:
         from smelt.compress.quantize.through_codes import load_trainable, settle
         from smelt.runtime.models.checkpoint import save_model
 
-        model, edits = load_trainable(src, ctx)
+        model, edits = load_trainable(src, ctx, settings.lora is not None)
         train(model, src, settings, ctx, edits=edits, stage=self.name)
         settle(model, ctx)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))

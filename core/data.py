@@ -18,28 +18,36 @@ from pydantic import BaseModel, ConfigDict
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
 from smelt.core.rows.arrays import Arrays, read_arrays
+from smelt.core.rows.images import content_hash, image_rows, require_image
 from smelt.core.rows.reading import Rows, hub_rows, read_file
 from smelt.core.rows.scores import read_score, require_alike
 from smelt.core.rows.text_files import file_kind, read_text_file
 from smelt.core.text import half_character
 from smelt.core.windows import Windows
 
-SplitName = Literal["train", "validation", "calibration", "test"]
+SplitName = Literal["train", "unlabelled", "validation", "calibration", "test"]
 Task = Literal[
     "translation",
     "summarization",
     "text-classification",
     "language-modeling",
     "sentence-similarity",
+    "image-classification",
     "tensors",
 ]
 # From arrays to arrays, whatever they mean: of an ONNX graph that somebody else exported.
 TENSORS: Task = "tensors"
 EVERY_TASK: tuple[Task, ...] = get_args(Task)
-# The tasks of texts, which families of models are for.
+# The tasks that families of models are for.
 TASKS: tuple[Task, ...] = tuple(task for task in EVERY_TASK if task != TENSORS)
 # The task in which a text becomes a vector; its rows are texts, or pairs of them, which are read one by one.
 SIMILARITY: Task = "sentence-similarity"
+# The task in which an image gets a label; the text of its rows is a reference (smelt.core.rows.images).
+IMAGES: Task = "image-classification"
+# Tasks whose models are classifiers.
+CLASSIFICATION: frozenset[Task] = frozenset({"text-classification", IMAGES})
+# The tasks of models that read texts.
+TEXT_TASKS: tuple[Task, ...] = tuple(task for task in TASKS if task != IMAGES)
 # Tasks in which a text becomes another text.
 TEXT_TO_TEXT: frozenset[Task] = frozenset({"translation", "summarization"})
 
@@ -57,6 +65,7 @@ class Columns(BaseModel):
     references: str = "targets"
     text: str = "text"
     text_pair: str = "text_b"
+    image: str = "image"
     label: str = "label"
 
 
@@ -65,7 +74,8 @@ class Example:
     """One row: a text, and what belongs to it in the task.
 
     Translation, summarization: `references`; classification: `label`, maybe `text_pair`; sentence similarity:
-    maybe `text_pair`, and then maybe as `label` a float, how similar the two are.
+    maybe `text_pair`, and then maybe as `label` a float, how similar the two are; image classification:
+    `label`, and as the text a reference to the image.
 
     line: where it stands in its file, None where that has no lines or more than one row in this one; row: its
     number in the file, from 1; None where it is of no file. Neither is a part of what the row says.
@@ -84,13 +94,15 @@ class Split:
     """The rows of one split, in file order, and where they came from.
 
     windows: how the rows are joined and cut again; only for language modeling. arrays: what the rows hold
-    where they are arrays; the text of an example is then the place of its row in them.
+    where they are arrays; the text of an example is then the place of its row in them. images: the texts are
+    references to images.
     """
 
     origin: str
     examples: tuple[Example, ...] = field(repr=False)
     windows: Windows | None = None
     arrays: Arrays | None = field(default=None, repr=False, compare=False)
+    images: bool = False
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -100,14 +112,24 @@ class Split:
         """SHA-256 over the rows' content; equal rows give equal keys wherever they lie."""
         if self.arrays is not None:
             return self.arrays.fingerprint
-        rows = hash_of([[e.text, list(e.references), e.text_pair, e.label] for e in self.examples])
+        rows = hash_of(
+            [
+                [text, list(e.references), e.text_pair, e.label]
+                for text, e in zip(self.contents, self.examples, strict=True)
+            ]
+        )
         return rows if self.windows is None else hash_of([rows, self.windows.model_dump()])
+
+    @cached_property
+    def contents(self) -> tuple[str, ...]:
+        """What each row says besides its label: its text; of an image what its file holds, as a hash."""
+        return tuple(content_hash(e.text) if self.images else e.text for e in self.examples)
 
     def some(self, places: Iterable[int]) -> Split:
         """Return the rows at `places`."""
         if self.arrays is not None:
             return split_of(self.origin, self.arrays.some(list(places)))
-        return Split(self.origin, tuple(self.examples[i] for i in places), self.windows)
+        return replace(self, examples=tuple(self.examples[i] for i in places))
 
     def head(self, rows: int | None) -> Split:
         """Return the first `rows` rows (all for None)."""
@@ -146,6 +168,8 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
     path = (base / origin).expanduser()
     if task == TENSORS:
         return split_of(origin, read_arrays(path, name))
+    if task == IMAGES:
+        return _read_images(path, origin, columns, name)
     if path.is_file():
         if task == "language-modeling" and file_kind(path) == ".txt":
             return _read_lines(path, origin, name)
@@ -194,6 +218,16 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
     return tuple(found)
 
 
+def _read_images(path: Path, origin: str, columns: Columns, name: str) -> Split:
+    """Read rows that name images, each of which is looked at."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder (data for '{name}').{_neighbour(path)}")
+    examples = _examples(image_rows(path, columns.image, columns.label), IMAGES, columns)
+    if not examples:
+        raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.")
+    return Split(origin, examples, images=True)
+
+
 def _read_lines(path: Path, origin: str, name: str) -> Split:
     """Read plain text; joined with line ends the rows are the file's text again."""
     lines = read_text_file(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
@@ -215,6 +249,8 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
         return Example(_text(row, columns.source, where, "source"), references, line=line)
     if task == "language-modeling":
         return Example(_text(row, columns.text, where, "text"), line=line)
+    if task == IMAGES:
+        return replace(_labelled(_image(row, where, columns), None, row, where, columns), line=line)
     # a name that the recipe gives must be there; files without null mark its absence by an empty text
     if "text_pair" in columns.model_fields_set and columns.text_pair not in row:
         raise _missing(row, columns.text_pair, where, "text_pair")
@@ -230,12 +266,22 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
                 f" one in '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair: NAME}}}}."
             )
         return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=score, line=line)
+    return replace(_labelled(_text(row, columns.text, where, "text"), pair, row, where, columns), line=line)
+
+
+def _labelled(text: str, pair: str | None, row: Mapping[str, Any], where: str, columns: Columns) -> Example:
     if columns.label not in row:
         raise _missing(row, columns.label, where, "label")
     label = _label(row[columns.label], where, columns.label)
     for item in label if isinstance(label, tuple) else (label,):
         _require_characters(str(item), where, columns.label)
-    return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=label, line=line)
+    return Example(text, text_pair=pair, label=label)
+
+
+def _image(row: Mapping[str, Any], where: str, columns: Columns) -> str:
+    reference = _text(row, columns.image, where, "image")
+    require_image(reference, where)
+    return reference
 
 
 def _references(row: Mapping[str, Any], where: str, columns: Columns) -> tuple[str, ...]:
@@ -305,6 +351,7 @@ def _require_characters(text: str, where: str, column: str) -> None:
 _ALIASES = {
     "source": ("document", "article", "dialogue", "input", "text", "src", "en"),
     "target": ("summary", "highlights", "abstract", "output", "reference", "tgt", "de"),
+    "image": ("file_name", "filename", "path", "file", "img", "image_path"),
 }
 
 

@@ -24,6 +24,8 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
+# How transformers' classes of classifiers end.
+CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 # Stands between the names of several labels in one field, where a file has no lists (CSV).
 SEPARATOR = "|"
 _SHOWN = 5  # rows that are named in a message

@@ -59,10 +59,7 @@ def divide(split: Split, shares: Mapping[str, float], seed: int) -> dict[str, Sp
         taken[name] = sorted(row for group in drawn for row in group.rows)
         groups = [group for group in groups if group not in drawn]
     taken["train"] = sorted(row for group in groups for row in group.rows)
-    return {
-        name: Split(split.origin, tuple(split.examples[row] for row in rows), split.windows)
-        for name, rows in taken.items()
-    }
+    return {name: split.some(rows) for name, rows in taken.items()}
 
 
 def _draw(groups: Sequence[_Group], target: int) -> set[_Group]:
@@ -96,8 +93,8 @@ def _quotas(sizes: Mapping[str, int], target: int) -> dict[str, int]:
 def _copies(split: Split, seed: int) -> list[_Group]:
     """Return the rows by their input: what has the same text and second text is one group."""
     places: dict[str, list[int]] = {}
-    for at, example in enumerate(split.examples):
-        content = json.dumps([example.text, example.text_pair], ensure_ascii=False)
+    for at, (text, example) in enumerate(zip(split.contents, split.examples, strict=True)):
+        content = json.dumps([text, example.text_pair], ensure_ascii=False)
         places.setdefault(content, []).append(at)
     problem = decide_problem(None, (example.label for example in split.examples))
     kinds = [_kind(example.label, problem) for example in split.examples]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -12,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import Split, Task
 
-Need = Literal["train", "validation", "calibration", "cuda", "tensorrt"]
+Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
 
 
 class Settings(BaseModel):
@@ -31,32 +33,50 @@ class Settings(BaseModel):
     def _named(self) -> dict[str, tuple[str, _Reference]]:
         found: dict[str, tuple[str, _Reference]] = {}
         for name, info in type(self).model_fields.items():
-            value = getattr(self, name)
-            if isinstance(value, Settings):
-                found |= {f"{name}.{setting}": said for setting, said in value._named().items()}
             mark = next((mark for mark in info.metadata if isinstance(mark, _Reference)), None)
-            if value is not None and mark is not None:
-                found[name] = value, mark
+            for place, value in _leaves(getattr(self, name)):
+                setting = ".".join([name, *map(str, place)])
+                if isinstance(value, Settings):
+                    found |= {f"{setting}.{below}": said for below, said in value._named().items()}
+                elif isinstance(value, str) and mark is not None:
+                    found[setting] = value, mark
         return found
 
-    def paths(self) -> dict[tuple[str, ...], str]:
+    def packages(self) -> dict[str, str]:
+        """Return what these settings need besides what smelt depends on: packages and oldest releases."""
+        return {}
+
+    def paths(self) -> dict[tuple[str | int, ...], str]:
         """Return the files and folders that these settings name, by setting."""
-        found: dict[tuple[str, ...], str] = {}
+        found: dict[tuple[str | int, ...], str] = {}
         for name, info in type(self).model_fields.items():
-            value = getattr(self, name)
-            if isinstance(value, Settings):
-                found |= {(name, *place): path for place, path in value.paths().items()}
-            elif value is not None and any(isinstance(mark, _Path) for mark in info.metadata):
-                found[name,] = value
+            for place, value in _leaves(getattr(self, name)):
+                if isinstance(value, Settings):
+                    found |= {(name, *place, *below): path for below, path in value.paths().items()}
+                elif isinstance(value, str) and any(isinstance(mark, _Path) for mark in info.metadata):
+                    found[name, *place] = value
         return found
 
     def below(self, base: Path) -> Self:
         """Return the same with paths that are relative to `base` made absolute."""
         changed: dict[str, Any] = {}
-        for name, *rest in self.paths():
+        for name in dict.fromkeys(str(place[0]) for place in self.paths()):
             value = getattr(self, name)
-            changed[name] = value.below(base) if rest else str((base / value).expanduser().resolve())
+            if isinstance(value, tuple):
+                changed[name] = tuple(v.below(base) if isinstance(v, Settings) else v for v in value)
+            elif isinstance(value, Settings):
+                changed[name] = value.below(base)
+            else:
+                changed[name] = str((base / value).expanduser().resolve())
         return self.model_copy(update=changed) if changed else self
+
+
+def _leaves(value: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the members of a tuple by their places; of anything else itself."""
+    return [((at,), one) for at, one in enumerate(value)] if isinstance(value, tuple) else [((), value)]
+
+
+OtherT = TypeVar("OtherT", bound=Settings)
 
 
 class _Path:
@@ -71,9 +91,12 @@ class _Reference:
 
 
 StepName = Annotated[str, _Reference()]
+# One such step, or several, among which may be other things that are settings of their own.
+StepNames = Annotated[str | tuple[str | OtherT, ...], _Reference()]
 # The same, of a step in any format that runs: what it says counts, and not its weights.
 RunningStep = Annotated[str | None, _Reference(any_format=True)]
 RecipePath = Annotated[str | None, _Path()]
+RequiredPath = Annotated[str, _Path()]
 # A setting of stages that write float weights; they compute in float32 whatever it is.
 StoredDtype = Annotated[
     Literal["keep", "fp32", "fp16", "bf16"],
@@ -92,12 +115,24 @@ def silent(done: int, total: int, note: str = "") -> None:
     """A `Progress` that says nothing."""
 
 
+def unheard(text: str) -> None:
+    """Say nothing."""
+
+
+@contextmanager
+def made_anew(what: Mapping[str, Any], make: Callable[[Path], None]) -> Iterator[tuple[Path, bool]]:
+    """Make files where nothing keeps them: they go when the context ends."""
+    with tempfile.TemporaryDirectory(prefix="smelt-") as folder:
+        make(Path(folder))
+        yield Path(folder), False
+
+
 @dataclass(frozen=True)
 class Context:
     """What a stage may use besides its source and its settings; never the test data.
 
     out: an empty folder; what the stage leaves there becomes the artifact.
-    data: train, validation, calibration, as far as the recipe names them.
+    data: train, unlabelled, validation, calibration, as far as the recipe names them.
     ancestors: the finished artifacts above this step and those that its settings name as a `StepName`,
         by step name (`model` is the untouched one).
     score: quality of an artifact on the validation data, or on a second argument's rows of them, by metric
@@ -105,6 +140,12 @@ class Context:
     device: auto, cpu or cuda: where to train; auto is CUDA where torch sees one.
     kept: gives what a function makes (JSON), made once for all that it depends on, and kept beside the
         artifacts: what a teacher says of all rows serves more than one step.
+    files: the same for large results: gives, while it is entered, a folder with the files that a function put
+        into an empty one, and whether they were there already. `what` names all that they depend on; its
+        "what" says in words what they are, its "artifacts" lists the keys of those that they are made of.
+    unfinished: gives a folder for the checkpoints of the stage's next training, the same in every run of the
+        step; None where none are kept. It goes when the step is done.
+    say: writes a line into the run's log.
     warnings, facts: what the report should tell of this step; the stage adds to them.
     """
 
@@ -118,6 +159,11 @@ class Context:
     threads: int | None = None
     device: str = "auto"
     kept: Callable[[Mapping[str, Any], Callable[[], Any]], Any] = lambda what, make: make()
+    files: Callable[
+        [Mapping[str, Any], Callable[[Path], None]], AbstractContextManager[tuple[Path, bool]]
+    ] = made_anew
+    unfinished: Callable[[], Path | None] = lambda: None
+    say: Callable[[str], None] = unheard
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -131,6 +177,8 @@ class Stage(Protocol[SettingsT_contra]):
     needs: all that it may need; where that depends on the settings, the class has a class method
         `needs_with(settings, given)` besides (see `needs_of`).
     settings_type: the stage's own subclass of `Settings`.
+    leaves, spoils: optional class methods of the settings: what a step leaves that a later one may lose, by
+        a word, and what a step loses of it, by the word with what to do instead (pipeline/recipe/lost.py).
     needs_float: optional; true for a stage that changes float weights, which a quantized model no longer has.
     version: raised whenever the stage computes something else from the same input; part of the key.
     """

@@ -17,6 +17,7 @@ from smelt.evaluate.significance import Statistics, wilson_interval
 
 AGREEMENT, TOP1, ERROR = "agreement", "top1", "relative_error"
 TENSOR_METRICS = (AGREEMENT, TOP1, ERROR)
+_NAMED = 5  # rows in a warning
 Outputs = Mapping[str, NDArray[Any]]
 
 
@@ -67,6 +68,45 @@ def score_outputs(
                 Statistics(metric=metric, signature=f"{said}|{_BOOTSTRAP}", examples=rows, rows=means)
             )
     return found
+
+
+def why_low(
+    got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
+) -> str | None:
+    """Name the rows that agree in nothing because they are not finite on one side alone; None for none.
+
+    Args:
+        got: by row, the outputs by name.
+        expected: likewise, of the reference.
+        arrays: what was fed, by name; axis 0 are the rows.
+    """
+    off = [at for at, (one, other) in enumerate(zip(got, expected, strict=True)) if _breaks(one, other)]
+    if not off:
+        return None
+    fed = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
+    odd = {name: [at for at in off if not np.isfinite(array[at]).all()] for name, array in fed.items()}
+    odd = {name: rows for name, rows in odd.items() if rows}
+    named = ", ".join(f"{name}[{_listed(rows)}]" for name, rows in odd.items())
+    why = f"; the data are not finite in {named}" if odd else ""
+    rows = "1 row agrees" if len(off) == 1 else f"{len(off):,} rows agree"
+    return (
+        f"{AGREEMENT}: {rows} in nothing (of {len(got):,}; [{_listed(off)}], counted from 0), since NaN or"
+        f" infinite values stand in one graph's outputs where the other has numbers{why}"
+    )
+
+
+def _breaks(got: Outputs, expected: Outputs) -> bool:
+    """Say whether an output of a row is finite at other places than the reference's."""
+    floats = ((got[name], other) for name, other in expected.items() if other.dtype.kind == "f")
+    return any(
+        one.shape == other.shape and not np.array_equal(np.isfinite(one), np.isfinite(other))
+        for one, other in floats
+    )
+
+
+def _listed(rows: Sequence[int]) -> str:
+    shown = ", ".join(map(str, rows[:_NAMED]))
+    return shown + (f" and {len(rows) - _NAMED:,} more" if len(rows) > _NAMED else "")
 
 
 def _cosine(got: Outputs, expected: Outputs) -> float:

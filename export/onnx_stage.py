@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
+from smelt.core.data import IMAGES, TASKS, Split, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt.provider_settings import ProviderSettings
 from smelt.export.tune.settings import Tune
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
+from smelt.runtime.images.batch import ImageBatch
 from smelt.runtime.schemes.scheme import graphs_for
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class Onnx:
 
     A translator leaves as `encoder_model.onnx`, which also computes the keys and values of
     cross-attention, and `decoder_with_past_model.onnx`, one token at a time; a classifier, a sentence
-    embedder (whose output is the pooled vector, `sentence_embedding`) or a language model as `model.onnx`.
+    embedder (whose output is the pooled vector, `sentence_embedding`) or a language model as `model.onnx`;
+    so does a classifier of images, for `pixel_values` of one size.
     For ort-cpu a model that generates leaves as `generate.onnx` and `generate_beams.onnx` too, which go from
     texts to texts in one call. Batch and lengths are dynamic. Each output is compared with the parent's on
     real inputs; a difference above the tolerance is an error.
@@ -125,9 +127,18 @@ class Onnx:
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 10
+    version: ClassVar[int] = 11
     settings_type: ClassVar[type[Settings]] = OnnxSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def check_rows(
+        cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]
+    ) -> list[tuple[str, str]]:
+        """Return what of the settings does not fit the task, by setting."""
+        measured = {"tune": bool(settings.tune), "threads": settings.threads == "tune"}
+        why = f"what is chosen by measuring is of texts; leave it out for {IMAGES}."
+        return [(name, why) for name, asked in measured.items() if asked and task == IMAGES]
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
@@ -139,7 +150,8 @@ class Onnx:
         with open_runner(src, ctx.threads, "cpu") as parent:
             _export(parent, src.path, settings, ctx)
         copy_tokenizer(src.path, ctx.out)
-        add_tokenizer(src.path, ctx)
+        if ctx.task != IMAGES:
+            add_tokenizer(src.path, ctx)
 
 
 def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> None:
@@ -161,7 +173,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
     reference = reference_of(parent, _batch(parent, source, ctx))
     looked_at = rows_looked_at(parent, source, ctx) if filed == "fp16" else []
-    graphs = graphs_of(model)
+    graphs = graphs_of(model, reference.batch.size if ctx.task == IMAGES else None)
     if settings.tune:
         count = settings.threads if isinstance(settings.threads, int) else 1
         stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
@@ -195,7 +207,8 @@ def _write_all(
     graphs: list[Graph], settings: OnnxSettings, reference: Reference, ctx: Context
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """Write all graphs; return by graph what the report tells of it, and of which modules its nodes are."""
-    tokens = reference.batch.input_ids[reference.batch.attention_mask == 1]
+    batch = reference.batch
+    tokens = None if isinstance(batch, ImageBatch) else batch.input_ids[batch.attention_mask == 1]
     facts: dict[str, dict[str, Any]] = {}
     homes: dict[str, dict[str, str]] = {}
     for at, graph in enumerate(graphs):
@@ -271,38 +284,45 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     Raises:
         InputError: it cannot.
     """
-    from smelt.runtime.schemes.registry import targets_of
+    from smelt.runtime.schemes.registry import schemes_for, targets_of
 
     refused = [scheme.refused[of] for scheme in schemes if (of := graphs_for(target)) in scheme.refused]
     if refused:
         fit = targets_of(schemes)
+        names = " and ".join(sorted(s.name for s in schemes))
+        why = f"onnx: target {target} cannot run a model that was quantized with scheme {names}: {refused[0]}"
+        before = "Branch off before the quantize step with `from: NAME`"
+        if not fit:
+            raise InputError(f"{why}. {before}, or quantize with {' or '.join(schemes_for(target))}.")
         raise InputError(
-            f"onnx: target {target} cannot run a model that was quantized with scheme"
-            f" {' and '.join(sorted(s.name for s in schemes))}: {refused[0]}, which only"
-            f" {' and '.join(fit)} does. Branch off before the quantize step with `from: NAME`, or set"
-            f" target: {' or '.join(fit)}."
+            f"{why}, which only {' and '.join(fit)} does. {before}, or set target: {' or '.join(fit)}."
         )
 
 
-def _batch(parent: Any, folder: Path, ctx: Context) -> Batch:
+def _batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch:
     """Return the rows that parity is asked on; a warning says if they are made up."""
     from smelt.export.parity.rows import rows_for
 
     batch, real = rows_for(parent, folder, ctx.data, ctx.task)
     if not real:
-        ctx.warnings.append("parity was checked on made-up token ids: there is no train or validation data")
+        what = "images" if ctx.task == IMAGES else "token ids"
+        ctx.warnings.append(f"parity was checked on made-up {what}: there is no train or validation data")
     return batch
 
 
 def _write(
-    graph: Graph, settings: OnnxSettings, tokens: Tokens, ctx: Context, homes: dict[str, dict[str, str]]
+    graph: Graph,
+    settings: OnnxSettings,
+    tokens: Tokens | None,
+    ctx: Context,
+    homes: dict[str, dict[str, str]],
 ) -> dict[str, Any]:
     """Export one graph and simplify it, in float32; return what the report tells of it.
 
     Args:
         graph: which.
         settings: the stage's.
-        tokens: int64 [n], real ones, to compare the simplified graph on.
+        tokens: int64 [n], real ones, to compare the simplified graph on; None of a graph of images.
         ctx: its `out` gets the graph.
         homes: gets by graph the modules that its nodes are of.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +18,12 @@ _ALLOWED = 1e-4  # largest difference, of an output's standard deviation
 _COPIES_OUTSIDE = 3
 
 
-def simplify_file(path: Path, tokens: NDArray[np.int64]) -> str | None:
+def simplify_file(path: Path, tokens: NDArray[np.int64] | None) -> str | None:
     """Simplify the graph in `path` in place; its place-holders are spelled out either way.
 
     Args:
         path: of the graph, whose weights may lie outside.
-        tokens: int64 [n], real tokens that the comparison feeds.
+        tokens: int64 [n], real tokens that the comparison feeds; None of a graph that reads none.
 
     Returns:
         None when it was simplified, else why the graph was left as it was.
@@ -84,15 +85,19 @@ def simplified(path: Path, folder: Path) -> Any:
     return after if good else "onnxsim's own check failed"
 
 
-def _difference(first: Path, second: Path, tokens: NDArray[np.int64]) -> float:
-    """Run both graphs on the same inputs; return the largest difference relative to an output's spread."""
-    from smelt.export.parity.example_feeds import example_feeds, of_text
+def _difference(first: Path, second: Path, tokens: NDArray[np.int64] | None) -> float:
+    """Run both graphs on the same inputs; return the largest difference relative to an output's spread.
+
+    There are batches of two sizes: a simplifier may have written one of them into the graph.
+    """
+    from smelt.export.parity.example_feeds import LENGTHS, OTHER_LENGTHS, example_feeds, of_text
     from smelt.runtime.backends.onnx_session import open_session
 
     worst = 0.0
     try:
         sessions = [open_session(path, threads=1) for path in (first, second)]
-        for feeds in example_feeds(sessions[0], tokens):
+        batches = (example_feeds(sessions[0], tokens, lengths) for lengths in (LENGTHS, OTHER_LENGTHS))
+        for feeds in chain.from_iterable(batches):
             names = [output.name for output in sessions[0].get_outputs()]
             for name, a, b in zip(names, *(s.run(names, feeds) for s in sessions), strict=True):
                 worst = max(worst, _off(of_text(name, a, feeds), of_text(name, b, feeds)))

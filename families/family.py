@@ -206,6 +206,11 @@ class Family:
     """A family of models.
 
     name: the config's model_type. tasks: what it is for, what most of its models are for first.
+    reads: what goes in, token ids of texts or pixels of images. A family without `stacks` has no blocks of
+    attention and feed-forward parts, but convolutions.
+    renamed: pairs of a pattern and what takes its place, tried in order, for the names of tensors in older
+    checkpoints.
+    normed: what a convolution and the batch norm that alone reads it are called, wherever a module has both.
     stacks: from a config. embedding: how the name of its word embedding may end, [vocabulary, width]; width:
     the config's word for that width.
     embedding_scale, output_scale: from a config, what the rows of the word embedding are multiplied with, and
@@ -238,6 +243,9 @@ class Family:
     embedding: tuple[str, ...]
     width: str
     head: tuple[str, ...]
+    reads: Literal["texts", "images"] = "texts"
+    renamed: tuple[tuple[str, str], ...] = ()
+    normed: tuple[str, str] | None = None
     logits_bias: str | None = None
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
     output_scale: Callable[[Config], float] = lambda config: 1.0

@@ -23,6 +23,12 @@ class RelativeBias(Protocol):
     def prune(self, model: Any, edits: list[dict[str, Any]], name: str, stay: Any) -> None:
         """Keep the heads `stay` (int64 tensor, rising) of the bias that the attention `name` owns."""
 
+    def values_of_a_head(self, attention: Any, name: str) -> int:
+        """Return how many values a head of the attention called `name` has once it owns its bias."""
+
+    def values_now(self, model: Any) -> int:
+        """Return how many values the biases of `model` have now, each once."""
+
     def by_distance(self, attention: Any) -> tuple[Any, int] | None:
         """Return the bias by distance, float32 [H, 2 f + 1], and f, beyond which all is as at f.
 

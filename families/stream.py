@@ -18,7 +18,8 @@ class Stream:
     block, the norm that belongs to each part, attentions in order and then the feed-forward part, with names
     relative to the block. norms_first: a norm stands before its part and nothing else reads what it gives
     (pre-norm); otherwise it norms the sum of what the part read and gave, which the next part reads and adds
-    to (post-norm). closing: the norm after the last block, where there is one.
+    to (post-norm). closing: the norm after the last block, where there is one. beside: other tensors that the
+    states are made of, each with the axis that is as wide as they are (patches of an image, its first token).
     """
 
     tables: tuple[str, ...]
@@ -26,3 +27,4 @@ class Stream:
     norms_first: bool
     opening: str | None = None
     closing: str | None = None
+    beside: tuple[tuple[str, int], ...] = ()

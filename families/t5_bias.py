@@ -74,6 +74,17 @@ def prune(model: Any, edits: list[dict[str, Any]], name: str, stay: Tensor) -> N
     edits.append(_edit(name, len(stay)))
 
 
+def values_of_a_head(attention: Any, name: str) -> int:
+    """Return how many values a head of the attention called `name` has once it owns its bias."""
+    return int(attention.relative_attention_num_buckets) if name.endswith("SelfAttention") else 0
+
+
+def values_now(model: Any) -> int:
+    """Return how many values the tables of a T5 `model` have now, each once."""
+    tables = {p for n, p in model.named_parameters() if n.endswith("relative_attention_bias.weight")}
+    return sum(table.numel() for table in tables)
+
+
 def hand_on(old: Any, new: Any) -> None:
     """Hand the table of the block `old` to the block `new`, which becomes the first of its stack."""
     source, target = old.layer[0].SelfAttention, new.layer[0].SelfAttention

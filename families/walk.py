@@ -113,12 +113,14 @@ def stays_float(model: Any) -> list[str]:
     blocks = blocks_of(model)
     products = [name for block in blocks for part in block.attentions for name in part.products]
     products += [name for block in blocks for name in block.feed_forward.products]
-    words = {block.stack.stream.tables[0] for block in blocks}
+    words = {table for block in blocks for table in block.stack.stream.tables[:1]}
+    tables = tuple(f"{name.removesuffix('weight')}" for name in words)  # and what was put in their place
     coded = tuple(f"{name}." for name in (*products, *head_of(model)))
     return [
         name
         for name, parameter in model.named_parameters()
         if not (name in words or name.endswith(family.embedding))
+        and not (name.startswith(tables) and parameter.dim() == 2)
         and not (name.startswith(coded) and parameter.dim() == 2)
     ]
 

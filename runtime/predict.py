@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from smelt.core.data import Example
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
-from smelt.families.registry import find_family
+from smelt.families.registry import find_family, reads_images
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import is_causal
 from smelt.runtime.generate.loop import generate_best
 from smelt.runtime.generate.prompts import Cut, continue_texts
 from smelt.runtime.generate.settings import Generation
+from smelt.runtime.images.predict import image_logits
 from smelt.runtime.runner import Runner
 from smelt.runtime.text.hub_tokenizer import text_tokenizer
 from smelt.runtime.text.tokenizer import Encoded, TextTokenizer
@@ -185,7 +186,13 @@ def class_logits(
     progress: Progress = silent,
     cut: Cut | None = None,
 ) -> NDArray[np.float32]:
-    """Return float32 logits [n, C] for `examples`, in their order; `cut` as in `generate_texts`."""
+    """Return float32 logits [n, C] for `examples`, in their order; `cut` as in `generate_texts`.
+
+    Of a model of images the texts are references to them.
+    """
+    if reads_images(runner.config):
+        names = [f"row {e.row}" if e.row else e.text for e in examples]
+        return image_logits(runner, [e.text for e in examples], batch_size, progress, names)
     texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
     return _forward(runner, texts, pairs, batch_size, progress, cut)
 

@@ -71,7 +71,7 @@ def squared_gradients(
 def _one_by_one(batch: TensorBatch) -> list[TensorBatch]:
     """Return the rows of `batch`; a batch of pairs, which are compared, stays one."""
     count = len(batch["labels"])
-    if len(batch["input_ids"]) != count:
+    if len(batch.get("input_ids", batch["labels"])) != count:
         return [batch]
     return [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
 

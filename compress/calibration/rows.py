@@ -23,6 +23,7 @@ from smelt.compress.train.data import (
     collate,
     encode_split,
     group_by_length,
+    reader_of,
     spread_out,
 )
 from smelt.core.artifact import Artifact
@@ -85,15 +86,13 @@ def calibration_rows(
     Raises:
         InputError: there are no such rows.
     """
-    from smelt.runtime.models.checkpoint import load_tokenizer
-
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None or not len(split):
         raise InputError(
             f"{stage}: it looks at the activations of real rows, and there are none. Name some with data:"
             " {calibration: FILE} or data: {train: FILE}."
         )
-    rows = _drawn(split, model, load_tokenizer(src.path), wanted, ctx, stage)
+    rows = _drawn(split, model, reader_of(src.path), wanted, ctx, stage)
     if labels and any(row.second is not None for row in rows):
         groups = group_by_length(rows, _PAIRS, None, None)
         batches = [collate([rows[i] for i in group], model.config) for group in groups]
@@ -135,7 +134,9 @@ def _batches(rows: Sequence[Row], config: Any) -> Iterator[TensorBatch]:
 
 
 def _tokens(batch: TensorBatch) -> int:
-    """Return how many tokens are in `batch`, those of either side, without padding."""
+    """Return how many tokens are in `batch`, those of either side, without padding; of images the images."""
+    if "attention_mask" not in batch:
+        return len(batch["pixel_values"])
     labels = batch.get("labels")
     targets = batch.get("decoder_input_ids")
     count = int(batch["attention_mask"].sum())

@@ -8,7 +8,7 @@ from typing import Any
 
 from smelt.core.errors import nearest
 from smelt.families.family import Family
-from smelt.families.registry import find_family
+from smelt.families.registry import blockless, find_family
 
 # What settings call the stacks of layers, of which each family has one or two.
 STACKS = ("encoder_layers", "decoder_layers", "layers")
@@ -52,6 +52,8 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[st
     family, mistakes, after = find_family(config), [], dict(config)
     if family is None:
         return [], after
+    if (lack := blockless(config)) is not None:
+        return [("", f"{lack}, of which it takes some away.")], after
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
     for name in STACKS:

@@ -49,6 +49,14 @@ class Depth:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
+    def spoils(cls, settings: DepthSettings) -> Mapping[str, str]:
+        """Return what is lost of the work of steps before it: what the layers that go have learned."""
+        return {
+            "training": "layers that go take part of what '{step}' trained with them, and nothing trains"
+            " afterwards; put a finetune or distill behind it"
+        }
+
+    @classmethod
     def needs_with(cls, settings: DepthSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: two kinds of importance look at rows, for calibration if there are any."""
         if settings.importance not in _LOOKS:

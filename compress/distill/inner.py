@@ -219,7 +219,7 @@ def _sum(values: Any) -> Tensor:
 
 
 def _width(model: Any) -> int:
-    return int(model.get_input_embeddings().weight.shape[1])
+    return int(model.get_input_embeddings().embedding_dim)
 
 
 def _attentions(model: Any, stack: str, number: int) -> tuple[Attention, ...]:

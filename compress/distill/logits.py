@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -10,15 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.distill.fit import check_losses, check_student, check_teacher
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.unlabelled import check_unlabelled, needs_of_rows, with_rows
+from smelt.compress.distill.weights import INNER
 from smelt.compress.train.run import train
 from smelt.compress.train.settings import training_needs
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
-from smelt.core.errors import InputError, nearest
+from smelt.core.data import IMAGES, SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
 from smelt.core.stage import Context, Need
-from smelt.core.text import article
 
 if TYPE_CHECKING:
+    from smelt.compress.distill.teachers.kept import KeptTeacher
     from smelt.runtime.models.structure import Edit
 
 
@@ -39,13 +41,14 @@ class Distill:
         - distill: {sequences: {beams: 5}, losses: {logits: 0, labels: 1}, select: bleu}    # Kim & Rush
         - distill: {student: {config: small.json}, losses: {logits: 1.0, hidden: 1.0}, epochs: 20}
         - distill: {phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]}  # TinyBERT
+        - distill: {teacher: [large, {model: other-classifier}], student: {layers: 3}}    # several teachers
         - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
     """
 
     name: ClassVar[str] = "distill"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "unlabelled", "validation"})
     source: ClassVar[str] = (
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
@@ -57,9 +60,17 @@ class Distill:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
+    def leaves(cls, settings: DistillSettings) -> frozenset[str]:
+        """Return what later steps may lose: what was learned."""
+        return frozenset({"training"})
+
+    @classmethod
     def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs with these settings."""
-        return frozenset().union(*(training_needs(training) for training in settings.trainings()))
+        found: frozenset[Need] = frozenset()
+        for training in settings.trainings():
+            found |= training_needs(training)
+        return found - {"train"} | needs_of_rows(settings)
 
     @classmethod
     def check_model(
@@ -88,10 +99,30 @@ class Distill:
     ) -> list[tuple[str, str]]:
         """Return what of the settings does not fit the task or the rows, by setting."""
         found = settings.losses.unfit(task)
+        if len(settings.teachers()) > 1 and task == SIMILARITY:
+            found.append(
+                ("teacher", "the vectors of several embedders have no common directions; name one teacher.")
+            )
         if settings.sequences is not None and task not in TEXT_TO_TEXT:
             found.append(("sequences", f"a teacher writes no targets for {task}; leave it out."))
         for number, phase in enumerate(settings.phases or ()):
             found += [(f"phases.{number}.{place}", message) for place, message in phase.losses.unfit(task)]
+        if settings.keep_logits is not None and not any(
+            t.answers_suffice(task) for t in settings.trainings()
+        ):
+            inner = ", ".join(INNER)
+            found.append(
+                (
+                    "keep_logits",
+                    "nothing is saved by it: no training learns from what the teacher gives without looking"
+                    f" inside it ({inner}), for which it runs each time.",
+                )
+            )
+        found += check_unlabelled(settings, task, data)
+        if task == IMAGES:
+            looks = [t for t in settings.trainings() if t.losses.of_inner()]
+            place = "losses" if settings.phases is None else "phases"
+            found += [(place, f"{task} compares logits; leave the inner losses out.") for _ in looks[:1]]
         lack = [data[n] for n in ("train", "validation") if n in data and not data[n].labelled]
         if task == SIMILARITY and any(t.losses.of_vectors()["scores"] for t in settings.trainings()) and lack:
             place = "losses.scores" if settings.phases is None else "phases"
@@ -100,26 +131,42 @@ class Distill:
 
     def __call__(self, src: Artifact, settings: DistillSettings, ctx: Context) -> None:
         """Make the student from `src`, train it against the teacher, write it to `ctx.out`."""
-        from smelt.compress.distill.words import speak_as
+        from smelt.compress.distill.objective import kept_teacher
+        from smelt.compress.distill.teachers.load import (
+            agree_on_words,
+            as_one,
+            check_outputs,
+            identity_of,
+            load_teachers,
+        )
         from smelt.compress.quantize.through_codes import settle
         from smelt.runtime.models.checkpoint import save_model
 
-        teacher = _load_teacher(settings.teacher, ctx)
-        with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as space:
-            model, edits, home = _student(src, teacher, settings, Path(space), ctx)
-            common = speak_as(teacher, ctx.ancestors[settings.teacher].path, model, home)
-            if common is not None:
-                ctx.facts["words_of_teacher"] = common
-            for training in settings.trainings():
-                _check_outputs(model, teacher, training)
-            ctx.facts["teacher"] = settings.teacher
+        with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
+            space = Path(folder)
+            teachers = load_teachers(settings, src, space / "teachers", ctx)
+            (space / "student").mkdir()
+            model, edits, home = _student(
+                src, as_one(teachers, None, settings), settings, space / "student", ctx
+            )
+            words = agree_on_words(teachers, model, home, ctx)
+            for one in teachers:
+                check_outputs(model, one.model, settings, several=len(teachers) > 1)
+            teacher = as_one(teachers, model, settings)
+            ctx.facts["teacher"] = ", ".join(one.name for one in teachers)
             if settings.sequences is not None:
                 from smelt.compress.distill.sequences import taught_rows
 
-                writer = settings.sequences.decoded_by or settings.teacher
+                writer = settings.sequences.decoded_by or teachers[0].name
                 rows = taught_rows(ctx.ancestors[writer], settings.sequences, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
-            _train(model, teacher, Artifact(home, src.manifest), settings, ctx, edits)
+            ctx = with_rows(settings, model.config, ctx)
+            said = None
+            if settings.keep_logits is not None:
+                who = identity_of(teachers, words, model, settings, ctx)
+                said = kept_teacher(teacher, who, model, settings, ctx)
+            with contextlib.closing(said) if said else contextlib.nullcontext():
+                _train(model, teacher, Artifact(home, src.manifest), settings, ctx, edits, said)
             settle(model, ctx)
             ctx.warnings.extend(save_model(model, edits, ctx.out, home, settings.dtype))
 
@@ -140,7 +187,7 @@ def _student(
 
         make_other(student, src, teacher, space, ctx)
         return *load_model(space), space
-    model, edits = load_trainable(src, ctx)
+    model, edits = load_trainable(src, ctx, settings.lora is not None)
     if student is not None:
         from smelt.compress.distill.student import keep_layers
 
@@ -153,9 +200,15 @@ def _student(
 
 
 def _train(
-    model: Any, teacher: Any, src: Artifact, settings: DistillSettings, ctx: Context, edits: list[Edit]
+    model: Any,
+    teacher: Any,
+    src: Artifact,
+    settings: DistillSettings,
+    ctx: Context,
+    edits: list[Edit],
+    said: KeptTeacher | None,
 ) -> None:
-    """Train `model` in place, phase by phase."""
+    """Train `model` in place, phase by phase; `said` answers for the teacher where nobody looks inside it."""
     from smelt.compress.distill.objective import distill_objective, inner_of
     from smelt.compress.train.extension import Extension
 
@@ -163,9 +216,12 @@ def _train(
     trainings = settings.trainings()
     inners = [inner_of(model, teacher, training, ctx.seed) for training in trainings]  # refuse before work
     for training, inner in zip(trainings, inners, strict=True):
-        objective = distill_objective(teacher, training, inner)
+        kept = said if training.answers_suffice(ctx.task) else None
+        objective = distill_objective(teacher, training, inner, kept)
         before = len(ctx.warnings)
-        extension = Extension(modules=inner.modules, around=inner.around) if inner else None
+        extension = Extension(modules=inner.modules, around=inner.around) if inner else Extension()
+        if kept is not None:
+            extension = replace(extension, rows=kept.number)
         train(
             model,
             src,
@@ -193,69 +249,3 @@ def _of_phases(warned: Sequence[Sequence[str]]) -> list[str]:
             head = f"{Distill.name}: "
             found[text if shared else f"{head}phase {number}: {text.removeprefix(head)}"] = None
     return list(found)
-
-
-def _load_teacher(name: str, ctx: Context) -> Any:
-    from smelt.runtime.models.checkpoint import load_model
-
-    artifact = ctx.ancestors.get(name)
-    if artifact is None:
-        known = ", ".join(ctx.ancestors)
-        raise InputError(
-            f"distill: the teacher '{name}' is no step before this one. There are: {known}."
-            f"{nearest(name, ctx.ancestors)}"
-        )
-    if artifact.format != "torch":
-        raise InputError(
-            f"distill: the teacher '{name}' is stored as {artifact.format}; it must be a torch step."
-        )
-    facts = artifact.manifest.facts
-    if facts.get("untrained") or facts.get("new_head"):
-        what = "weights" if facts.get("untrained") else "classifier"
-        trained = [n for n, a in ctx.ancestors.items() if a.manifest.stage in ("finetune", "distill")]
-        how = (
-            f"teacher: {trained[0]}" if trained else "put a finetune before it, and name that as the teacher"
-        )
-        raise InputError(
-            f"distill: the {what} of the teacher '{name}' is random; name a trained step: {how}."
-        )
-    teacher, _ = load_model(artifact.path)
-    return teacher.requires_grad_(False)
-
-
-def _check_outputs(model: Any, teacher: Any, settings: DistillSettings) -> None:
-    from smelt.compress.train.classifier_losses import problem_of
-    from smelt.runtime.causal import is_causal
-    from smelt.runtime.models.sentence_model import is_sentence_model
-
-    ours, theirs = model.config, teacher.config
-    if ours.vocab_size != theirs.vocab_size:
-        raise InputError(
-            f"distill: the teacher's vocabulary has {theirs.vocab_size} tokens, the student's"
-            f" {ours.vocab_size}. Both are given the same tokens, so the vocabulary must be the same."
-        )
-    if is_sentence_model(model):
-        from smelt.compress.distill.sentences import require_fit
-
-        require_fit(model, teacher, settings.losses)
-        return
-    if ours.is_encoder_decoder != theirs.is_encoder_decoder:
-        raise InputError(
-            f"distill: {article(theirs.model_type)} teacher cannot teach {article(ours.model_type)} student."
-        )
-    words, known = (getattr(c, "decoder_vocab_size", None) or c.vocab_size for c in (ours, theirs))
-    if (ours.is_encoder_decoder or is_causal(ours.to_dict())) and words != known:
-        raise InputError(
-            f"distill: the teacher's vocabulary has {known} tokens, the student's"
-            f" {words}. Logits can be compared only over the same vocabulary."
-        )
-    if not ours.is_encoder_decoder and ours.id2label != theirs.id2label:
-        raise InputError(
-            f"distill: the teacher's labels are {theirs.id2label}, the student's {ours.id2label}."
-            " They must agree."
-        )
-    if not ours.is_encoder_decoder and problem_of(ours) != problem_of(theirs):
-        raise InputError(
-            f"distill: the teacher's problem type is {problem_of(theirs)}, the student's {problem_of(ours)}."
-            " They must agree."
-        )

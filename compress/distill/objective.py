@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.distill.inner import Inner
+from smelt.compress.distill.losses.buckets import Buckets, bucket_loss
 from smelt.compress.distill.sentences import vectors_terms
 from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.teachers.kept import Ask, KeptTeacher
 from smelt.compress.train.classifier_losses import training_loss
 from smelt.compress.train.loop import logits_of
+from smelt.compress.train.sentence_losses import vectors_of
 from smelt.compress.train.terms import Objective, Term
+from smelt.core.stage import Context
 from smelt.runtime.models.sentence_model import is_sentence_model
 
 
@@ -28,31 +32,57 @@ def inner_of(student: Any, teacher: Any, settings: DistillSettings, seed: int) -
     return Inner(student, teacher, settings.losses, settings.layer_map, settings.relation_heads, seed)
 
 
-def distill_objective(teacher: Any, settings: DistillSettings, inner: Inner | None = None) -> Objective:
+def kept_teacher(
+    teacher: Any, who: Mapping[str, Any], student: Any, settings: DistillSettings, ctx: Context
+) -> KeptTeacher:
+    """Return what answers for `teacher` where its logits, or vectors, are kept (`keep_logits`).
+
+    Args:
+        teacher: in eval mode, on the CPU.
+        who: says which one it is (`identity_of`).
+        student: for the form of its inputs.
+        settings: of the step.
+        ctx: the store, device, threads.
+    """
+    config = student.config
+    of_words = not is_sentence_model(student) and student.can_generate()
+    words = (getattr(config, "decoder_vocab_size", None) or config.vocab_size) if of_words else None
+    return KeptTeacher(teacher, config, _asked(teacher), settings, who, words, ctx)
+
+
+def _asked(teacher: Any) -> Ask:
+    """Return how a model such as `teacher` is run on a batch."""
+    return vectors_of if is_sentence_model(teacher) else logits_of
+
+
+def distill_objective(
+    teacher: Any, settings: DistillSettings, inner: Inner | None = None, kept: KeptTeacher | None = None
+) -> Objective:
     """Return the weighted losses of `settings` with `teacher` (eval mode) run on the same batch.
 
     Args:
         teacher: has no gradient.
         settings: the weights, T, label smoothing.
         inner: reads both models while it is entered (`Inner.around`).
+        kept: answers for the teacher, which is not run then.
     """
     weights = settings.losses
     embeds = is_sentence_model(teacher)
     reverse = weights.reverse_logits or 0.0
     parts = weights.of_vectors()
     compares = bool(parts["embedding"] or parts["similarity"] if embeds else weights.logits or reverse)
+    ask = _asked(teacher)
 
     def outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """Run both models; the teacher only where something of it is wanted."""
-        from smelt.compress.train.sentence_losses import vectors_of
-
-        run = vectors_of if embeds else logits_of
+        """Run both models; the teacher only where something of it is wanted, and it is not kept."""
         if inner is not None:
             inner.clear()
-        found, wanted = run(model, batch), None
+        found, wanted = ask(model, batch), None
+        if kept is not None:
+            return found, kept.answers(batch) if compares else None
         if compares or inner is not None:
             with torch.no_grad():
-                wanted = run(teacher.to(batch["labels"].device), batch)
+                wanted = ask(teacher.to(batch["labels"].device), batch)
         return found, wanted if compares else None
 
     def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Term]:
@@ -62,15 +92,35 @@ def distill_objective(teacher: Any, settings: DistillSettings, inner: Inner | No
             terms |= vectors_terms(found, wanted, batch["labels"], parts)
         elif weights.logits or weights.labels or reverse:
             told: dict[str, Tensor] = {}
-            config: Any = getattr(model, "module", model).config
-            loss = training_loss(
-                config, found, batch["labels"], wanted, temperature=settings.temperature,
-                logits_weight=weights.logits, labels_weight=weights.labels, reverse_weight=reverse,
-                smoothing=settings.label_smoothing if model.training else 0.0, told=told,
-            )  # fmt: skip
+            loss = _of_outputs(model, found, wanted, batch["labels"], settings, told)
             terms["outputs"] = Term(loss, told=told)
         if inner is not None:
             terms |= inner.terms(batch)
         return terms
 
     return objective
+
+
+def _of_outputs(
+    model: Any, found: Tensor, wanted: Any, labels: Tensor, settings: DistillSettings, told: dict[str, Tensor]
+) -> Tensor:
+    """Return the loss of the logits `found` with the teacher's, whole or in buckets, and with the labels."""
+    weights = settings.losses
+    reverse = weights.reverse_logits or 0.0
+    buckets, whole = (wanted, None) if isinstance(wanted, Buckets) else (None, wanted)
+    loss: Tensor | None = None
+    if buckets is None or weights.labels:
+        loss = training_loss(
+            getattr(model, "module", model).config, found, labels, whole, temperature=settings.temperature,
+            logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels,
+            reverse_weight=0.0 if buckets else reverse,
+            smoothing=settings.label_smoothing if model.training else 0.0, told=told,
+        )  # fmt: skip
+    if buckets is None:
+        assert loss is not None
+        return loss
+    more = bucket_loss(
+        found, labels, buckets, temperature=settings.temperature,
+        logits_weight=weights.logits, reverse_weight=reverse, told=told,
+    )  # fmt: skip
+    return more if loss is None else loss + more

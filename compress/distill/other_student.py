@@ -11,6 +11,7 @@ from typing import Any
 
 from smelt.compress.distill.settings import StudentSettings
 from smelt.core.artifact import Artifact
+from smelt.core.data import CLASSIFICATION, IMAGES
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.core.stage import Context
@@ -45,7 +46,7 @@ def check_other(
     if kind is None:
         known = ", ".join(FAMILIES)
         return [(word, f"'{own.get('model_type')}' is no family that smelt knows; those are {known}.")], {}
-    if teacher is not None and kind.kind != teacher.kind:
+    if teacher is not None and (kind.kind, kind.reads) != (teacher.kind, teacher.reads):
         found = f"a {kind.name} model is of another kind than the {teacher.name} model that it learns from."
         return [(word, found)], {}
     words, said = config.get("vocab_size"), own.get("vocab_size")
@@ -53,7 +54,7 @@ def check_other(
         found = f"its vocabulary has {said} tokens, the model's {words}; both are given the same tokens."
         return [(word, found)], {}
     outputs = {name: config[name] for name in _OUTPUTS if name in config}
-    return [], {**own, **outputs, "vocab_size": words or said}
+    return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
 
 
 def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Path, ctx: Context) -> None:
@@ -74,27 +75,30 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
     from smelt.runtime.models.import_model import import_model
     from smelt.runtime.models.new_model import make_model
 
-    classifies = ctx.task == "text-classification"
+    classifies = ctx.task in CLASSIFICATION
     labels = list(teacher.config.id2label.values()) if classifies else []
     problem = problem_of(teacher.config) if classifies else None
     sentences = getattr(teacher, "sentence_rules", None)
     if student.config is not None:
-        words = int(read_json(src.path / "config.json")["vocab_size"])
+        words = read_json(src.path / "config.json").get("vocab_size")
         notes = make_model(
-            config_of(student) | {"vocab_size": words}, src.path, space,
+            config_of(student) | ({} if words is None else {"vocab_size": words}), src.path, space,
             task=ctx.task, seed=ctx.seed, labels=labels, problem=problem, sentences=sentences,
         )  # fmt: skip
         ctx.warnings.extend(f"distill: student: {note}" for note in notes)
         return
     source = Path(student.model or "")
-    _require_same_words(source, src.path)
+    if ctx.task != IMAGES:
+        require_same_words(source, src.path, "student")
     notes = import_model(source, space, labels or None, ctx.seed, problem, sentences)
     copy_tokenizer(src.path, space)
     ctx.warnings.extend(f"distill: student: {note}" for note in notes)
 
 
-def _require_same_words(own: Path, other: Path) -> None:
+def require_same_words(own: Path, other: Path, whose: str) -> None:
     """Require that two folders' tokenizers know the same tokens by the same numbers.
+
+    whose: what the model in `own` is, for the message; `other` is what the step gets.
 
     Raises:
         InputError: they do not.
@@ -106,6 +110,6 @@ def _require_same_words(own: Path, other: Path) -> None:
     if strange or len(ours) != len(theirs):
         word = strange[0] if strange else next(word for word in theirs if word not in ours)
         raise InputError(
-            f"distill: the tokenizer of the student {own} is another one than the model's: '{word}' is"
+            f"distill: the tokenizer of the {whose} {own} is another one than the model's: '{word}' is"
             f" {ours.get(word)} there and {theirs.get(word)} here. Both are given the same tokens."
         )

@@ -9,7 +9,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import INNER, LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
-from smelt.core.stage import RecipePath, RunningStep, Settings, StepName
+from smelt.core.data import SIMILARITY, Task
+from smelt.core.stage import RecipePath, RequiredPath, RunningStep, Settings, StepNames
 
 Layers = int | list[int]
 
@@ -85,6 +86,23 @@ class SequenceSettings(Settings):
         return self
 
 
+class TeacherSettings(Settings):
+    """A teacher that no step of the recipe makes."""
+
+    model: RequiredPath = Field(description="a folder with a trained model and the same tokenizer")
+
+
+class KeepSettings(Settings):
+    """How much of what the teacher says is kept."""
+
+    top: int = Field(
+        default=32,
+        ge=1,
+        description="so many of the largest logits of each position, and the sum of the others; all of them"
+        " where there are no more, and always of classes and vectors",
+    )
+
+
 class PhaseSettings(Settings):
     """One training of several; what it does not say is as the step says."""
 
@@ -108,8 +126,15 @@ class DistillSettings(TrainingSettings):
     student: StudentSettings | None = Field(
         default=None, description="layers to keep; without it the model trains as it is (recovery)"
     )
-    teacher: StepName = Field(
-        default="model", description="name of an earlier torch step; `model` is the untouched one"
+    teacher: StepNames[TeacherSettings] = Field(
+        default="model",
+        description="name of an earlier torch step; `model` is the untouched one. Several as a list, also"
+        " {model: FOLDER}",
+    )
+    rows: Literal["train", "unlabelled", "both"] = Field(
+        default="train",
+        description="on which rows it learns; data: {unlabelled: FILE} are texts of which the teacher alone"
+        " says what they are",
     )
     temperature: float = Field(default=2.0, gt=0, description="softens both distributions")
     losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
@@ -125,6 +150,10 @@ class DistillSettings(TrainingSettings):
         default=None,
         description="the teacher writes the targets of the training rows",
     )
+    keep_logits: KeepSettings | None = Field(
+        default=None,
+        description="the teacher is run once a row; what it says is kept in the store for what follows",
+    )
     phases: tuple[PhaseSettings, ...] | None = Field(
         default=None, min_length=1, description="trainings one after the other, each with losses of its own"
     )
@@ -133,6 +162,8 @@ class DistillSettings(TrainingSettings):
         "layer_map",
         "relation_heads",
         "sequences",
+        "keep_logits",
+        "rows",
         "phases",
     }
 
@@ -147,6 +178,31 @@ class DistillSettings(TrainingSettings):
             raise ValueError("the losses of phases stand in each of them; leave out `losses` beside `phases`")
         return self
 
+    @field_validator("teacher", mode="before")
+    @classmethod
+    def _folder_of_teacher(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value  # JSON's lists, which are no tuples here
+
+    @model_validator(mode="after")
+    def _teachers_together(self) -> Self:
+        teachers = self.teachers()
+        if not teachers:
+            raise ValueError("teacher: name at least one")
+        if len(teachers) > 1 and any(training.losses.of_inner() for training in self.trainings()):
+            raise ValueError(
+                f"several teachers are compared in what they say; {', '.join(INNER)} look inside one"
+            )
+        steps = len(teachers) == 1 and isinstance(teachers[0], str)
+        if self.sequences is not None and self.sequences.decoded_by is None and not steps:
+            raise ValueError("sequences: say which step writes the targets, with decoded_by: STEP")
+        return self
+
+    def teachers(self) -> tuple[str | TeacherSettings, ...]:
+        """Return all that teach."""
+        return (self.teacher,) if isinstance(self.teacher, str) else self.teacher
+
     @model_validator(mode="after")
     def _looks_where_it_says(self) -> Self:
         inner = {name for training in self.trainings() for name in training.losses.of_inner()}
@@ -156,6 +212,16 @@ class DistillSettings(TrainingSettings):
             raise ValueError("relation_heads means nothing without the loss relations")
         return self
 
+    def answers_suffice(self, task: Task) -> bool:
+        """Return whether this training learns from what the teacher gives, and looks at nothing inside it."""
+        w, vectors = self.losses, self.losses.of_vectors()
+        given = (
+            vectors["embedding"] or vectors["similarity"]
+            if task == SIMILARITY
+            else w.logits or w.reverse_logits
+        )
+        return bool(given) and not w.of_inner()
+
     def trainings(self) -> list[DistillSettings]:
         """Return the settings of each training, in order: of each phase, else the one of the step."""
         if self.phases is None:
@@ -163,7 +229,9 @@ class DistillSettings(TrainingSettings):
         found = []
         for number, phase in enumerate(self.phases, 1):
             said = phase.model_dump(exclude={"losses"}, exclude_none=True)
-            # a metric of texts says nothing of a model whose inner states are still being fitted
-            judge = {} if number == len(self.phases) else {"select": LOSS}
+            # a metric of texts says nothing of a model whose inner states are still being fitted, and what
+            # goes while the weights train goes once
+            last = number == len(self.phases)
+            judge = {} if last else {"select": LOSS, "sparsify": None, "masks": None}
             found.append(self.model_copy(update={**judge, **said, "losses": phase.losses, "phases": None}))
         return found

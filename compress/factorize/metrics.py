@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from smelt.compress.calibration.gradients import squared_gradients
+from smelt.compress.calibration.kept import kept_statistics
 from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
-from smelt.compress.calibration.statistics import InputStatistics, collected
+from smelt.compress.calibration.statistics import InputStatistics
 from smelt.compress.factorize.asvd import activation_aware
 from smelt.compress.factorize.fisher import fisher_weighted
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -82,7 +83,7 @@ def found_metrics(
     else:
         second = settings.method == "whitened-svd"
         single = {name: [layer] for name, layer in layers.items()}
-        with collected(model, rows, single, ctx, second=second) as inputs:
+        with kept_statistics(model, rows, single, ctx, of=src.key, second=second) as inputs:
             _require_finite(inputs, rows)
             _warn_of_few(inputs, rows, ctx)
             yield Metrics(settings, rows, inputs=inputs)

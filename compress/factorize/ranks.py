@@ -108,7 +108,7 @@ def limits_of(
 
 
 def _given_rank(rows: int, columns: int, settings: FactorizeSettings) -> int:
-    if settings.rank is not None:
+    if isinstance(settings.rank, int):
         return min(settings.rank, rows, columns)
     assert settings.ratio is not None
     return max(1, int(settings.ratio * rows * columns / (rows + columns)))

@@ -13,6 +13,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need
+from smelt.core.text import article
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,10 +32,17 @@ class Factorize:
     faster, by a rule that was measured in ONNX Runtime's int8: r (m + n) < 0.9 m n - 5,000 in an encoder,
     < 0.9 m n - 100,000 in a decoder, which gets one token a step. With aim: size it is left alone unless
     r < m n / (m + n). Which layers were, and why, is in the report. One budget over all layers gives each its
-    own rank. Recover with distill.
+    own rank. With what: embeddings the word embedding becomes a thin table and a product, and the output
+    layer that has the same matrix reads the same table.
 
+    Convolutions become thinner ones: those of Tucker-2 (a change of channels, a smaller kernel, a change
+    back), or of CP (a product for each axis), with ranks by ratio, energy, or VBMF, which tells what is more
+    than noise. One is left alone unless its operations (or weights) become fewer. Recover with distill.
+
+        - factorize: {what: embeddings, rank: 128}
         - factorize: {budget: {parameters: 0.7}, aim: size}
         - factorize: {method: svd, ratio: 0.6, include: ["*.fc1", "*.fc2"]}
+        - factorize: {method: tucker, ratio: 0.5}    # of a convolution's operations
         - distill: {epochs: 1}
     """
 
@@ -45,7 +53,9 @@ class Factorize:
     source: ClassVar[str] = (
         "svd: Eckart & Young 1936, Psychometrika 1(3), Denton et al. 2014, arXiv:1404.0736; whitened-svd:"
         " SVD-LLM, Wang et al. 2024, arXiv:2403.07378; asvd: Yuan et al. 2023, arXiv:2312.05821; fwsvd:"
-        " Hsu et al. 2022, arXiv:2207.00112"
+        " Hsu et al. 2022, arXiv:2207.00112; tucker: Kim et al. 2016, arXiv:1511.06530; cp: Lebedev et al."
+        " 2015, arXiv:1412.6553; vbmf: Nakajima et al. 2013, JMLR 14; embeddings: ALBERT, Lan et al. 2020,"
+        " arXiv:1909.11942"
     )
     version: ClassVar[int] = 6
     needs_float: ClassVar[bool] = True
@@ -55,7 +65,9 @@ class Factorize:
     @classmethod
     def needs_with(cls, settings: FactorizeSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: rows where it looks at any, those for calibration if there are any."""
-        if not settings.reads_rows:
+        there = {"calibration", "train"} & set(given)
+        counts = settings.what == "embeddings" and settings.by_frequency is None and there
+        if not settings.reads_rows and not counts:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
 
@@ -69,25 +81,71 @@ class Factorize:
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         return [("method", f"{text} Or take whitened-svd.") for _, text in found]
 
+    @classmethod
+    def check_model(
+        cls, settings: FactorizeSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        from smelt.families.registry import blockless, find_family
+
+        family, lack = find_family(config), blockless(config)
+        if settings.what == "embeddings" and family is not None and family.reads == "images":
+            return [
+                ("what", f"{article(family.name)} model reads images and has no words; leave it out.")
+            ], config
+        if family is not None and settings.of_convolutions and family.reads != "images":
+            kind = article(family.name)
+            return [("method", f"{kind} model has no convolutions; take whitened-svd.")], config
+        if lack is not None and not settings.of_convolutions:
+            return [("method", f"{lack}; take tucker or cp, for its convolutions.")], config
+        return [], config
+
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         """Factorize the layers of `src` that gain from it and write the model to `ctx.out`."""
         from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
-            self._factorize(src, settings, ctx)
+            (self._convolutions if settings.of_convolutions else self._factorize)(src, settings, ctx)
 
-    def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
-        from smelt.compress.factorize.metrics import found_metrics
-        from smelt.compress.factorize.ranks import find_ranks, limits_of
+    def _convolutions(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
+        from smelt.compress.factorize.convolutions import factorize_convolutions
+        from smelt.runtime.images.processor import read_processor
         from smelt.runtime.models.checkpoint import save_model
 
         model, edits = load_float(src, self.name)
+        for _, message in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {message}")
+        factorize_convolutions(model, edits, read_processor(src.path), settings, ctx)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+    def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
+        from smelt.runtime.models.checkpoint import save_model
+
+        model, edits = load_float(src, self.name)
+        for _, message in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {message}")
+        ctx.facts["parameters_before"] = stored_parameters(model)
+        if settings.what == "embeddings":
+            from smelt.compress.factorize.embeddings import factorize_tables
+
+            factorize_tables(model, edits, src, settings, ctx)
+        else:
+            self._layers(model, edits, src, settings, ctx)
+        ctx.facts["parameters_after"] = stored_parameters(model)
+        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+    def _layers(
+        self, model: Any, edits: list[Any], src: Artifact, settings: FactorizeSettings, ctx: Context
+    ) -> None:
+        from smelt.compress.factorize.metrics import found_metrics
+        from smelt.compress.factorize.ranks import find_ranks, limits_of
+
         chosen = dict(candidates(model, settings))
         if not chosen:
             raise InputError(
                 f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
             )
-        before, limits = stored_parameters(model), limits_of(model, chosen, settings)
+        limits = limits_of(model, chosen, settings)
         layers = {names[0]: layer for layer, names in chosen.items()}
         with found_metrics(model, layers, src, settings, ctx) as metrics:
             for name in metrics.unseen:
@@ -97,11 +155,8 @@ class Factorize:
             _replace(model, edits, layers, pairs, metrics, ctx)
         alone = {n: _reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if n not in pairs}
         ctx.facts["left_alone"] = alone | dict.fromkeys(metrics.unseen, "no row reaches it")
-        ctx.facts["parameters_before"] = before
-        ctx.facts["parameters_after"] = stored_parameters(model)
         if not pairs:
             ctx.warnings.append(_none_gains(len(layers), settings))
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
 def _replace(
@@ -156,10 +211,11 @@ def candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[nn.Lin
     """
     from torch import nn
 
-    from smelt.runtime.layers.low_rank import LowRankLinear
+    from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
     from smelt.runtime.models.structure import names_of
 
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
+    halves |= {id(m.up) for m in model.modules() if isinstance(m, LowRankEmbedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module, names in names_of(model).items():
         if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:

@@ -7,7 +7,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.core.text import article
-from smelt.families.registry import find_family
+from smelt.families.registry import blockless, find_family
 
 
 def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -20,6 +20,8 @@ def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[st
     Returns:
         (setting, what is wrong with it) for each mistake.
     """
+    if (lack := blockless(config)) is not None:
+        return [("", f"{lack}, which it cuts in. Its convolutions become smaller with factorize.")]
     reason = _fixed_heads(config)
     return [("what", f"{reason} Say what: [ffn].")] if reason and set(what) == {"heads"} else []
 

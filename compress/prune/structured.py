@@ -2,74 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.float_model import load_float, stored_parameters
 from smelt.compress.prune.fit import check_units, heads_that_stay
+from smelt.compress.prune.settings import LOOK, PruneSettings
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
-from smelt.core.stage import Context, Need, Settings, StoredDtype
+from smelt.core.stage import Context, Need
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.calibration.rows import CalibrationRows
+    from smelt.compress.prune.budget.within import Spent
     from smelt.compress.prune.compensate import Chosen
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
     from smelt.compress.prune.importance.scores import Scores
     from smelt.runtime.models.streamed import StreamedModel
-
-
-_LOOK = ("taylor", "fisher")  # at the loss on rows
-
-
-class PruneSettings(Settings):
-    """Settings of `prune`. At least one head and one multiple of neurons stay in each layer.
-
-    The number that stays is the nearest whole one; a half counts up.
-    """
-
-    what: list[Literal["heads", "ffn"]] = Field(
-        default=["heads", "ffn"], min_length=1, description="attention heads, feed-forward neurons"
-    )
-    keep: float = Field(default=0.5, gt=0, le=1, description="fraction of units that stays")
-    keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
-    keep_ffn: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for neurons")
-    scope: Literal["layer", "global"] = Field(
-        default="layer",
-        description="layer: the same fraction stays in each; global: units of all layers compete, heads with"
-        " heads and neurons with neurons",
-    )
-    importance: Literal["taylor", "fisher", "magnitude", "random"] = Field(
-        default="taylor",
-        description="taylor and fisher look at the loss on rows (slope; mean squared slope), magnitude at the"
-        " weights alone; random: drawn by the seed, a control",
-    )
-    rows: int = Field(
-        default=256,
-        ge=1,
-        description="rows that taylor, fisher and compensate look at (calibration, else train)",
-    )
-    batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
-    compensate: bool = Field(
-        default=True,
-        description="refit what reads the units that stay, by least squares on rows; needs rows",
-    )
-    round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
-    dtype: StoredDtype = "keep"
-
-    @model_validator(mode="after")
-    def _of_what_goes(self) -> Self:
-        for kind in ("heads", "ffn"):
-            if kind not in self.what and getattr(self, f"keep_{kind}") is not None:
-                raise ValueError(f"keep_{kind} means nothing where what does not name {kind}")
-        return self
 
 
 class Prune:
@@ -79,9 +32,12 @@ class Prune:
     columns of the output product; rows of the first (and of the gate) and columns of the second
     feed-forward product. T5's position bias is one table for all layers: each gets its own, then.
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
-    follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads.
+    follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads. With a budget
+    (parameters, operations, measured latency) heads and neurons of all layers compete, each by its
+    importance for what it costs.
 
         - prune: {what: [ffn], keep: 0.5, importance: taylor}
+        - prune: {budget: {latency: 0.6, length: 32}}
         - distill: {epochs: 1}
     """
 
@@ -92,12 +48,19 @@ class Prune:
     source: ClassVar[str] = (
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
         " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
-        " arXiv:1611.06440"
+        " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
+        " al. 2023, arXiv:2302.04089"
     )
     version: ClassVar[int] = 4
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+
+    @classmethod
+    def spoils(cls, settings: PruneSettings) -> Mapping[str, str]:
+        """Return what is lost of the work of steps before it: inputs that go move their neighbours."""
+        why = "inputs that go move their neighbours, and the n:m pattern of '{step}' no longer holds"
+        return {"pattern": f"{why}; prune before '{{step}}'"}
 
     @classmethod
     def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
@@ -107,7 +70,7 @@ class Prune:
         unless it was asked for by name.
         """
         asked = settings.compensate and "compensate" in settings.model_fields_set
-        needs_none = settings.importance not in _LOOK and not asked
+        needs_none = settings.importance not in LOOK and not asked
         if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -117,7 +80,7 @@ class Prune:
         cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]
     ) -> list[tuple[str, str]]:
         """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
-        looks = settings.importance in _LOOK
+        looks = settings.importance in LOOK
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         return [("importance", f"{text} Or take magnitude.") for _, text in found] if looks else []
 
@@ -137,6 +100,7 @@ class Prune:
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         from smelt.compress.prune.compensate import cut_units
+        from smelt.compress.prune.counts import nothing_to_cut
         from smelt.compress.prune.cut import say_in_config
         from smelt.compress.prune.groups import find_groups
         from smelt.compress.prune.importance.of_units import score_units
@@ -152,9 +116,11 @@ class Prune:
         scores = None
         if streamed is None:
             scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
-        if settings.scope == "layer":
-            ctx.warnings.extend(_nothing_to_cut(model, attentions, blocks, settings))
-        chosen = _chosen(model, attentions, blocks, scores, settings)
+        if settings.scope == "layer" and settings.budget is None:
+            ctx.warnings.extend(nothing_to_cut(model, attentions, blocks, settings))
+        spent = _spent(model, [*attentions, *blocks], scores, settings, ctx)
+        kept = spent.kept if spent else _counts(model, attentions, blocks, scores, settings)
+        chosen = _chosen(model, attentions, blocks, scores, kept)
         rows = _rows_to_fit(model, src, settings, ctx) if chosen else None
         ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed)
         edits = say_in_config(model, edits)
@@ -162,52 +128,12 @@ class Prune:
         ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
         ctx.facts["parameters_before"] = before
         ctx.facts["parameters_after"] = stored_parameters(model)
+        if spent:
+            ctx.facts["budget"] = spent.facts(model)
         if streamed is None:
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
         else:
             ctx.warnings.extend(streamed.finish(edits))
-
-
-def heads_kept(count: int, settings: PruneSettings) -> int:
-    """Return how many of `count` heads stay: the nearest number, at least one."""
-    return max(1, _nearest(count * (settings.keep_heads or settings.keep)))
-
-
-def neurons_kept(count: int, settings: PruneSettings) -> int:
-    """Return how many of `count` neurons stay: the nearest multiple of `round_to`, at least one multiple."""
-    wanted = count * (settings.keep_ffn or settings.keep)
-    return min(count, max(1, _nearest(wanted / settings.round_to)) * settings.round_to)
-
-
-def _nearest(wanted: float) -> int:
-    """Return the nearest whole number; of two that are equally near the larger one."""
-    return math.floor(wanted + 0.5)
-
-
-def _nothing_to_cut(
-    model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
-) -> list[str]:
-    """Say where `keep` is below 1 and yet everything stays, because so few units cannot be divided so."""
-    keep = {"heads": settings.keep_heads or settings.keep, "ffn": settings.keep_ffn or settings.keep}
-    sizes = {
-        "heads": [(n := g.count(model), heads_kept(n, settings)) for g in attentions],
-        "ffn": [(n := b.count(model), neurons_kept(n, settings)) for b in blocks],
-    }
-    found = []
-    for kind, counts in sizes.items():
-        whole = sorted({count for count, kept in counts if kept == count})
-        if keep[kind] == 1 or not whole:
-            continue
-        word = {"heads": "heads", "ffn": "neurons"}[kind]
-        step = 1 if kind == "heads" else settings.round_to
-        few = " or ".join(map(str, whole))
-        most = max(whole)
-        less = f" keep_{kind}: {(most - step) / most:.3g} takes {step} of {most}." if most > step else ""
-        found.append(
-            f"prune: keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, is all of them, so"
-            f" nothing goes in {sum(kept == count for count, kept in counts)} of {len(counts)} layers.{less}"
-        )
-    return found
 
 
 def _chosen(
@@ -215,15 +141,15 @@ def _chosen(
     attentions: list[AttentionGroup],
     blocks: list[FeedForwardGroup],
     scores: Scores | None,
-    settings: PruneSettings,
+    kept: Mapping[str, int],
 ) -> Chosen:
     """Return each group that loses units, and what says which stay; without `scores` the weights do.
+
+    kept: by the name of a group how many of its units stay.
 
     The weights are looked at when the group is cut, which is when a large model has them in memory.
     """
     from smelt.compress.prune.importance.magnitude import magnitude_scores
-
-    kept = _counts(model, attentions, blocks, scores, settings)
 
     def stay_of_heads(group: AttentionGroup) -> Tensor:
         found = (scores or magnitude_scores(model, [group], [])).heads[group.name]
@@ -249,13 +175,28 @@ def _streamed(src: Artifact, settings: PruneSettings, ctx: Context) -> StreamedM
     from smelt.runtime.backends.device import torch_device
     from smelt.runtime.models.streamed import open_streamed
 
-    alone = settings.importance == "magnitude" and settings.scope == "layer"
+    alone = settings.importance == "magnitude" and settings.scope == "layer" and settings.budget is None
     if not alone or torch_device(ctx.device) != "cpu":
         return None
     family = find_family(read_json(src.path / "config.json"))
     if family is not None and family.relative_bias is not None and "heads" in settings.what:
         return None
     return open_streamed(src.path, ctx.out, settings.dtype)
+
+
+def _spent(
+    model: Any,
+    groups: list[AttentionGroup | FeedForwardGroup],
+    scores: Scores | None,
+    settings: PruneSettings,
+    ctx: Context,
+) -> Spent | None:
+    """Return what a budget leaves; None where there is none, or nothing that could go."""
+    if settings.budget is None or not groups:
+        return None
+    from smelt.compress.prune.budget.within import Spent
+
+    return Spent(model, groups, scores, settings, ctx)
 
 
 def _counts(
@@ -265,7 +206,9 @@ def _counts(
     scores: Scores | None,
     settings: PruneSettings,
 ) -> dict[str, int]:
-    """Return by the name of a group how many of its units stay."""
+    """Return by the name of a group how many of its units stay, where settings say a fraction."""
+    from smelt.compress.prune.counts import heads_kept, neurons_kept
+
     if settings.scope == "global" and scores is not None:
         from smelt.compress.prune.across import kept_across
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from smelt.core.errors import InputError
 from smelt.runtime.layers.quantized import Matrix, QuantizedEmbedding, QuantizedLinear, empty_quantized
 from smelt.runtime.schemes.parts.groups import groups_of
 from smelt.runtime.schemes.registry import defaults, find
-from smelt.runtime.schemes.scheme import Codes, Options, Scheme
+from smelt.runtime.schemes.scheme import Codes, Grid, Options, Scheme
 
 # Scales are kept as float16, which ends there.
 _LARGEST = 60_000.0
@@ -25,10 +26,24 @@ class Coder(Protocol):
         """Return codes and their grid for `weight`, float32 [N, K]."""
 
 
+# Finds the grid of groups, float32 [N, G, g], of a matrix of K inputs.
+Fit: TypeAlias = Callable[[Tensor, int, Scheme, Options], Grid]
+
+
+def plain_fit(groups: Tensor, width: int, scheme: Scheme, options: Options) -> Grid:
+    """Return the scheme's own grid of `groups`: a `Fit`."""
+    return scheme.fit(groups, width, options)
+
+
 def round_to_nearest(weight: Tensor, scheme: Scheme, options: Options) -> Codes:
     """Let every weight become the nearest value on the scheme's own grid: a `Coder` that needs no data."""
+    return nearest_on(plain_fit, weight, scheme, options)
+
+
+def nearest_on(fit: Fit, weight: Tensor, scheme: Scheme, options: Options) -> Codes:
+    """Let every weight become the nearest value on the grid that `fit` finds."""
     groups = groups_of(weight, scheme.group(weight.shape[1], options))
-    grid = scheme.fit(groups, weight.shape[1], options)
+    grid = fit(groups, weight.shape[1], scheme, options)
     return Codes(scheme.nearest(groups, grid, options), grid)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Value
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.coding import Coder
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ def quantize_model(model: Any, settings: QuantizeSettings) -> list[dict[str, Any
 
 
 def quantize_layers(
-    model: Any, layers: Collection[Planned], ranges: Mapping[int, float]
+    model: Any,
+    layers: Collection[Planned],
+    ranges: Mapping[int, float],
+    coder_of: Callable[[Planned], Coder | None] = lambda layer: None,
 ) -> list[dict[str, Any]]:
     """Quantize `layers` of `model` in place; return the edits that make room for the result.
 
@@ -79,6 +85,7 @@ def quantize_layers(
         model: changed.
         layers: of it.
         ranges: the largest magnitude of the activations, by `Planned.weight`, of layers that want to know it.
+        coder_of: what decides the codes of a layer; None: each weight becomes the nearest value.
 
     Raises:
         InputError: a layer's weights are not finite, or its range is not there.
@@ -90,7 +97,7 @@ def quantize_layers(
     edits: list[dict[str, Any]] = []
     for layer in layers:
         weight = layer.weight  # replacing the module may free its memory for another one
-        new = quantized(layer, ranges)
+        new = quantized(layer, ranges, coder_of(layer))
         first_name, first = done.setdefault(weight, (layer.name, new))
         edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **layer.options}
         replace_layer(model, edits, layer.name, new, edit)
@@ -102,12 +109,12 @@ def quantize_layers(
     return edits
 
 
-def quantized(layer: Planned, ranges: Mapping[int, float]) -> Any:
+def quantized(layer: Planned, ranges: Mapping[int, float], coder: Coder | None = None) -> Any:
     """Return the quantized counterpart of a layer; arguments and errors as in `quantize_layers`."""
-    from smelt.compress.quantize.coding import quantize_module
+    from smelt.compress.quantize.coding import quantize_module, round_to_nearest
 
     try:
-        new = quantize_module(layer.module, layer.scheme, layer.options)
+        new = quantize_module(layer.module, layer.scheme, layer.options, coder or round_to_nearest)
     except InputError as error:
         raise InputError(f"quantize: {layer.name}: {error}") from error
     if layer.observes:
@@ -121,7 +128,11 @@ def output_layer(model: Any) -> Any:
     """Return the layer that gives the logits: the product with the vocabulary, or a classifier's last."""
     from torch import nn
 
+    from smelt.runtime.layers.low_rank import LowRankLinear
+
     head = model.get_output_embeddings()
+    if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in word_embeddings(model)):
+        head = head.up  # what it has in common with the table
     if head is None and type(model).__name__.endswith("ForSequenceClassification"):
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
@@ -130,12 +141,19 @@ def output_layer(model: Any) -> Any:
 
 def word_embeddings(model: Any) -> list[Any]:
     """Return the embeddings that token ids are looked up in (not positions, not token types)."""
+    from smelt.runtime.layers.low_rank import LowRankEmbedding
     from smelt.runtime.layers.quantized import is_table
 
+    found = [m.table if isinstance(m, LowRankEmbedding) else m for m in input_tables(model)]
+    return [m for m in found if is_table(m)]
+
+
+def input_tables(model: Any) -> list[Any]:
+    """Return the modules that token ids are looked up in, whatever they are."""
     found = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:
         found += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
-    return [m for m in found if is_table(m)]
+    return found
 
 
 def unused_patterns(model: Any, patterns: list[str]) -> list[str]:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all
@@ -71,6 +78,15 @@ class QuantizeSettings(_FromSchemes):
     `head` is the output layer: the product with the vocabulary, or a classifier's last layer.
     """
 
+    method: Literal["nearest", "gptq"] = Field(
+        default="nearest",
+        description="how codes are chosen: nearest: each weight becomes the nearest value; gptq: and what"
+        " that changes on rows is made up for by weights that are not rounded yet",
+    )
+    clip: Literal["none", "mse"] = Field(
+        default="none",
+        description="ends of each range that are cut off: none; mse: as much as has the least error",
+    )
     skip: list[str] = Field(
         default_factory=list,
         description="patterns of module names that stay float: `*.decoder.layers.0.*`; `auto`: those that"
@@ -95,7 +111,8 @@ class QuantizeSettings(_FromSchemes):
     rows: int = Field(
         default=128,
         ge=1,
-        description=f"{_OBSERVING}, smooth, skip: auto: rows that are looked at (calibration, else train)",
+        description=f"{_OBSERVING}, gptq, smooth, skip: auto: rows that are looked at (calibration, else"
+        " train)",
     )
     damage_rows: int = Field(
         default=8,
@@ -106,6 +123,15 @@ class QuantizeSettings(_FromSchemes):
     embeddings: bool = Field(default=True, description="quantize word embeddings")
     head: bool = Field(default=True, description="quantize the output layer")
     vocabulary: TableScheme | None = Field(default=None, description=_vocabulary())
+
+    # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
+    unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip"})
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        plain = {name: type(self).model_fields[name].default for name in self.unsaid}
+        return {name: value for name, value in found.items() if name not in plain or value != plain[name]}
 
     @field_validator("skip", mode="before")
     @classmethod
@@ -145,8 +171,8 @@ class QuantizeSettings(_FromSchemes):
                 f"smooth is for schemes whose activations share one scale ({_SMOOTHED}), and"
                 f" {self.scheme} is none; remove it"
             )
-        for name in ("rows", "damage_rows"):
-            if name in given and not self.reads_rows:
+        for name, reads in (("rows", self.reads_rows), ("damage_rows", self._measures)):
+            if name in given and not reads:
                 raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
         if "percentile" in given and self.range != "percentile":
             raise ValueError(f"percentile means nothing with range: {self.range}; remove it")
@@ -163,6 +189,10 @@ class QuantizeSettings(_FromSchemes):
     @property
     def reads_rows(self) -> bool:
         """Whether rows of data are looked at."""
+        return self.observes or self.method == "gptq" or self._measures
+
+    @property
+    def _measures(self) -> bool:
         return self.observes or self.smooth is not None or AUTO in self.skip
 
     @property
@@ -178,6 +208,13 @@ class QuantizeSettings(_FromSchemes):
     def schemes(self) -> tuple[str, ...]:
         """Return the schemes that are used, the one of the linear layers first."""
         return tuple(dict.fromkeys((self.scheme, self.table_scheme)))
+
+    def packages(self) -> dict[str, str]:
+        """Return what the schemes need."""
+        found: dict[str, str] = {}
+        for name in self.schemes():
+            found |= SCHEMES[name].packages
+        return found
 
     def options(self, scheme: str) -> dict[str, Value]:
         """Return what `scheme` wants to know, as a quantized layer takes it."""

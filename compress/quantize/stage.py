@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.compress.quantize.scheme_table import scheme_table
 from smelt.compress.quantize.settings import AUTO, Budget, QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
 from smelt.core.text import count
-from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
+from smelt.families.registry import blockless
+from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
     from smelt.compress.calibration.rows import CalibrationRows
+    from smelt.compress.quantize.coding import Coder, Fit
     from smelt.compress.quantize.planned import Planned
+    from smelt.runtime.schemes.scheme import Codes
+
+
+_FLOAT = "Leave the step out, and export its float weights, for GPUs in fp16 (onnx: {dtype: fp16})."
 
 
 class Quantize:
@@ -28,9 +36,11 @@ class Quantize:
 
         - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
+        - quantize: {scheme: int4, method: gptq, clip: mse}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
         - quantize: {scheme: int8-static, smooth: 0.5}
+        - quantize: {scheme: bnb-nf4}
     """
 
     name: ClassVar[str] = "quantize"
@@ -38,7 +48,11 @@ class Quantize:
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = "; ".join(
-        [*(scheme.source for scheme in SCHEMES.values()), "smooth: Xiao et al. 2023, arXiv:2211.10438"]
+        [
+            *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
+            "smooth: Xiao et al. 2023, arXiv:2211.10438",
+            "gptq: Frantar et al. 2023, arXiv:2210.17323",
+        ]
     )
     version: ClassVar[int] = 2
     needs_float: ClassVar[bool] = True
@@ -47,8 +61,8 @@ class Quantize:
 
     @classmethod
     def more_help(cls) -> str:
-        """Return what `smelt stages quantize` says of each scheme."""
-        return "\n\n".join(_help_of(scheme) for scheme in SCHEMES.values())
+        """Return what `smelt stages quantize` says of the schemes."""
+        return "\n\n".join([scheme_table(), *(_help_of(scheme) for scheme in SCHEMES.values())])
 
     @classmethod
     def needs_with(cls, settings: QuantizeSettings, given: Collection[str]) -> frozenset[Need]:
@@ -56,6 +70,14 @@ class Quantize:
         if not settings.reads_rows:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_model(
+        cls, settings: QuantizeSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        lack = blockless(config)
+        return [] if lack is None else [("", f"{lack}; it codes linear layers alone. {_FLOAT}")], config
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`."""
@@ -65,16 +87,19 @@ class Quantize:
         from smelt.runtime.models.stored_dtype import weight_bytes
 
         model, edits = load_model(src.path)
+        for _, message in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"quantize: {message}")
         if any(edit["op"] == "quantize" for edit in edits):
             raise InputError(
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
         layers = plan_layers(model, settings)
         ranges: dict[int, float] = {}
-        if settings.reads_rows and layers:
-            with threads(ctx.threads):
-                layers, ranges = _look(model, layers, src, settings, ctx)
-        new = quantize_layers(model, layers, ranges)
+        codes: dict[int, Codes] = {}
+        with threads(ctx.threads):
+            if settings.reads_rows and layers:
+                layers, ranges, codes = _look(model, layers, src, settings, ctx)
+            new = quantize_layers(model, layers, ranges, _coders(settings, codes))
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
         kept = unused_patterns(model, settings.patterns)
@@ -88,8 +113,11 @@ class Quantize:
 
 def _look(
     model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
-) -> tuple[list[Planned], dict[int, float]]:
-    """Run `model` over real rows; return the layers to quantize and the ranges of their activations."""
+) -> tuple[list[Planned], dict[int, float], dict[int, Codes]]:
+    """Run `model` over real rows; return the layers to quantize, the ranges of their activations, and codes.
+
+    Where codes were decided, the weights of `model` are what they stand for.
+    """
     from smelt.compress.calibration.rows import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
     from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
@@ -109,14 +137,39 @@ def _look(
         if unseen:
             ctx.warnings.append(f"quantize: no row reaches {', '.join(unseen)}, which stay float")
             layers = [layer for layer in layers if layer.name not in unseen]
-    if settings.damage_rows:
+    if settings.damage_rows and (settings.observes or settings.smooth is not None or AUTO in settings.skip):
         few = rows.some(settings.damage_rows)
         found = damages(model, layers, ranges, few, ctx)
         ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in found.items()}
         ctx.facts["damage_rows"] = few.rows
         stay = sensitive(found, settings.budget or Budget()) if AUTO in settings.skip else []
         layers = [layer for layer in layers if layer.name not in stay]
-    return layers, ranges
+    codes: dict[int, Codes] = {}
+    if settings.method == "gptq":
+        from smelt.compress.quantize.gptq import gptq
+
+        codes = gptq(model, layers, rows, _fit(settings), ctx)
+    return layers, ranges, codes
+
+
+def _fit(settings: QuantizeSettings) -> Fit:
+    from smelt.compress.quantize.clip import searched_grid
+    from smelt.compress.quantize.coding import plain_fit
+
+    return searched_grid if settings.clip == "mse" else plain_fit
+
+
+def _coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[Planned], Coder]:
+    """Return what gives each layer its coder: what was decided on rows, else the nearest on its grid."""
+    from smelt.compress.quantize.coding import nearest_on
+
+    fit = _fit(settings)
+
+    def coder_of(layer: Planned) -> Coder:
+        decided = codes.get(layer.weight)
+        return partial(nearest_on, fit) if decided is None else lambda weight, scheme, options: decided
+
+    return coder_of
 
 
 def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
@@ -135,11 +188,10 @@ def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
 
 
 def _help_of(scheme: Scheme) -> str:
-    bits = f"{bits_per_weight(scheme, defaults(scheme)):.3g} bits a weight"
-    needs = "; needs training afterwards" if scheme.trained else ""
     tables = "" if scheme.tables else f"; embeddings and output layer become {scheme.vocabulary}"
-    fit = ", ".join(targets_of([scheme]))
-    return f"{scheme.name} ({bits}; runs on {fit}): {scheme.summary}{tables}{needs}."
+    packages = " and ".join(f"{name} {oldest}" for name, oldest in scheme.packages.items())
+    needs = f"; needs the package {packages} or later" if packages else ""
+    return f"{scheme.name}: {scheme.summary}{tables}{needs}."
 
 
 def facts_of(model: Any) -> dict[str, Any]:

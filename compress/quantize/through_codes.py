@@ -82,13 +82,14 @@ class LatentEmbedding(nn.Embedding):
         return fake(rows, matrix).reshape(*input.shape, self.embedding_dim)
 
 
-def load_trainable(src: Artifact, ctx: Context) -> tuple[Any, list[Edit]]:
+def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:
     """Return the model of `src` (float32, CPU, eval mode), ready to train, and its edits.
 
-    A quantized model gets float weights behind its codes; `settle` takes them away again.
+    A quantized model gets float weights behind its codes; `settle` takes them away again. Where `adapters`
+    train, codes stay what they are.
     """
     model, edits = load_model(src.path)
-    if any(edit.get("op") == "quantize" for edit in edits):
+    if not adapters and any(edit.get("op") == "quantize" for edit in edits):
         found = _float_parent(src, ctx.ancestors)
         ctx.facts["latent_weights"] = found[0] if found else "codes"
         floats = load_model(found[1].path)[0] if found else None

@@ -13,7 +13,7 @@ from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings, StoredDtype
 from smelt.core.text import article
-from smelt.families.registry import FAMILIES, family_of
+from smelt.families.registry import FAMILIES, blockless, family_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,6 +85,8 @@ class Share:
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         family = FAMILIES.get(str(config.get("model_type")))
+        if (lack := blockless(config)) is not None:
+            return [("", f"{lack}, which it puts together.")], config
         known = [stack.name for stack in family.stacks(config)] if family else []
         found = [
             ("stacks", f"{article(config.get('model_type'))} model has {' and '.join(known)}, not '{name}'")

@@ -22,12 +22,16 @@ from smelt.runtime.models.structure import keep_zeros, keeps_zeros
 Observe = Callable[[Layers, See], None]
 
 
+def products_of(block: Block, what: Collection[str]) -> list[str]:
+    """Return the names of the products of the chosen parts of `block`, whatever they are made of."""
+    names = [n for part in block.attentions for n in part.products] if "attention" in what else []
+    return names + list(block.feed_forward.products if "ffn" in what else ())
+
+
 def layers_of(model: nn.Module, block: Block, what: Collection[str]) -> dict[str, nn.Linear]:
     """Return the linear layers of the chosen parts of `block` by their names; of a pair both halves."""
-    names = [n for part in block.attentions for n in part.products] if "attention" in what else []
-    names += block.feed_forward.products if "ffn" in what else ()
     found: dict[str, nn.Linear] = {}
-    for name in names:
+    for name in products_of(block, what):
         module = model.get_submodule(name)
         if isinstance(module, LowRankLinear):
             found |= {f"{name}.down": module.down, f"{name}.up": module.up}

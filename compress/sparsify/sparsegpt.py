@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
+from smelt.compress.calibration.inverse import hessian_of, inverse_factor
 from smelt.compress.calibration.statistics import InputStatistics
 from smelt.compress.sparsify.method import Looks
 from smelt.compress.sparsify.pattern import Pattern
 
 _COLUMNS = 128  # that are masked at once
-_DAMP = 0.01  # of the mean of the diagonal
 
 
 class SparseGpt:
@@ -37,9 +37,9 @@ class SparseGpt:
     ) -> Tensor:
         """Return the weight with zeros, and what stays changed to make up for them."""
         assert found is not None
-        assert found.second is not None
-        dead = found.second.diagonal() == 0
-        factor = inverse_factor(found.second * (2 / found.tokens)).to(weight)
+        hessian = hessian_of(found)
+        dead = hessian.diagonal() == 0
+        factor = inverse_factor(hessian)[0].to(weight)
         new = weight.clone()
         new[:, dead] = 0.0
         at_once = max(1, _COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups
@@ -48,17 +48,6 @@ class SparseGpt:
             errors = _block(new[:, start:end], factor[start:end, start:end], pattern)
             new[:, end:] -= errors @ factor[start:end, end:]
         return new
-
-
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """Return U, upper triangular float64 [K, K], with U^T U the inverse of the damped `hessian` [K, K]."""
-    damped = hessian.clone()
-    diagonal = damped.diagonal()
-    diagonal[diagonal == 0] = 1.0
-    diagonal.add_(_DAMP * float(diagonal.mean()))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
 
 
 def _block(columns: Tensor, factor: Tensor, pattern: Pattern) -> Tensor:

@@ -13,7 +13,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings, StoredDtype
-from smelt.families.registry import FAMILIES, find_family
+from smelt.families.registry import FAMILIES, blockless, find_family
 
 if TYPE_CHECKING:
     from smelt.compress.calibration.rows import CalibrationRows
@@ -104,6 +104,11 @@ class Sparsify:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
+    def leaves(cls, settings: SparsifySettings) -> frozenset[str]:
+        """Return what later steps may lose: n of each m neighbouring inputs."""
+        return frozenset() if settings.pattern is None else frozenset({"pattern"})
+
+    @classmethod
     def needs_with(cls, settings: SparsifySettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: wanda and sparsegpt look at rows, those for calibration if there are any."""
         if not settings.reads_rows:
@@ -115,6 +120,8 @@ class Sparsify:
         cls, settings: SparsifySettings, config: Mapping[str, Any]
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
+        if (lack := blockless(config)) is not None:
+            return [("", f"{lack}, whose matrices it thins out.")], config
         if find_family(config) is not None:
             return [], config
         known = ", ".join(FAMILIES)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from smelt.compress.train.classifier_losses import problem_of
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Example, Split, texts_read
+from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Example, Split, texts_read
+from smelt.core.files import read_json
 from smelt.core.labels import (
     MULTI,
     REGRESSION,
@@ -27,10 +29,16 @@ from smelt.core.labels import (
 )
 from smelt.core.stage import Context
 from smelt.core.text import count
+from smelt.families.registry import reads_images
+from smelt.runtime.images.inputs import ImageInput, images_of, pack_inputs
+from smelt.runtime.images.processor import read_processor
+from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import encode_texts, takes_types
 from smelt.runtime.text.limits import length_limit
 from smelt.runtime.text.windows import cut_windows
 
+ROWS = "rows"  # of a batch: the numbers of its rows, where they have some
+_NOT_FED = frozenset({"labels", ROWS})
 IGNORE = -100  # the label of positions that no loss sees, as in torch and transformers
 TensorBatch: TypeAlias = dict[str, Tensor]
 
@@ -41,17 +49,26 @@ class Row:
 
     target: target ids; a class index; for several classes or a number one float for each output, for a pair
     its score (not a number where there is none); None for a window of running text, whose tokens are to come
-    out one place earlier. second: ids of the second text of a pair that is read one by one.
+    out one place earlier. second: ids of the second text of a pair that is read one by one. number: by which
+    something is kept of the row. image: of a row of images, which has no ids; it is decoded when its batch is
+    made.
     """
 
     source: list[int]
     types: list[int] | None
     target: list[int] | int | tuple[float, ...] | None
     second: list[int] | None = None
+    number: int | None = None
+    image: ImageInput | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Source and target length, tokens; of two texts that of the longer one counts twice."""
+        """Source and target length, tokens; of two texts that of the longer one counts twice.
+
+        An image counts as patches of 16 x 16 pixels.
+        """
+        if self.image is not None:
+            return self.image.patches, 0
         if self.second is not None:
             longer = max(len(self.source), len(self.second))
             return longer, longer
@@ -70,16 +87,21 @@ def encode_split(
     """Tokenize all rows of `split` once. A translation or summary with several references gives several rows.
 
     Texts longer than the model's limit (or `max_length` tokens) are cut and counted in a warning. For a
-    language model all rows are one text, cut in windows (of `max_length` tokens, where that is given).
+    language model all rows are one text, cut in windows (of `max_length` tokens, where that is given). For a
+    model of images `tokenizer` is its image processor (see `reader_of`).
 
     Raises:
         InputError: a label that the model's config does not know.
     """
-    limit = min(max_length or 10**9, length_limit(tokenizer, config.to_dict()))
+    limit = 0 if ctx.task == IMAGES else min(max_length or 10**9, length_limit(tokenizer, config.to_dict()))
     if ctx.task == "language-modeling":
         text = cut_windows(split, tokenizer, limit, length=max_length, strided=False)
         return [Row(ids.tolist(), None, None) for ids in text.ids]
     examples = split.examples
+    if ctx.task == IMAGES:
+        labels = classifier_targets(examples, config, split.origin)
+        images = images_of(split, tokenizer)
+        return [Row([], None, y, image=image) for image, y in zip(images, labels, strict=True)]
     texts, pairs = texts_read(examples, ctx.task)
     sources = encode_texts(texts, tokenizer, limit, pairs)
     cut = sources.truncated
@@ -99,6 +121,17 @@ def encode_split(
         those = f"{count(cut, 'text')} of {len(examples)} rows"
         ctx.warnings.append(f"{what}: {those} {'was' if cut == 1 else 'were'} cut at {limit} tokens")
     return rows
+
+
+def reader_of(folder: Path) -> Any:
+    """Return what the rows of the model in `folder` are read with: its tokenizer, or its image processor.
+
+    Raises:
+        InputError: its files are missing or do not fit together.
+    """
+    if reads_images(read_json(folder / "config.json")):
+        return read_processor(folder)
+    return load_tokenizer(folder)
 
 
 def _pair(ids: Sequence[list[int]], rows: int, at: int, score: object) -> Row:
@@ -141,6 +174,11 @@ def classifier_targets(
     return read_classes(examples, names, what)
 
 
+def inputs_of(batch: Mapping[str, Tensor]) -> TensorBatch:
+    """Return what of `batch` a model is fed."""
+    return {name: value for name, value in batch.items() if name not in _NOT_FED}
+
+
 def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
     """Pad `rows` on the right into the model's inputs plus `labels`.
 
@@ -149,10 +187,18 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
     labels shifted right behind the decoder's start token; for a classifier labels are int64 [B], or
     float32 [B, C] where a text has several classes or a number. For a language model labels are int64
     [B, L], the token after each of input_ids, -100 for padding. For pairs that are read one by one the inputs
-    are [2 B, L], first all first texts, and labels are float32 [B, 1].
+    are [2 B, L], first all first texts, and labels are float32 [B, 1]. For images the input is pixel_values,
+    float32 [B, 3, h, w]. Rows that have numbers give them as `rows`, int64 [B].
     """
-    if rows[0].target is None:
-        return _collate_windows(rows)
+    numbers = [row.number for row in rows if row.number is not None]
+    if rows[0].image is not None:
+        found = _collate_images(rows)
+    else:
+        found = _collate_windows(rows) if rows[0].target is None else _collate_texts(rows, config)
+    return found | ({ROWS: torch.tensor(numbers)} if numbers else {})
+
+
+def _collate_texts(rows: Sequence[Row], config: Any) -> TensorBatch:
     pad = int(config.pad_token_id or 0)
     texts = [r.source for r in rows] + [r.second for r in rows if r.second is not None]
     batch = {"input_ids": _pad(texts, pad)}
@@ -166,10 +212,18 @@ def collate(rows: Sequence[Row], config: Any) -> TensorBatch:
         start = config.decoder_start_token_id
         batch["decoder_input_ids"] = _pad([[start, *ids[:-1]] for ids in targets], pad)
     else:
-        numbers = isinstance(rows[0].target, tuple)
-        kind = torch.float32 if numbers else torch.int64
-        batch["labels"] = torch.tensor([r.target for r in rows], dtype=kind)
+        batch["labels"] = _class_labels(rows)
     return batch
+
+
+def _class_labels(rows: Sequence[Row]) -> Tensor:
+    kind = torch.float32 if isinstance(rows[0].target, tuple) else torch.int64
+    return torch.tensor([r.target for r in rows], dtype=kind)
+
+
+def _collate_images(rows: Sequence[Row]) -> TensorBatch:
+    pixels = pack_inputs([row.image for row in rows if row.image is not None])
+    return {"pixel_values": torch.from_numpy(pixels), "labels": _class_labels(rows)}
 
 
 def _collate_windows(rows: Sequence[Row]) -> TensorBatch:

@@ -11,9 +11,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
+
+from smelt.compress.train.data import Row
+from smelt.compress.train.terms import Objective
+from smelt.core.stage import Context
 
 _NAME = "smelt_extension"  # under it the modules hang on the model while it trains
 
@@ -42,6 +46,10 @@ def _always(step: int) -> bool:
     return True
 
 
+def _same(rows: list[Row], validation: list[Row] | None) -> tuple[list[Row], list[Row] | None]:
+    return rows, validation
+
+
 def _nothing(step: int, total: int) -> None:
     pass
 
@@ -53,21 +61,83 @@ class Extension:
     modules: train with the model (same device, gradient clipping, averages, choice of what is kept) and are
         not saved: projections, scores of masks, multipliers.
     groups: parameters of the model or of `modules` with a learning rate or weight decay of their own.
+    rows: gets the rows of training and validation when they are encoded, and returns those that are taken.
     around: entered when the model is ready to train, left afterwards (hooks that read what it computes).
     stored: entered while a checkpoint is written, and makes of the model what will be stored.
     before_step, after_step: called with the number of the update, from 1, and how many there will be; after
         the update's weights are there, and before they are averaged or validated.
+    resumes: whether a training that was stopped can go on with it: all that changes is in parameters and
+        buffers. None: where nothing is called in each step.
     eligible: whether the weights after this update (0: before the first) may be those that are kept: while
         weights are still being pruned, the lowest loss is that of the densest.
     """
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     groups: Sequence[Group] = ()
+    rows: Callable[[list[Row], list[Row] | None], tuple[list[Row], list[Row] | None]] = _same
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     stored: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     before_step: Callable[[int, int], None] = _nothing
     after_step: Callable[[int, int], None] = _nothing
+    resumes: bool | None = None
     eligible: Callable[[int], bool] = _always
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a training with it can go on from a checkpoint."""
+        plain = self.before_step is _nothing and self.after_step is _nothing
+        return plain if self.resumes is None else self.resumes
+
+
+class WhileTraining(Protocol):
+    """A technique that changes the model while it trains: it begins when it is made."""
+
+    def objective(self, objective: Objective) -> Objective:
+        """Return what is minimised instead of `objective`."""
+
+    def extension(self) -> Extension:
+        """Return what it adds to the training."""
+
+    def settle(self, ctx: Context, stage: str) -> None:
+        """Leave the model as it is to be stored, and say in `ctx` what became of it."""
+
+
+def both(one: Extension, other: Extension) -> Extension:
+    """Return what two techniques add together; weights may be kept where both allow it."""
+
+    def entering(
+        *parts: Callable[[], AbstractContextManager[Any]],
+    ) -> Callable[[], AbstractContextManager[Any]]:
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for part in parts:
+                    stack.enter_context(part())
+                yield
+
+        return entered
+
+    def after_one_another(*parts: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def called(step: int, total: int) -> None:
+            for part in parts:
+                part(step, total)
+
+        return called
+
+    def rows(train: list[Row], validation: list[Row] | None) -> tuple[list[Row], list[Row] | None]:
+        return other.rows(*one.rows(train, validation))
+
+    return Extension(
+        modules={**one.modules, **other.modules},
+        rows=rows,
+        groups=[*one.groups, *other.groups],
+        around=entering(one.around, other.around),
+        stored=entering(one.stored, other.stored),
+        before_step=after_one_another(one.before_step, other.before_step),
+        after_step=after_one_another(one.after_step, other.after_step),
+        eligible=lambda step: one.eligible(step) and other.eligible(step),
+        resumes=one.can_resume and other.can_resume,
+    )
 
 
 @contextlib.contextmanager

@@ -13,11 +13,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from smelt.compress.train.extension import Extension
+from smelt.compress.train.terms import LOSS
 from smelt.core.stage import Progress
+from smelt.runtime.schemes.parts.bits_and_bytes import quietly
+
+# transformers imports peft with its Trainer, and peft imports bitsandbytes, where they are installed
+with quietly():
+    from transformers import TrainerCallback
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,24 @@ class Validation:
         return (0.0 if self.score is None else self.score, -self.loss)
 
 
-class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
+def running_statistics(model: nn.Module) -> dict[str, Any]:
+    """Return the running means and variances of batch norms by name: they change with the weights."""
+    return {
+        f"{name}.{word}": getattr(module, word)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        for word in ("running_mean", "running_var")
+    }
+
+
+class Keeper(TrainerCallback):  # type: ignore[misc]
     """Reports progress, validates at set steps and keeps the best weights; optionally averages them."""
 
     def __init__(
         self, model: nn.Module, ema: float | None, progress: Progress, extension: Extension | None = None
     ) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.parameters |= running_statistics(model)
         self.evaluate: Callable[[], float] | None = None
         self.score: Callable[[], float] | None = None
         self.evals, self.ema, self.progress = 0, ema, progress
@@ -58,7 +74,7 @@ class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Validate what the training begins with."""
-        if self.evals:
+        if self.evals and not self.validations:  # one that goes on has done it
             self._validate(0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -74,6 +90,32 @@ class Keeper(transformers.TrainerCallback):  # type: ignore[misc]
         self.progress(step, total, f"loss {self.recent_loss():.3f}")
         if self.evals and step in {round(total * k / self.evals) for k in range(1, self.evals + 1)}:
             self._validate(step)
+
+    def facts(self, steps: int) -> dict[str, Any]:
+        """Return what the report is told after `steps` updates."""
+        found = {
+            "train_loss": self.recent_loss(),
+            "validation_loss": self.best.loss if self.best else None,
+            "kept_step": self.best.step if self.best else steps,
+            "validations": self.told(),
+        }
+        losses = self.recent_losses()
+        return found if set(losses) == {LOSS} else found | {"train_losses": losses}
+
+    def tell(self) -> dict[str, Any]:
+        """Return all but weights of what it knows, as plain values."""
+        return {
+            "validations": [asdict(found) for found in self.validations],
+            "best": None if self.best is None else asdict(self.best),
+            "recent": [{name: list(value) for name, value in batch.items()} for batch in self.recent],
+        }
+
+    def take(self, told: Mapping[str, Any], best: dict[str, Tensor], average: dict[str, Tensor]) -> None:
+        """Know again what `tell` told, with the best and the averaged weights."""
+        self.validations = [Validation(**found) for found in told["validations"]]
+        self.best = None if told["best"] is None else Validation(**told["best"])
+        self.best_weights, self.average = best, average
+        self.recent.extend({n: (mean, items) for n, (mean, items) in b.items()} for b in told["recent"])
 
     def finish(self) -> None:
         """Put the best weights (else the averaged, else leave the last) into the model."""

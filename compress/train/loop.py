@@ -1,7 +1,7 @@
 """The training loop: `transformers.Trainer` with our batches, losses and choice of checkpoint.
 
-Nothing is written that outlives the run: the best weights wait in memory, and the folder that
-Trainer insists on is a temporary one beside the stage's result.
+The best weights wait in memory, and the folder that Trainer insists on is a temporary one beside the stage's
+result. What outlives a run that was stopped are our own checkpoints (compress/train/stored/resume.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from smelt.compress.train.classifier_losses import training_loss
-from smelt.compress.train.data import Row, TensorBatch, collate, group_by_length, plan_batches
+from smelt.compress.train.data import (
+    Row,
+    TensorBatch,
+    collate,
+    group_by_length,
+    inputs_of,
+    plan_batches,
+)
 from smelt.compress.train.extension import Extension, attached, detached, split_groups
 from smelt.compress.train.keeper import Keeper
 from smelt.compress.train.memory import require_training_memory
 from smelt.compress.train.sentence_losses import order_loss, vectors_of
 from smelt.compress.train.settings import TrainingSettings
 from smelt.compress.train.state import autocast, pick_precision, threads, training_state
+from smelt.compress.train.stored.resume import resume_of
 from smelt.compress.train.terms import (
-    LOSS,
     OVER,
     Objective,
     Over,
@@ -48,7 +55,7 @@ def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
     `labels` are not fed.
     """
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = inputs_of(batch)
     labels = batch["labels"]  # int64 [B, L] where texts come out, and then a cache could be asked for
     if labels.dim() == 2 and not labels.is_floating_point():
         logits: Tensor = model(**inputs, use_cache=False).logits
@@ -204,7 +211,15 @@ def run_training(
         stack.enter_context(training_state(model, settings.dropout, args.device))
         stack.enter_context(extension.around())
         keeper = Keeper(model, settings.ema, ctx.progress, extension)
+        resume = resume_of(model, keeper, plan, precision, settings, ctx)
+        if resume.saved is not None and resume.saved.facts is not None:
+            ctx.facts["training"] = resume.saved.facts
+            ctx.warnings.extend(resume.saved.warnings)
+            return
+        if resume.saved is not None:
+            plan, args.max_steps = plan[resume.step * settings.accumulate :], resume.total
         loop = Loop(model, args, rows, plan=plan, objective=objective, keeper=keeper, precision=precision)
+        loop.add_callback(resume)
         if validation:
             groups = group_by_length(validation, settings.batch_size, settings.tokens_per_batch, None)
             batches = [collate([validation[i] for i in group], model.config) for group in groups]
@@ -217,20 +232,18 @@ def run_training(
         loop.train()
         keeper.finish()
         _require_finite(model, keeper)
-    ctx.facts["training"] = {
-        "steps": int(loop.state.global_step),
-        "rows": len(rows),
-        "precision": precision,
-        "device": args.device.type,
-        "train_loss": keeper.recent_loss(),
-        "validation_loss": keeper.best.loss if keeper.best else None,
-        "kept_step": keeper.best.step if keeper.best else int(loop.state.global_step),
-        "validations": keeper.told(),
-    }
-    if set(losses := keeper.recent_losses()) != {LOSS}:
-        ctx.facts["training"]["train_losses"] = losses
-    if warning := keeper.gave_nothing(settings.select):
-        ctx.warnings.append(f"{stage}: {warning}")
+        steps = int(loop.state.global_step)
+        ctx.facts["training"] = {
+            "steps": steps,
+            "rows": len(rows),
+            "precision": precision,
+            "device": args.device.type,
+            **keeper.facts(steps),
+        }
+        warning = keeper.gave_nothing(settings.select)
+        warnings = [f"{stage}: {warning}"] if warning else []
+        ctx.warnings.extend(warnings)
+        resume.finish(steps, ctx.facts["training"], warnings)
 
 
 def _as_stored(model: nn.Module, extension: Extension, score: Callable[[], float]) -> float:

@@ -18,8 +18,9 @@ from smelt.core.stage import Context
 
 if TYPE_CHECKING:
     from smelt.compress.train.data import Row
-    from smelt.compress.train.extension import Extension
+    from smelt.compress.train.extension import Extension, WhileTraining
     from smelt.compress.train.lora import Adapters
+    from smelt.compress.train.stored.rounding import Rounding
     from smelt.compress.train.terms import Objective
     from smelt.runtime.models.structure import Edit
 
@@ -62,7 +63,8 @@ def train(
             `steps`, `precision`, `validations`; `train_losses` where the loss has parts) and the
             warnings (rows that were cut, a training that gave nothing).
         objective: what is minimised; unless given the loss with the labels, or with the scores of pairs.
-        edits: the model's structure, with which a checkpoint is stored to be scored (`select`).
+        edits: the model's structure, with which a checkpoint is stored to be scored (`select`); gets the
+            adapters that stay beside codes, and the cuts of learned masks.
         stage: the stage's word, for messages.
         extension: what the technique adds.
 
@@ -71,18 +73,17 @@ def train(
             not know.
         RunError: the loss became infinite or not a number.
     """
-    from smelt.compress.train.data import encode_split, spread_out
-    from smelt.compress.train.extension import Extension
+    from smelt.compress.train.data import encode_split, reader_of, spread_out
+    from smelt.compress.train.extension import Extension, both
     from smelt.compress.train.loop import label_objective, run_training
-    from smelt.compress.train.rounding import Rounding
-    from smelt.compress.train.score import CheckpointScore
-    from smelt.runtime.models.checkpoint import load_tokenizer
+    from smelt.compress.train.stored.rounding import Rounding
+    from smelt.compress.train.stored.score import CheckpointScore
 
     if "train" not in ctx.data:
         raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
     if objective is None and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
         raise InputError(f"{stage}: {found[0][1]}")
-    tokenizer = load_tokenizer(src.path)
+    tokenizer = reader_of(src.path)
 
     def encode(split: Split, name: str) -> list[Row]:
         return encode_split(
@@ -101,21 +102,28 @@ def train(
                 validation[i] for i in spread_out(len(validation), settings.validation_rows, ctx.seed)
             ]
         if settings.select != LOSS:
-            score = CheckpointScore(model, edits or [], src, split, settings, ctx)
+            score = CheckpointScore(model, [] if edits is None else edits, src, split, settings, ctx)
     elif settings.select != LOSS:
         raise InputError(
             f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
             " FILE}."
         )
-    rounding = Rounding(model, src.path) if settings.dtype == "keep" else None
-    adapters = _adapters(model, settings, ctx)
+    rounding = Rounding(model, src.path, settings.lora is not None) if settings.dtype == "keep" else None
+    techniques = _while_training(model, settings, [] if edits is None else edits)
+    objective = objective or label_objective(settings.label_smoothing)
+    for technique in techniques:
+        objective = technique.objective(objective)
+        extension = both(extension or Extension(), technique.extension())
+    adapters = _adapters(model, settings, edits, ctx)
+    extension = extension or Extension()
+    rows, validation = extension.rows(rows, validation)
     if adapters is not None:
-        extension = replace(extension or Extension(), stored=adapters.stored)
+        extension = replace(extension, stored=adapters.stored)
     run_training(
         model,
         rows,
         validation,
-        objective=objective or label_objective(settings.label_smoothing),
+        objective=objective,
         settings=settings,
         ctx=ctx,
         score=score,
@@ -124,14 +132,39 @@ def train(
     )
     if adapters is not None:
         adapters.settle()
-    if rounding is not None and rounding.before:
-        share = rounding.share()
-        ctx.facts["training"]["rounding"] = round(share, 5)
-        if warning := rounding.warning(share):
-            ctx.warnings.append(f"{stage}: {warning}")
+    if rounding is not None:
+        _tell(rounding, ctx, stage)
+    for technique in techniques:
+        technique.settle(ctx, stage)
 
 
-def _adapters(model: Any, settings: TrainingSettings, ctx: Context) -> Adapters | None:
+def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:
+    """Say which part of what the training changed is lost when the weights are rounded to be stored."""
+    if not rounding.before:
+        return
+    share = rounding.share()
+    ctx.facts["training"]["rounding"] = round(share, 5)
+    if warning := rounding.warning(share):
+        ctx.warnings.append(f"{stage}: {warning}")
+
+
+def _while_training(model: Any, settings: TrainingSettings, edits: list[Edit]) -> list[WhileTraining]:
+    """Begin the techniques that change the model while it trains, as far as they are asked for."""
+    found: list[WhileTraining] = []
+    if settings.sparsify is not None:
+        from smelt.compress.sparsify.while_training import Gradual
+
+        found.append(Gradual(model, settings.sparsify))
+    if settings.masks is not None:
+        from smelt.compress.prune.learned import LearnedMasks
+
+        found.append(LearnedMasks(model, settings.masks, edits))
+    return found
+
+
+def _adapters(
+    model: Any, settings: TrainingSettings, edits: list[Edit] | None, ctx: Context
+) -> Adapters | None:
     """Put low-rank adapters on `model` where the settings ask for them, and tell the report."""
     if settings.lora is None:
         return None
@@ -141,7 +174,7 @@ def _adapters(model: Any, settings: TrainingSettings, ctx: Context) -> Adapters 
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.seed)
-        found = Adapters(model, settings.lora)
+        found = Adapters(model, settings.lora, edits)
     ctx.facts["lora"] = found.facts()
     ctx.warnings.extend(found.warnings())
     return found

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.compress.train.data import inputs_of
+
 SCALE = 20.0  # of cosines, as sentence-transformers' CoSENTLoss has it
 
 
 def vectors_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the vectors of a batch's texts, float32 [T, D]; `labels` are not fed."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    out: Any = model(**inputs)
+    out: Any = model(**inputs_of(batch))
     vectors: Tensor = out.sentence_embedding
     return vectors.float()
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from smelt.compress.sparsify.pattern import read_pattern
 from smelt.core.stage import Need, Settings, StoredDtype
 
 LOSS = "loss"  # what `select` says where no metric decides
@@ -22,6 +29,87 @@ class LoraSettings(Settings):
     targets: tuple[Literal["attention", "ffn"], ...] = Field(
         default=("attention", "ffn"), min_length=1, description="whose linear layers, in each block"
     )
+
+
+class SparsitySettings(Settings):
+    """Weights of the blocks' linear layers that become zero while the others train."""
+
+    method: Literal["movement", "soft-movement", "magnitude"] = Field(
+        default="movement",
+        description="movement: those go that training drives towards zero; soft-movement: those whose score"
+        " falls below a threshold; magnitude: the smallest",
+    )
+    sparsity: float = Field(
+        default=0.5, gt=0, lt=1, description="fraction of each layer that is zero at last"
+    )
+    pattern: str | None = Field(
+        default=None, description='"n:m" instead of sparsity: of each m neighbouring inputs n stay, as "2:4"'
+    )
+    what: tuple[Literal["attention", "ffn"], ...] = Field(
+        default=("attention", "ffn"), min_length=1, description="products of attention, feed-forward products"
+    )
+    start: float = Field(default=0.1, ge=0, lt=1, description="part of the updates before the first zero")
+    end: float = Field(
+        default=0.7, gt=0, le=1, description="part of the updates after which all zeros are there"
+    )
+    scores_learning_rate: float = Field(
+        default=1e-2, gt=0, description="highest learning rate of the scores of movement and soft-movement"
+    )
+    threshold: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="soft-movement: what sigmoid(score) of a weight that stays is above",
+    )
+    penalty: float = Field(
+        default=100.0, ge=0, description="soft-movement: weight of the mean of sigmoid(score) in the loss"
+    )
+
+    @property
+    def learns(self) -> bool:
+        """Whether it trains scores of its own."""
+        return self.method != "magnitude"
+
+    @field_validator("pattern")
+    @classmethod
+    def _reads(cls, value: str | None) -> str | None:
+        if value is not None:
+            read_pattern(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        given = self.model_fields_set
+        if self.end <= self.start:
+            raise ValueError(f"end ({self.end:g}) must come after start ({self.start:g})")
+        if self.pattern is not None and "sparsity" in given:
+            raise ValueError("give one of sparsity and pattern, not both")
+        soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
+        if self.method == "soft-movement" and hard:
+            raise ValueError(
+                f"{hard.pop()} means nothing under soft-movement: threshold and penalty make the zeros"
+            )
+        if self.method != "soft-movement" and soft:
+            raise ValueError(f"{soft.pop()} means nothing under {self.method}, only under soft-movement")
+        return self
+
+
+class MasksSettings(Settings):
+    """Heads and neurons whose masks are learned under a budget while the weights train, and then cut."""
+
+    what: tuple[Literal["heads", "ffn"], ...] = Field(
+        default=("heads", "ffn"), min_length=1, description="attention heads, feed-forward neurons"
+    )
+    keep: float = Field(
+        default=0.5, gt=0, lt=1, description="fraction of the parameters of these units that is to stay"
+    )
+    warmup: float = Field(
+        default=0.4, gt=0, le=1, description="part of the updates in which the budget falls from all to keep"
+    )
+    learning_rate: float = Field(
+        default=0.1, gt=0, description="highest learning rate of masks and multipliers"
+    )
+    round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
 
 
 class TrainingSettings(Settings):
@@ -79,13 +167,27 @@ class TrainingSettings(Settings):
     lora: LoraSettings | None = Field(
         default=None, description="train low-rank adapters, which are merged before storing; else all weights"
     )
+    sparsify: SparsitySettings | None = Field(
+        default=None, description="weights that become zero, step by step, while the others train"
+    )
+    masks: MasksSettings | None = Field(
+        default=None,
+        description="learn which heads and neurons stay while the weights train, and cut the others",
+    )
     dtype: StoredDtype = "keep"
+    checkpoint_minutes: float | None = Field(
+        default=5.0,
+        ge=0,
+        exclude=True,  # it changes no result, and so no key
+        description="minutes between checkpoints, from which a run that was stopped goes on; 0: after each"
+        " update; null: none",
+    )
     report_to: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
         default=[], description="experiment trackers that the loss is sent to"
     )
 
     # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
-    unsaid: ClassVar[frozenset[str]] = frozenset({"lora"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"lora", "sparsify", "masks"})
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -93,10 +195,19 @@ class TrainingSettings(Settings):
         plain = {name: type(self).model_fields[name].default for name in self.unsaid}
         return {name: value for name, value in found.items() if name not in plain or value != plain[name]}
 
+    def packages(self) -> dict[str, str]:
+        """Return peft where there are adapters."""
+        return {} if self.lora is None else {"peft": PEFT}
+
     @model_validator(mode="after")
     def _selects(self) -> Self:
         if self.select != LOSS and not self.evals:
             raise ValueError(f"select: {self.select[:60]} chooses among validations; evals must be above 0")
+        changing = [word for word in ("sparsify", "masks") if getattr(self, word) is not None]
+        if len(changing) + (self.lora is not None) > 1:
+            raise ValueError(
+                "give one of lora, sparsify and masks: with adapters the weights that would go stand still"
+            )
         return self
 
 

@@ -11,6 +11,7 @@ from smelt.core.errors import InputError
 from smelt.families.family import Family
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import head_of
+from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 
 
 def keep_rows(model: Any, kept: list[int]) -> None:
@@ -61,7 +62,16 @@ def _of_words(model: Any, family: Family) -> dict[str, Any]:
     if model.can_generate():
         name = head_of(model)[-1]
         found[name] = model.get_submodule(name)
-    return found
+    return dict(_rows_of(name, module) for name, module in found.items())
+
+
+def _rows_of(name: str, module: Any) -> tuple[str, Any]:
+    """Return the name and the module that has a row for each word: of a pair the thin half."""
+    if isinstance(module, LowRankEmbedding):
+        return f"{name}.table", module.table
+    if isinstance(module, LowRankLinear):
+        return f"{name}.up", module.up
+    return name, module
 
 
 def _require_plain(name: str, module: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.compress.float_model import load_float, stored_parameters
 from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Task
+from smelt.core.data import TEXT_TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need
 
@@ -43,7 +43,7 @@ class Vocabulary:
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[VocabularySettings]] = VocabularySettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(TEXT_TASKS)
 
     @classmethod
     def check_model(

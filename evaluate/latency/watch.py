@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from smelt.runtime.batch import Batch, Logits, Tokens
+from smelt.runtime.images.batch import ImageBatch
 
 _clock = time.perf_counter_ns
 
@@ -15,16 +16,16 @@ _clock = time.perf_counter_ns
 class Watch:
     """A runner that notes when it is asked and when it has answered; the rest is the runner's own.
 
-    What comes before the first question is tokenizing, what comes after the last answer is
-    detokenizing, or a classifier's softmax and labels; so nothing is left over. It costs two readings of
-    a clock per question, below a microsecond.
+    What comes before the first question is tokenizing (of images: reading, decoding, resizing), what comes
+    after the last answer is detokenizing, or a classifier's softmax and labels; so nothing is left over. It
+    costs two readings of a clock per question, below a microsecond.
 
     batch: what the model was asked last.
     """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.batch: Batch | None = None
+        self.batch: Batch | ImageBatch | None = None
         self._marks: list[int] = []
         self._steps = 0
         self._first = self._last = 0
@@ -33,7 +34,7 @@ class Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def forward(self, batch: Batch) -> Logits:
+    def forward(self, batch: Batch | ImageBatch) -> Logits:
         """As the runner's."""
         self.batch = batch
         self._marks.append(_clock())
@@ -78,7 +79,7 @@ class Watch:
     @property
     def asked(self) -> tuple[str, Batch, dict[str, Any]] | None:
         """What a graph that holds the loop was asked last; None for other models."""
-        if self._whole is None or self.batch is None:
+        if self._whole is None or not isinstance(self.batch, Batch):
             return None
         graph, feeds = self._whole
         return graph, self.batch, feeds

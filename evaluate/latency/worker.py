@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from smelt.core.data import SIMILARITY, TENSORS, Example
+from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Example
 from smelt.evaluate.latency.machine_load import between, look
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ _FIRSTS = 3
 class Worker:
     """Loads one artifact and times what `smelt.load` does with texts: the very functions, one batch a call.
 
-    Tokenizing, detokenizing and a classifier's labels are inside of the timed part.
+    Tokenizing, detokenizing and a classifier's labels are inside of the timed part. Of images it is the
+    reading and decoding of their files, resizing and normalizing.
     """
 
     def __init__(self) -> None:
@@ -101,6 +102,7 @@ class Worker:
 
         call_ms is the median call; whole says whether the pass came to its end.
         """
+        from smelt.runtime.batch import Batch
         from smelt.runtime.generate.settings import Generation
 
         assert self._watch is not None
@@ -116,7 +118,7 @@ class Worker:
             at = time.perf_counter()
             self._run(group)
             timed.append(1000 * (time.perf_counter() - at))
-            if self._watch.batch is not None:  # of a graph of arrays there is none
+            if isinstance(self._watch.batch, Batch):  # images and arrays have no tokens
                 read += int(self._watch.batch.attention_mask.sum())
             written += self._written(len(group))
             texts += len(group)
@@ -150,7 +152,7 @@ class Worker:
         runner: Any = self._watch
         if self._task == SIMILARITY:
             sentence_vectors(runner, [example.text for example in group], len(group))
-        elif self._task == "text-classification":
+        elif self._task in CLASSIFICATION:
             predictions(class_logits(runner, group, len(group)), runner.config)
         else:
             assert self._generation is not None
@@ -161,7 +163,7 @@ class Worker:
         from smelt.runtime.generate.decoding import settle
 
         assert self._generation is not None
-        if self._task in ("text-classification", SIMILARITY, TENSORS):
+        if self._task in (*CLASSIFICATION, SIMILARITY, TENSORS):
             return 0
         if self._task == "language-modeling":
             return texts * int(self._generation.max_new_tokens or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smelt.core.data import IMAGES, TENSORS
 from smelt.core.text import printable
 from smelt.evaluate.report import notes, view
 from smelt.evaluate.report.headline import lines as headline_lines
@@ -148,7 +149,12 @@ def _latency(report: Report) -> str:
         for row in view.rows(report)
         for entry in row.step.latency
     ]
-    said = "From text to text: tokenizing and detokenizing are part of it; a call is one batch."
+    inside: dict[str, str] = {
+        IMAGES: "reading, decoding and resizing files are",
+        TENSORS: "nothing else is",
+    }
+    what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
+    said = f"From {view.way(report)}: {what} part of it; a call is one batch."
     return "\n\n".join([said, _table(head, rows), *_parts(report)])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smelt.core.data import IMAGES, TENSORS
 from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.report.schema import (
     ClassifierParts,
@@ -160,7 +161,8 @@ def speed(row: Latency | None) -> str:
 def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tuple[str, float | None]]:
     """Return (name, ms) of what a call goes into, in the order in which it happens."""
     if isinstance(found, ClassifierParts):
-        return [("tokenizing", found.tokenizing_ms), ("model", found.model_ms), ("labels", found.rest_ms)]
+        before = "decoding" if report.recipe.get("task") == IMAGES else "tokenizing"
+        return [(before, found.tokenizing_ms), ("model", found.model_ms), ("labels", found.rest_ms)]
     first = "prefill" if report.recipe.get("task") == "language-modeling" else "encoder"
     return [
         ("tokenizing", found.tokenizing_ms),
@@ -169,6 +171,12 @@ def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tupl
         ("per further token", found.further_token_ms),
         ("detokenizing", found.detokenizing_ms),
     ]
+
+
+def way(report: Report) -> str:
+    """Return from where to where times are."""
+    ways: dict[str, str] = {IMAGES: "image file to label", TENSORS: "arrays to arrays"}
+    return ways.get(str(report.recipe.get("task")), "text to text")
 
 
 def kind_of(step: Step) -> str:

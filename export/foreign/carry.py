@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 
 _GRAPHS = (".onnx", ".onnx_data")
 _KEPT = ("foreign", "target", "dtype", "opset", "producer", "parameters", "scheme", "tokenizer", "licence")
+
+
+def graphs_in(src: Artifact) -> list[Path]:
+    """Return the graphs of `src` in the order in which they are called."""
+    return sorted(
+        (src.path / name for name in src.manifest.files if name.endswith(_GRAPHS[0])),
+        key=lambda path: not path.stem.startswith("encoder"),
+    )
 
 
 def carry(src: Artifact, ctx: Context) -> None:

@@ -13,8 +13,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import InputError, ParityError
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.foreign.carry import carry
-from smelt.runtime.foreign.take import NAME
+from smelt.export.foreign.carry import carry, graphs_in
 
 _NAMED = 3
 # of the scales of Resize, and of what is made from an attribute that says a type
@@ -73,26 +72,34 @@ class Fp16:
         from smelt.export.precision.narrow import narrow
 
         require_one_graph(src, self.name)
-        model = read_graph(src.path / NAME)
-        _require_flat(model)
+        paths = graphs_in(src)
+        models = {path: read_graph(path) for path in paths}
+        for path, model in models.items():
+            _require_flat(model, path.stem)
         carry(src, ctx)
         feeds, real = rows_of(src, ctx, settings.rows)
         if not real:
             ctx.warnings.append("values were looked at on made-up rows: there are none but test")
         always = {*_always_float32(), *settings.keep}
-        wide = {node.output[0] for node in model.graph.node if node.op_type in always}
-        large = _too_large(model, feeds, ctx)
-        ends = {value.name for value in (*model.graph.input, *model.graph.output)}
-        narrow(model, NAME, "fp16", wide | large, ends)
-        write_graph(model, ctx.out / NAME)
-        got, wanted = (run_graph(path, feeds, ctx.threads) for path in (ctx.out / NAME, src.path / NAME))
+        kept, got, wanted, fed = 0, [], [], []
+        for path, model in models.items():
+            wide = {node.output[0] for node in model.graph.node if node.op_type in always}
+            large = _too_large(model, path.name, feeds[path.stem], ctx)
+            ends = {value.name for value in (*model.graph.input, *model.graph.output)}
+            narrow(model, path.name, "fp16", wide | large, ends)
+            write_graph(model, ctx.out / path.name)
+            kept += len(large)
+            fed += feeds[path.stem]
+            got += run_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
+            wanted += run_graph(path, feeds[path.stem], ctx.threads)
         if not np.isfinite(difference(got, wanted, exact=False)):
             raise ParityError(
                 "fp16: an output is not finite where it was, or has another shape than before. Give keep:"
                 " with the operators that lead there, or leave this step out."
             )
-        note_parity(ctx, feeds, got, wanted)
-        ctx.facts.update(dtype="fp16", kept_float32=len(large), nodes=len(model.graph.node))
+        note_parity(ctx, fed, got, wanted)
+        nodes = sum(len(model.graph.node) for model in models.values())
+        ctx.facts.update(dtype="fp16", kept_float32=kept, nodes=nodes)
 
 
 def _always_float32() -> set[str]:
@@ -102,7 +109,7 @@ def _always_float32() -> set[str]:
     return {*DEFAULT_OP_BLOCK_LIST, *_FLOAT_INPUTS}
 
 
-def _require_flat(model: Any) -> None:
+def _require_flat(model: Any, name: str) -> None:
     """Refuse graphs whose values other graphs inside of them read, and functions.
 
     Raises:
@@ -114,12 +121,12 @@ def _require_flat(model: Any) -> None:
     if inside is not None or model.functions:
         what = f"the node {label(inside)} holds a graph" if inside is not None else "the model has functions"
         raise InputError(
-            f"fp16: {what} of its own, which this stage does not follow. Put simplify before it, which"
-            " resolves what is constant, or leave fp16 out."
+            f"fp16: {name}: {what} of its own, which this stage does not follow. Put simplify before it,"
+            " which resolves what is constant, or leave fp16 out."
         )
 
 
-def _too_large(model: Any, feeds: list[Any], ctx: Context) -> set[str]:
+def _too_large(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str]:
     """Return the first outputs of the nodes that give, read or add up what float16 cannot hold safely."""
     from smelt.export.foreign.rows import fitting
     from smelt.export.graph_files import write_graph
@@ -127,17 +134,17 @@ def _too_large(model: Any, feeds: list[Any], ctx: Context) -> set[str]:
     from smelt.export.precision.ranges import MARK, SUM, probe, weights
 
     with TemporaryDirectory(dir=ctx.out.parent, prefix=".fp16-") as folder:
-        write_graph(model, Path(folder, NAME))  # weights may leave the model for a file, so it is read again
-        session = probe(model, Path(folder), Path(NAME).stem, ctx.threads)
+        write_graph(model, Path(folder, name))  # weights may leave the model for a file, so it is read again
+        session = probe(model, Path(folder), Path(name).stem, ctx.threads)
         kinds = {item.name: item.type for item in session.get_inputs()}
         outputs = [output.name for output in session.get_outputs()]
         largest = dict(weights(model))
         sums: dict[str, float] = {}
         for one in feeds:
-            for name, value in zip(outputs, session.run(outputs, fitting(one, kinds)), strict=True):
+            for output, value in zip(outputs, session.run(outputs, fitting(one, kinds)), strict=True):
                 for mark, into in ((MARK, largest), (SUM, sums)):
-                    if name.startswith(mark):
-                        key, size = name[len(mark) :], float(value)
+                    if output.startswith(mark):
+                        key, size = output[len(mark) :], float(value)
                         into[key] = max(into.get(key, 0.0), float("inf") if np.isnan(size) else size)
     found: dict[str, float] = {}
     for node in model.graph.node:

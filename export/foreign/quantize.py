@@ -14,8 +14,8 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.foreign.carry import carry, copy_graphs
-from smelt.runtime.foreign.take import NAME
+from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
+from smelt.export.foreign.tied import with_own_matrices
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, OF_GRAPHS, find
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class QuantizeGraph:
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     foreign: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeGraphSettings
@@ -111,39 +111,55 @@ class QuantizeGraph:
             RunError: the quantizer fails, or ONNX Runtime cannot run its graph.
         """
         from smelt.export.foreign.rows import note_parity, require_one_graph, rows_of, run_graph
-        from smelt.export.graph_files import read_graph, write_graph
+        from smelt.export.graph_files import read_graph
 
         require_one_graph(src, self.name)
         carry(src, ctx)
-        _require_nodes(src.path / NAME, settings)
-        whole = read_graph(src.path / NAME, values=False)
+        paths = graphs_in(src)
+        _require_nodes(paths, settings)
+        before = [read_graph(path, values=False) for path in paths]
         products = {*_DYNAMIC, "Conv", "ConvTranspose", *settings.operators}
-        if not products & {node.op_type for node in whole.graph.node}:  # trees, linear classifiers
-            copy_graphs(src, ctx)
-            _tell(whole, settings, ctx)
+        if not any(node.op_type in products for model in before for node in model.graph.node):
+            copy_graphs(src, ctx)  # trees, linear classifiers
+            _tell(before, settings, ctx)
             return
-        settings = _of_one_scale(whole, settings, ctx)
+        settings = _of_one_scale(before[0], settings, ctx)
         feeds, real = rows_of(src, ctx, settings.rows, at_once=1 if settings.observes else 4)
-        with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
-            made = Path(folder, NAME)
-            try:
-                # it tells every caller that a graph may be prepared first, which `simplify` does
-                logging.disable(logging.WARNING)
-                _quantize(src.path / NAME, made, settings, feeds)
-            except Exception as error:  # a library of many kinds of errors; none leaves a graph
-                words = " ".join(str(error).split())[:400]
-                raise RunError(f"onnxruntime.quantization failed on this graph: {words}") from error
-            finally:
-                logging.disable(logging.NOTSET)
-            model = read_graph(made)
-        _tell(model, settings, ctx)
-        write_graph(model, ctx.out / NAME)
-        some = feeds[:16]
-        both = (run_graph(path, some, ctx.threads) for path in (ctx.out / NAME, src.path / NAME))
-        note_parity(ctx, some, *both)
+        got, wanted, some = [], [], []
+        for path in paths:
+            fed = feeds[path.stem]
+            _write_quantized(path, settings, fed, ctx)
+            some += fed[:16]
+            got += run_graph(ctx.out / path.name, fed[:16], ctx.threads)
+            wanted += run_graph(path, fed[:16], ctx.threads)
+        _tell([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
+        note_parity(ctx, some, got, wanted)
         if not real:
             ctx.warnings.append("the quantized graph was tried on made-up rows: there are none but test")
         ctx.facts.update(scheme=settings.scheme, target=settings.target)
+
+
+def _write_quantized(path: Path, settings: QuantizeGraphSettings, feeds: list[Any], ctx: Context) -> None:
+    """Write what the quantizer makes of the graph in `path` into `ctx.out`.
+
+    Raises:
+        RunError: it fails.
+    """
+    from smelt.export.graph_files import read_graph, write_graph
+
+    with TemporaryDirectory(dir=ctx.out.parent, prefix=".quantize-") as folder:
+        made, apart = Path(folder, path.name), Path(folder, "apart")
+        apart.mkdir()
+        try:
+            # it tells every caller that a graph may be prepared first, which `simplify` does
+            logging.disable(logging.WARNING)
+            _quantize(with_own_matrices(path, apart), made, settings, feeds)
+        except Exception as error:  # a library of many kinds of errors; none leaves a graph
+            words = " ".join(str(error).split())[:400]
+            raise RunError(f"onnxruntime.quantization failed on {path.name}: {words}") from error
+        finally:
+            logging.disable(logging.NOTSET)
+        write_graph(read_graph(made), ctx.out / path.name)
 
 
 def _of_one_scale(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> QuantizeGraphSettings:
@@ -158,11 +174,12 @@ def _of_one_scale(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> 
     return settings.model_copy(update={"per_channel": False})
 
 
-def _require_nodes(path: Path, settings: QuantizeGraphSettings) -> None:
+def _require_nodes(paths: list[Path], settings: QuantizeGraphSettings) -> None:
     from smelt.core.errors import nearest
     from smelt.export.graph_files import read_graph
 
-    names = [node.name for node in read_graph(path, values=False).graph.node] if settings.leave else []
+    graphs = [read_graph(path, values=False).graph for path in paths] if settings.leave else []
+    names = [node.name for graph in graphs for node in graph.node]
     for name in settings.leave:
         if name not in names:
             raise InputError(f"leave: no node '{name[:80]}' in the graph.{nearest(name, names)}")
@@ -236,10 +253,10 @@ class _Reader:
         self._at = start_index
 
 
-def _tell(model: Any, settings: QuantizeGraphSettings, ctx: Context) -> None:
+def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> None:
     """Say what was quantized; where nothing was, why that may be."""
-    operators = Counter(node.op_type for node in model.graph.node)
-    ctx.facts.update(nodes=len(model.graph.node), operators=dict(operators.most_common()))
+    operators = Counter(node.op_type for model in models for node in model.graph.node)
+    ctx.facts.update(nodes=operators.total(), operators=dict(operators.most_common()))
     if _CODED & set(operators):
         return
     more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import TENSORS
+from smelt.core.data import TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
+from smelt.runtime.batch import Batch
 from smelt.runtime.classifier import MODEL
 from smelt.runtime.foreign.runner import GraphRunner
+from smelt.runtime.foreign.signature import read_signature
 
 Feeds = dict[str, NDArray[Any]]
 PLACES = ("calibration", "validation", "train")
@@ -24,11 +27,11 @@ _TEXTS = (
 )
 
 
-def rows_of(src: Artifact, ctx: Context, count: int, at_once: int = 4) -> tuple[list[Feeds], bool]:
-    """Return what to call the graph of `src` with, and whether it is of the recipe's data.
+def rows_of(src: Artifact, ctx: Context, count: int, at_once: int = 4) -> tuple[dict[str, list[Feeds]], bool]:
+    """Return by graph (without `.onnx`) what to call it with, and whether it is of the recipe's data.
 
     Args:
-        src: an artifact of one graph, `model.onnx`.
+        src: an artifact of one graph, `model.onnx`, or of those of a model that generates.
         ctx: its data are looked at, calibration first.
         count: rows at most.
         at_once: rows of a call; a graph whose batch is fixed gets as many as it takes.
@@ -38,8 +41,27 @@ def rows_of(src: Artifact, ctx: Context, count: int, at_once: int = 4) -> tuple[
     with open_runner(src, ctx.threads, "cpu") as runner:
         if src.manifest.task == TENSORS:
             assert isinstance(runner, GraphRunner)
-            return _of_arrays(runner, ctx, count, at_once)
+            feeds, real = _of_arrays(runner, ctx, count, at_once)
+            return {MODEL: feeds}, real
         return _of_texts(runner, ctx, count, at_once)
+
+
+def other_batch(src: Artifact, feeds: Feeds) -> list[Feeds]:
+    """Return the rows of one call in a call of another size, where the graph of `src` takes any.
+
+    A simplifier may have written the size of one batch into the graph.
+    """
+    signature = read_signature(src.path) if src.manifest.task == TENSORS else None
+    if signature is not None and signature.batch is not None:
+        return []
+    rows = rows_in(feeds)
+    places = range(rows - 1) if rows > 1 else (0, 0)
+    return [{name: value[list(places)] if value.ndim else value for name, value in feeds.items()}]
+
+
+def rows_in(feeds: Feeds) -> int:
+    """Return the number of rows of a call; arrays of rank 0 are the same for all."""
+    return next((len(value) for value in feeds.values() if value.ndim), 1)
 
 
 def _of_arrays(runner: GraphRunner, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
@@ -64,24 +86,32 @@ def _made_up(dtype: str, shape: Any, rows: int, random: np.random.Generator) -> 
     return random.integers(0, 2, size=sizes).astype(dtype)
 
 
-def _of_texts(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[list[Feeds], bool]:
+def _of_texts(runner: Any, ctx: Context, count: int, at_once: int) -> tuple[dict[str, list[Feeds]], bool]:
     from smelt.core.data import texts_read
+    from smelt.export.foreign.generated_rows import feeds_of
+    from smelt.runtime.causal import is_causal
     from smelt.runtime.predict import batches_of, encode_texts
 
     split = next((ctx.data[place] for place in PLACES if place in ctx.data), None)
     texts, pairs = (list(_TEXTS), None) if split is None else texts_read(split.examples[:count], ctx.task)
+    generates = ctx.task in (*TEXT_TO_TEXT, "language-modeling")
+    at_once = 1 if is_causal(runner.config) else at_once  # a prompt is padded on the left, rows here are not
     encoded = encode_texts(texts, runner.text.tokenizer, runner.text.limit, pairs)
-    found: list[Feeds] = []
+    found: dict[str, list[Feeds]] = {}
     for _, batch in batches_of(encoded, at_once, runner.text.tokenizer.pad_token_id or 0):
-        types = batch.token_type_ids
-        found.append(
-            {
-                "input_ids": batch.input_ids,
-                "attention_mask": batch.attention_mask,
-                "token_type_ids": np.zeros_like(batch.input_ids) if types is None else types,
-            }
-        )
+        fed = feeds_of(runner, batch) if generates else {MODEL: [_of_batch(batch)]}
+        for name, feeds in fed.items():
+            found.setdefault(name, []).extend(feeds)
     return found, split is not None
+
+
+def _of_batch(batch: Batch) -> Feeds:
+    types = batch.token_type_ids
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "token_type_ids": np.zeros_like(batch.input_ids) if types is None else types,
+    }
 
 
 def require_one_graph(src: Artifact, word: str) -> None:
@@ -97,7 +127,7 @@ def require_one_graph(src: Artifact, word: str) -> None:
         )
 
 
-def run_graph(path: Any, feeds: list[Feeds], threads: int | None) -> list[Feeds]:
+def run_graph(path: Path, feeds: list[Feeds], threads: int | None) -> list[Feeds]:
     """Return the outputs of the graph `path` for each of `feeds`, by name.
 
     Raises:
@@ -112,7 +142,7 @@ def run_graph(path: Any, feeds: list[Feeds], threads: int | None) -> list[Feeds]
         return [dict(zip(names, session.run(names, fitting(one, kinds)), strict=True)) for one in feeds]
     except Exception as error:  # its error classes share no other base
         words = " ".join(str(error.__cause__ or error).split())[:400]
-        raise RunError(f"{MODEL}.onnx: ONNX Runtime cannot run the new graph: {words}") from error
+        raise RunError(f"{path.name}: ONNX Runtime cannot run the new graph: {words}") from error
 
 
 def fitting(feeds: Feeds, kinds: dict[str, str]) -> Feeds:
@@ -156,7 +186,7 @@ def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: li
     `relative` is None where an output has another shape, or is not finite where it was.
     """
     off, share = difference(got, expected, exact=False), changed(got, expected)
-    rows = sum(len(next(iter(one.values()))) for one in feeds)
+    rows = sum(rows_in(one) for one in feeds)
     ctx.facts["parity"] = {"rows": rows, "relative": off if np.isfinite(off) else None}
     if not np.isfinite(off):
         ctx.warnings.append(

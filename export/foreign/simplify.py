@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -14,9 +14,8 @@ from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import RunError
 from smelt.core.memory import available_bytes
 from smelt.core.stage import Context, Need, Settings
-from smelt.export.foreign.carry import carry, copy_graphs
+from smelt.export.foreign.carry import carry, copy_graphs, graphs_in
 from smelt.runtime.foreign.limits import FailedError, Limits, ask
-from smelt.runtime.foreign.take import NAME
 
 _ALLOWED = 1e-4  # largest difference, of an output's standard deviation
 _ROWS = 16
@@ -38,8 +37,8 @@ class Simplify:
     """Fold constants and drop what does nothing, in an ONNX model that somebody else exported.
 
     onnxsim runs in a process of its own with a limit of time and of memory. Its graph is kept where it gives
-    the same on rows of the data, with their padding, and is not larger; otherwise the graph stays as it was,
-    and a warning says why. Rows are taken from calibration, validation or train.
+    the same on rows of the data, with their padding, in batches of two sizes, and is not larger; otherwise
+    the graph stays as it was, and a warning says why. Rows are taken from calibration, validation or train.
 
         - simplify: {}
         - simplify: {seconds: 60, memory_gb: 4}
@@ -62,27 +61,55 @@ class Simplify:
 
         require_one_graph(src, self.name)
         carry(src, ctx)
-        before = len(read_graph(src.path / NAME, values=False).graph.node)
-        with TemporaryDirectory(dir=ctx.out.parent, prefix=".simplify-") as folder:
-            candidate = Path(folder, NAME)
-            reason = _simplify(src, candidate, settings) or _refusal(src, candidate, ctx)
-            if reason is None:
-                for path in (candidate, data_file(candidate)):
-                    if path.is_file():
-                        path.rename(ctx.out / path.name)
-        if reason is not None:
-            ctx.warnings.append(f"not simplified: {reason}")
-            copy_graphs(src, ctx)
-        after = len(read_graph(ctx.out / NAME, values=False).graph.node)
+        copy_graphs(src, ctx)
+        paths = graphs_in(src)
+        fed = Fed(src, ctx)
+        for path in paths:
+            with TemporaryDirectory(dir=ctx.out.parent, prefix=".simplify-") as folder:
+                candidate = Path(folder, path.name)
+                reason = _simplify(path, candidate, settings) or _refusal(path, candidate, fed)
+                if reason is None:
+                    for file in (ctx.out / path.name, data_file(ctx.out / path.name)):
+                        file.unlink(missing_ok=True)
+                    for file in (candidate, data_file(candidate)):
+                        if file.is_file():
+                            file.rename(ctx.out / file.name)
+            if reason is not None:
+                which = f"{path.stem}: " if len(paths) > 1 else ""
+                ctx.warnings.append(f"{which}not simplified: {reason}")
+        before, after = (
+            sum(len(read_graph(folder / path.name, values=False).graph.node) for path in paths)
+            for folder in (src.path, ctx.out)
+        )
         ctx.facts.update(nodes=after, nodes_before=before)
 
 
-def _simplify(src: Artifact, candidate: Path, settings: SimplifySettings) -> str | None:
+class Fed:
+    """What the graphs of an artifact are called with, made when it is asked for first."""
+
+    def __init__(self, src: Artifact, ctx: Context) -> None:
+        self.src, self.ctx = src, ctx
+        self._rows: dict[str, Any] = {}
+
+    def rows(self, name: str) -> list[Any]:
+        """Return calls of the graph `name`, of batches of two sizes."""
+        from smelt.export.foreign.rows import other_batch, rows_of
+
+        if not self._rows:
+            self._rows, real = rows_of(self.src, self.ctx, _ROWS)
+            if not real:
+                self.ctx.warnings.append(
+                    "the simplified graph was compared on made-up rows: there are none but test"
+                )
+        return [*self._rows[name], *other_batch(self.src, self._rows[name][0])]
+
+
+def _simplify(path: Path, candidate: Path, settings: SimplifySettings) -> str | None:
     """Write what onnxsim makes of the graph as `candidate`; return why there is nothing."""
     free = max(_LEAST_BYTES, int(_SHARE * available_bytes()))
     memory = free if settings.memory_gb is None else int(settings.memory_gb * 1e9)
     try:
-        said = ask(__name__, [str(src.path / NAME), str(candidate)], Limits(memory, settings.seconds))
+        said = ask(__name__, [str(path), str(candidate)], Limits(memory, settings.seconds))
     except FailedError as error:
         return f"onnxsim was stopped: {error}"
     return None if said is None else str(said)
@@ -102,25 +129,25 @@ def answer(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _refusal(src: Artifact, candidate: Path, ctx: Context) -> str | None:
+def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
     """Say why the simplified graph is not kept, or None."""
-    from smelt.export.foreign.rows import difference, rows_of, run_graph
+    from smelt.export.foreign.rows import difference, rows_in, run_graph
     from smelt.export.graph_files import data_file
 
     def size(path: Path) -> int:
         return sum(file.stat().st_size for file in (path, data_file(path)) if file.is_file())
 
-    if size(candidate) > 1.05 * size(src.path / NAME) + _SLACK_BYTES:
-        return f"onnxsim made it larger ({size(src.path / NAME):,} to {size(candidate):,} bytes)"
-    feeds, real = rows_of(src, ctx, _ROWS)
-    if not real:
-        ctx.warnings.append("the simplified graph was compared on made-up rows: there are none but test")
+    if size(candidate) > 1.05 * size(path) + _SLACK_BYTES:
+        return f"onnxsim made it larger ({size(path):,} to {size(candidate):,} bytes)"
+    feeds, ctx = fed.rows(path.stem), fed.ctx
     try:
-        got, wanted = (run_graph(path, feeds, ctx.threads) for path in (candidate, src.path / NAME))
+        got, wanted = (run_graph(graph, feeds, ctx.threads) for graph in (candidate, path))
         off = difference(got, wanted)
     except (RunError, KeyError) as error:
         return f"the simplified graph does not run: {error}"
     if not off <= _ALLOWED:
         return f"it computes something else (relative difference {off:.2g})"
-    ctx.facts["parity"] = {"rows": sum(len(next(iter(one.values()))) for one in feeds), "relative": off}
+    before = ctx.facts.get("parity", {"rows": 0, "relative": 0.0})
+    rows = before["rows"] + sum(rows_in(one) for one in feeds)
+    ctx.facts["parity"] = {"rows": rows, "relative": max(off, before["relative"])}
     return None

@@ -27,17 +27,20 @@ from smelt.core.memory import uncollected
 from smelt.core.text import article
 from smelt.export.graphs.attention import Scope
 from smelt.export.graphs.attention_modules import attention_modules, graph_attention, pack_projections
+from smelt.export.graphs.batch_norms import fold_batch_norms
 from smelt.export.graphs.decoder_only import causal_graph
 from smelt.export.graphs.graph import Graph
 from smelt.export.graphs.one_trace import one_trace
 from smelt.export.graphs.operator_table import table_read_once
 from smelt.export.graphs.promotion import known_types
+from smelt.export.graphs.rules_by_operator import rules_by_operator
 from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.export.graphs.unread import nothing_unread
 from smelt.export.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.embedder import VECTOR
+from smelt.runtime.images.batch import INPUT
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
 from smelt.runtime.models.sentence_model import is_sentence_model, result_of
@@ -74,8 +77,27 @@ class Encoder(nn.Module):
         return out.float()
 
 
-def graphs_of(model: Any) -> list[Graph]:
+class ImageEncoder(nn.Module):
+    """pixel_values float32 [B, 3, h, w] -> logits float32 [B, C]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.scope = model, Scope()
+        self.attentions = attention_modules(model)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return logits."""
+        with graph_attention(self.attentions, self.scope):
+            found: Tensor = self.model(pixel_values).logits.float()
+        return found
+
+
+def graphs_of(model: Any, image_size: tuple[int, int] | None = None) -> list[Graph]:
     """Return the graphs of `model`, with small example inputs.
+
+    Args:
+        model: as its runner has it.
+        image_size: height and width of the images, of a model that reads some.
 
     Raises:
         InputError: a family of models that this stage does not know, or a config that asks for what no graph
@@ -88,6 +110,8 @@ def graphs_of(model: Any) -> list[Graph]:
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _ATTENTION
     kind = family.kind if family else None
+    if family and family.reads == "images":
+        return [_image_encoder(model, image_size)]
     if kind == "seq2seq" and model.can_generate():
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
@@ -106,6 +130,17 @@ def _encoder(model: Any, names: list[str], output: str) -> Graph:
     ids = tuple(torch.ones(2, 7, dtype=torch.int64) for _ in names)
     axes = ({0: "batch", 1: "length"},) * len(names)
     return Graph("model", Encoder(model), ids, names, [output], axes)
+
+
+def _image_encoder(model: Any, size: tuple[int, int] | None) -> Graph:
+    if size is None:
+        raise InputError(
+            "onnx: a graph takes images of one size, and preprocessor_config.json gives none: set size with"
+            " height and width, or do_center_crop with crop_size."
+        )
+    fold_batch_norms(model)
+    pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    return Graph("model", ImageEncoder(model), (pixels,), [INPUT], ["logits"], ({0: "batch"},))
 
 
 def _prepare(graph: Graph) -> None:
@@ -132,6 +167,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
             table_read_once(),
             one_trace(),
             known_types(),
+            rules_by_operator(),
             nothing_unread(),
             emit.exporting_to(target),
             torch.no_grad(),

@@ -27,7 +27,7 @@ from smelt.runtime.text.tokenizing_file import read_tokenizing
 GRAPHS = "onnx"
 _PACKAGE = "@huggingface/transformers@4"
 _SCRIPTS = "`--ignore-scripts` leaves out what onnxruntime-node would fetch for GPUs; a CPU needs none of it."
-_SUFFIX = {"fp32": "", "q8": "_quantized", "q4": "_q4"}  # utils/dtypes.js
+_SUFFIX = {"fp32": "", "q8": "_quantized", "q4": "_q4", "bnb4": "_bnb4"}  # utils/dtypes.js
 _CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal": "AutoModelForCausalLM",
@@ -86,7 +86,7 @@ class TransformersJs:
 
 
 def dtype_of(graphs: Any) -> str:
-    """Return in which of transformers.js's words the weights of onnx.ModelProtos are: fp32, q8 or q4."""
+    """Return in which of transformers.js's words the weights of onnx.ModelProtos are: one of `_SUFFIX`."""
     from onnx import helper
 
     from smelt.runtime.schemes.registry import operators
@@ -97,6 +97,8 @@ def dtype_of(graphs: Any) -> str:
             if node.op_type == "MatMulNBits":
                 bits = next((a for a in node.attribute if a.name == "bits"), None)
                 found.add("q4" if bits is not None and helper.get_attribute_value(bits) < 8 else "q8")
+            elif node.op_type == "MatMulBnb4":
+                found.add("bnb4")
             elif node.op_type in quantized:
                 found.add("q8")
     return "q8" if "q8" in found else next(iter(found), "fp32")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from smelt.export.parity.reference import Reference
 from smelt.runtime.causal import positions
+from smelt.runtime.images.batch import INPUT, ImageBatch
 
 Values = dict[str, NDArray[Any]]
 
@@ -23,12 +24,12 @@ Values = dict[str, NDArray[Any]]
 class Call:
     """One call of a graph: its inputs, and which part [B, S] of a layer's output [B, all] it computes.
 
-    real: bool [B, S], where no padding is.
+    real: bool [B, S], where no padding is; None where none can be (images).
     """
 
     feeds: Values
     part: slice
-    real: NDArray[np.bool_]
+    real: NDArray[np.bool_] | None
 
 
 def calls(session: Any, folder: Path, name: str, reference: Reference) -> Iterator[tuple[Call, Values]]:
@@ -43,6 +44,10 @@ def calls(session: Any, folder: Path, name: str, reference: Reference) -> Iterat
     from smelt.runtime.backends.onnx_session import open_session
 
     batch = reference.batch
+    if isinstance(batch, ImageBatch):
+        call = Call({INPUT: batch.pixel_values}, slice(None), None)
+        yield call, _run(session, call.feeds)
+        return
     real = batch.attention_mask == 1
     ids = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if name == "encoder_model" or reference.tokens is None:

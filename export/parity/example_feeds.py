@@ -8,19 +8,23 @@ Shapes: B = batch, L = tokens of the longest row, P = past length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 LENGTHS = (12, 8, 5)  # of the rows
+OTHER_LENGTHS = (9, 6)  # of another batch: what holds a number of rows or tokens fits one of the two at most
 _BEFORE = 7  # tokens that the cache of a decoder holds
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 Feeds = dict[str, NDArray[Any]]
 
 
-def example_feeds(session: Any, tokens: NDArray[np.int64]) -> list[Feeds]:
+def example_feeds(
+    session: Any, tokens: NDArray[np.int64] | None, lengths: Sequence[int] = LENGTHS
+) -> list[Feeds]:
     """Return inputs to call `session` with, one after another.
 
     A language model gets a padded prompt, of which all logits are wanted and then those of the last token,
@@ -28,15 +32,19 @@ def example_feeds(session: Any, tokens: NDArray[np.int64]) -> list[Feeds]:
 
     Args:
         session: of ONNX Runtime.
-        tokens: int64 [n], n >= 1, real tokens of the model's vocabulary to choose from.
+        tokens: int64 [n], n >= 1, real tokens of the model's vocabulary to choose from; None of a graph of
+            images, whose pixels are drawn.
+        lengths: of the rows, in tokens; of images as many are drawn.
     """
+    if tokens is None:
+        return [_feeds(session, {}, {"batch": len(lengths)})]
     names = {i.name for i in session.get_inputs()}
-    length, rows = max(LENGTHS), len(LENGTHS)
+    length, rows = max(lengths), len(lengths)
     ids = np.resize(tokens, (rows, length)).astype(np.int64)
-    mask = (np.arange(length) < np.array(LENGTHS)[:, None]).astype(np.int64)
+    mask = (np.arange(length) < np.array(lengths)[:, None]).astype(np.int64)
     values: Feeds = {"input_ids": ids, "attention_mask": mask, "encoder_attention_mask": mask}
     # the second half of a row is another text
-    values["token_type_ids"] = (np.arange(length) * 2 >= np.array(LENGTHS)[:, None]).astype(np.int64) * mask
+    values["token_type_ids"] = (np.arange(length) * 2 >= np.array(lengths)[:, None]).astype(np.int64) * mask
     values["num_logits_to_keep"] = np.array(0, dtype=np.int64)
     sizes = {"batch": rows, "length": length, "encoder_length": length, "past_length": _BEFORE}
     if "encoder_attention_mask" in names:

@@ -30,6 +30,7 @@ from smelt.runtime.schemes.registry import operators
 
 QUANTIZED = frozenset(operators())
 EXPLICIT = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
 _ROWS = 8
 # of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
 # itself are compared bit for bit (constants.py)
@@ -51,14 +52,18 @@ class _Operator:
 
     @property
     def fed(self) -> tuple[int, float]:
-        """K, and the number that stands for one."""
+        """How many inputs the node reads, and the number that stands for one.
+
+        That is K, or more where a scheme fills the last group up in front of its operator.
+        """
         matrix = self.layer.matrix
-        return self.layer.in_features, matrix.scheme.held_exactly(matrix)
+        said = (attribute.i for attribute in self.node.attribute if attribute.name == "K")
+        return next(said, self.layer.in_features), matrix.scheme.held_exactly(matrix)
 
     @property
     def bias(self) -> Tensor | None:
-        """What the node adds; behind a MatMul it is added by another one."""
-        return None if self.node.op_type == "MatMul" else self.layer.bias
+        """What the node adds; behind others it is added by another one."""
+        return None if self.node.op_type in _WITHOUT_BIAS else self.layer.bias
 
 
 def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threads: int | None) -> int:
@@ -214,7 +219,8 @@ def _renamed(path: list[Any], first: str, last: str) -> list[Any]:
 def _compare(graph: str, operator: _Operator, x: NDArray[np.float32], got: NDArray[np.float32]) -> None:
     layer = operator.layer
     with torch.inference_mode():  # the inputs go through quantization unchanged
-        expected = F.linear(torch.from_numpy(x), layer.matrix.dequantize(), operator.bias).numpy()
+        given = torch.from_numpy(x)[:, : layer.in_features]  # what fills a group up stands for nothing
+        expected = F.linear(given, layer.matrix.dequantize(), operator.bias).numpy()
     node = f"{graph}: node '{operator.node.name}' ({operator.node.op_type})"
     if expected.shape != got.shape:
         raise ParityError(f"{node} gives the shape {got.shape}, its layer {operator.name} {expected.shape}.")

@@ -28,6 +28,7 @@ from smelt.export.parity.compare import Array
 from smelt.export.parity.rows import STEPS
 from smelt.runtime.batch import Batch, Tokens
 from smelt.runtime.causal import is_causal, positions
+from smelt.runtime.images.batch import ImageBatch
 from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.models.sentence_model import result_of
 from smelt.runtime.predict import takes_types
@@ -35,7 +36,7 @@ from smelt.runtime.predict import takes_types
 
 @dataclass(frozen=True)
 class Reference:
-    """What the parent computes for a batch, as it is deployed.
+    """What the parent computes for a batch (a `Batch`, or an `ImageBatch`), as it is deployed.
 
     logits: float32 [B, C] (of an embedder the vectors, [B, D]), or [STEPS, B, V] of greedy steps. tokens:
     int64 [STEPS, B], what the decoder was fed; None for an encoder. hidden: float32 [B, L, D], an encoder's
@@ -43,7 +44,7 @@ class Reference:
     export.
     """
 
-    batch: Batch
+    batch: Any
     logits: Array
     tokens: Tokens | None = None
     hidden: Array | None = None
@@ -64,7 +65,7 @@ class Exact:
     whole: Array | None = None
 
 
-def reference_of(runner: Any, batch: Batch) -> Reference:
+def reference_of(runner: Any, batch: Batch | ImageBatch) -> Reference:
     """Run the parent's runner on `batch`; asked before anything prepares its model for an export."""
     reference = as_deployed(runner, batch)
     return replace(reference, exact=exact_of(runner.backend.model, reference).logits)
@@ -85,12 +86,14 @@ def deployed_again(runner: Any, reference: Reference) -> Reference:
     return replace(reference, logits=logits, hidden=hidden)
 
 
-def as_deployed(runner: Any, batch: Batch) -> Reference:
+def as_deployed(runner: Any, batch: Batch | ImageBatch) -> Reference:
     """Run the parent's runner on `batch`; a model that generates goes greedily for some steps."""
+    if isinstance(batch, ImageBatch) or not (
+        is_causal(runner.config) or runner.config.get("is_encoder_decoder")
+    ):
+        return Reference(batch, runner.forward(batch).copy())
     if is_causal(runner.config):
         return _stepped(runner, batch, batch.input_ids[:, -1], None)
-    if not runner.config.get("is_encoder_decoder"):
-        return Reference(batch, runner.forward(batch).copy())
     start = runner.backend.model.generation_config.decoder_start_token_id
     start = runner.config["decoder_start_token_id"] if start is None else start
     with torch.inference_mode():
@@ -127,7 +130,10 @@ def exact_of(model: Any, reference: Reference) -> Exact:
         return _decoded(model, reference.batch, reference.tokens)
 
 
-def _encoded(model: Any, batch: Batch) -> Array:
+def _encoded(model: Any, batch: Batch | ImageBatch) -> Array:
+    if isinstance(batch, ImageBatch):
+        logits: Array = model(pixel_values=torch.from_numpy(batch.pixel_values)).logits.numpy()
+        return logits
     ids, mask = _tensors(batch)
     types = {}
     if batch.token_type_ids is not None and takes_types(model.config.to_dict()):
@@ -207,10 +213,24 @@ def _torch_attention(model: nn.Module) -> Iterator[None]:
 
 
 def round_weights_(model: nn.Module, dtype: str = "fp16", kept: Sequence[Tensor] = ()) -> None:
-    """Give the weights of `model` but `kept` the values that they have in fp16 or bf16, in place."""
+    """Give the weights of `model` but `kept` the values that they have in fp16 or bf16, in place.
+
+    So are the sines and cosines that queries and keys are turned by: the graph holds them as tables, rounded
+    as weights are. What scores of hundreds make of that rounding is no fault of the graph.
+    """
     kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     whole = set(map(id, kept))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and id(parameter) not in whole:
                 parameter.copy_(parameter.to(kind).float())
+    for module in model.modules():
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            module.register_forward_hook(partial(_rounded, kind))
+
+
+def _rounded(
+    kind: torch.dtype, module: nn.Module, given: Any, found: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return what a rotary embedding gives, cosines and sines, as a file of half precision holds them."""
+    return tuple(table.to(kind).to(table.dtype) for table in found)

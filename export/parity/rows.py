@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from smelt.core.data import SIMILARITY, Split, Task, texts_read
+from smelt.core.data import IMAGES, SIMILARITY, Split, Task, texts_read
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import is_causal
+from smelt.runtime.images.batch import ImageBatch
+from smelt.runtime.images.inputs import images_of, pack_inputs
 from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.predict import encode_texts, pack
 from smelt.runtime.text.limits import length_limit
@@ -33,8 +35,10 @@ def rows_for(
     task: Task,
     rows: int = ROWS,
     length: int = LENGTH,
-) -> tuple[Batch, bool]:
+) -> tuple[Batch | ImageBatch, bool]:
     """Return texts for the model of the runner `parent`, and whether they are real; see `parity_batch`.
+
+    Of a model of images: some of those.
 
     Args:
         parent: whose config says how inputs look.
@@ -44,11 +48,24 @@ def rows_for(
         rows: how many.
         length: tokens of the longest.
     """
+    if task == IMAGES:
+        return _images(parent, data, rows)
     tokenizer = load_tokenizer(folder)
     limit = length_limit(tokenizer, parent.config)
     if is_causal(parent.config):
         return causal_batch(data, tokenizer, parent.config, limit, rows, length)
     return parity_batch(data, tokenizer, parent.config, limit, task, rows, length)
+
+
+def _images(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[ImageBatch, bool]:
+    """Return images spread over the data; without any, drawn pixels of the values that a processor gives."""
+    split = _split(data)
+    if split is None:
+        height, width = parent.processor.shape or (224, 224)
+        drawn = np.random.default_rng(0).normal(size=(rows, 3, height, width))
+        return ImageBatch(drawn.astype(np.float32)), False
+    few = split.some(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
+    return ImageBatch(pack_inputs(images_of(few, parent.processor))), True
 
 
 def parity_batch(

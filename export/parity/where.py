@@ -110,7 +110,7 @@ def _differs(whole: Any, got: Any, call: Call) -> bool:
     expected = whole[:, call.part] if whole.ndim == 3 else whole
     if expected.size != got.size:
         return False  # of another part of the computation
-    real = call.real if whole.ndim == 3 else slice(None)
+    real = call.real if whole.ndim == 3 and call.real is not None else slice(None)
     expected, got = expected[real], got.reshape(expected.shape)[real]
     spread = float(np.std(expected, dtype=np.float64)) or 1.0
     largest = TOLERANCES["fp32"].largest or 0.0

@@ -44,10 +44,14 @@ def homes_of(model: Any, module: nn.Module) -> dict[str, str]:
     homes: dict[str, str] = {}
     for node in model.graph.node:
         scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
+        home = ""
         for scope in re.findall(r"'([^']*)'", scopes):
             name = ".".join(part for part in scope.split(".") if not part.startswith("slice("))
-            if name and _submodule(module, name) is not None:
-                homes.update(dict.fromkeys((node.name, *node.output), name))
+            # what a replaced forward calls is named from where it is called
+            inside = (place for place in (name, f"{home}.{name}") if name)
+            home = next((place for place in inside if _submodule(module, place) is not None), home)
+        if home:
+            homes.update(dict.fromkeys((node.name, *node.output), home))
     return homes
 
 

@@ -10,6 +10,7 @@ from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.precision.blocks import SAFE, Wide, wide_parts
 from smelt.export.precision.narrow import narrow
 from smelt.export.precision.ranges import Ranges, pieces, ranges_of
+from smelt.runtime.images.batch import INPUT
 
 if TYPE_CHECKING:
     from smelt.core.stage import Context
@@ -94,10 +95,10 @@ def _ranges(
 
 
 def _outside(model: Any, wide: Wide, all_caches: bool) -> set[str]:
-    """Return the inputs and outputs of a graph that stay float32: what overflows, or `all_caches`."""
+    """Return the inputs and outputs of a graph that stay float32: images, what overflows, or `all_caches`."""
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}
     caches = {name for name in ends if name.startswith((_PAST, _PRESENT))}
-    return (ends & wide.values) | (caches if all_caches else set())
+    return (ends & (wide.values | {INPUT})) | (caches if all_caches else set())
 
 
 def _facts(chosen: Mapping[str, Wide]) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from smelt.export.parity.calls import calls
 from smelt.export.parity.reference import Reference
 from smelt.export.precision.narrow import float_values
 from smelt.runtime.batch import Batch
+from smelt.runtime.images.batch import ImageBatch
 
 MARK, SUM = "smelt.largest.", "smelt.sum."
 # whose inputs are added up; of the last one, their squares
-_SUMMED = ("MatMul", "Gemm", "ReduceSum", "ReduceMean", "ReduceL2")
+_SUMMED = ("MatMul", "Gemm", "Conv", "ReduceSum", "ReduceMean", "ReduceL2")
 _AT_ONCE = 4  # rows
 
 
@@ -58,8 +59,12 @@ def ranges_of(folder: Path, name: str, references: Sequence[Reference], threads:
     return found
 
 
-def pieces(batch: Batch) -> Iterator[Batch]:
+def pieces(batch: Batch | ImageBatch) -> Iterator[Batch | ImageBatch]:
     """Yield a few rows of `batch` at a time, without columns that are padding in all of them."""
+    if isinstance(batch, ImageBatch):
+        for at in range(0, len(batch.pixel_values), _AT_ONCE):
+            yield ImageBatch(batch.pixel_values[at : at + _AT_ONCE])
+        return
     for at in range(0, len(batch.input_ids), _AT_ONCE):
         rows = slice(at, at + _AT_ONCE)
         kept = batch.attention_mask[rows].any(axis=0)
@@ -118,7 +123,9 @@ def _sum(graph: Any, node: Any) -> None:
     bound.CopyFrom(node)
     bound.op_type = {"ReduceMean": "ReduceSum", "ReduceL2": "ReduceSumSquare"}.get(node.op_type, node.op_type)
     bound.name, bound.output[0] = output, f"{output}.bound"
-    summed = len(node.input) if node.op_type in ("MatMul", "Gemm") else 1  # the second of a sum are its axes
+    summed = (
+        len(node.input) if node.op_type in ("MatMul", "Gemm", "Conv") else 1
+    )  # the second of a sum are its axes
     for place in range(summed):
         bound.input[place] = f"{output}.{place}"
         graph.node.append(helper.make_node("Abs", [node.input[place]], [bound.input[place]]))

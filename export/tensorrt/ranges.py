@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TEXT_TO_TEXT, Example, Task, texts_read
+from smelt.core.data import IMAGES, TEXT_TO_TEXT, Example, Task, texts_read
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.export.tensorrt.profile import Range, causal_ranges, input_range, past_range
@@ -22,7 +22,7 @@ _PLACES = ("train", "calibration", "validation")
 def profile_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tuple[list[Ranges], int | None]:
     """Return the range of each dimension (batch, input, past) for each profile, and the position limit.
 
-    The profiles are those of the recipe, in its order.
+    Of images only the batch changes. The profiles are those of the recipe, in its order.
 
     Raises:
         InputError: no data to take lengths from and none given, or no profile takes what all others take.
@@ -32,7 +32,9 @@ def profile_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     limit = position_limit(config)
     parts = settings.each_profile()
-    if ctx.task == "language-modeling":
+    if ctx.task == IMAGES:
+        made: list[Ranges] = [{"batch": _batch(part)} for part in parts]
+    elif ctx.task == "language-modeling":
         made = _of_prompts(folder, config, parts, limit or 10**6, ctx)
     else:
         made = _of_texts(folder, parts, limit or 10**6, ctx)

@@ -114,17 +114,12 @@ def _machine() -> Iterator[Finding]:
         yield Finding("machine", "gpu", None, "no NVIDIA GPU (nvidia-smi is missing or does not answer)")
 
 
-# Their versions stand in every report; no target runs on them.
-_NOT_USED = frozenset({"bitsandbytes"})
-
-
 def _packages() -> Iterator[Finding]:
     from smelt.evaluate.environment import versions
 
     found = versions()
     for name, number in found.items():
-        if name not in _NOT_USED:
-            yield Finding("packages", name, True, number)
+        yield Finding("packages", name, True, number)
     required = {"torch", "transformers", "onnx", "onnxsim", "onnxscript", "numpy", "sacrebleu"}
     for name in sorted(required - found.keys()):
         yield Finding("packages", name, False, "missing", f"pip install {name}")

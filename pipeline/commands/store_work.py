@@ -13,7 +13,9 @@ from typing import Any
 from smelt.core.artifact import MANIFEST, read_manifest, strangers
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, size_of
+from smelt.core.store.kept import KeptFiles, all_kept, remove_kept
 from smelt.core.store.store import Store
+from smelt.core.store.unfinished import all_unfinished
 from smelt.execute.store_runs import Run, cleaning, runs_of
 
 _WIDTH = 80
@@ -40,12 +42,15 @@ class Entry:
 class Unused:
     """What no run uses: artifacts, and files of scores (and of times) of artifacts that are not there.
 
+    kept: files that were made of such artifacts. unfinished: checkpoints of steps that were stopped.
     size_bytes: of all of it.
     """
 
     artifacts: tuple[Entry, ...]
     files: tuple[Path, ...]
     size_bytes: int
+    kept: tuple[KeptFiles, ...] = ()
+    unfinished: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,11 @@ def unused(root: Path) -> Unused:
     staying = {entry.key for entry in kept if entry.used_by}
     files = [path for path in (root / "scores").glob("*.json") if _is_orphan(path, staying)]
     files += [path for path in (root / "checked").glob("*.json") if path.stem not in staying]
-    size = sum(entry.size_bytes for entry in artifacts) + sum(path.stat().st_size for path in files)
-    return Unused(artifacts, tuple(sorted(files)), size)
+    kept_files = tuple(found for found in all_kept(root) if not _serves(found, staying))
+    size = sum(entry.size_bytes for entry in artifacts) + sum(found.size_bytes for found in kept_files)
+    size += sum(path.stat().st_size for path in files)
+    stopped = all_unfinished(root)
+    return Unused(artifacts, tuple(sorted(files)), size + sum(stopped.values()), kept_files, tuple(stopped))
 
 
 def remove_unused(root: Path) -> Unused:
@@ -115,6 +123,10 @@ def remove_unused(root: Path) -> Unused:
             store.remove(entry.key)
         for path in found.files:
             path.unlink(missing_ok=True)
+        for kept in found.kept:
+            remove_kept(kept.path)
+        for folder in found.unfinished:
+            remove_kept(folder)
     return found
 
 
@@ -139,6 +151,9 @@ def damages(root: Path) -> list[Damage]:
     for path in sorted((root / "scores").glob("*.json")):
         if _read(path) is None:
             found.append(Damage(path, "no JSON object; it is measured again when it is needed"))
+    for kept in all_kept(root):
+        if wrong := kept.damage():
+            found.append(Damage(wrong[0], f"{wrong[1]}; it is made again when it is needed"))
     return found
 
 
@@ -150,6 +165,14 @@ def list_text(root: Path) -> str:
     head = f"{root}: {_count(len(kept), 'artifact')}, {_megabytes(size)} MB;"
     head += f" {_count(len(scores), 'score')}, {_megabytes(sum(p.stat().st_size for p in scores))} MB"
     lines = [*_wrapped(head, 2), "", *_table(kept)]
+    others = all_kept(root)
+    if others:
+        lines += ["", "kept besides, and made again where it is gone:"]
+        lines += [f"  {_megabytes(found.size_bytes):>8} MB  {found.words}" for found in others]
+    stopped = all_unfinished(root)
+    if stopped:
+        lines += ["", "checkpoints of steps that were stopped, from which they go on:"]
+        lines += [f"  {_megabytes(size):>8} MB  {folder.name[:_KEY]}" for folder, size in stopped.items()]
     spare = [entry for entry in kept if not entry.used_by]
     if spare:
         size = sum(entry.size_bytes for entry in spare)
@@ -162,9 +185,13 @@ def list_text(root: Path) -> str:
 
 def clean_text(found: Unused, removed: bool) -> str:
     """Return what `smelt store clean` says; `removed`: it was done, not only looked for."""
-    if not found.artifacts and not found.files:
+    if not (found.artifacts or found.files or found.kept or found.unfinished):
         return "Nothing to remove: a run uses all that is kept."
     what = f"{_count(len(found.artifacts), 'artifact')} and {_count(len(found.files), 'file')} of scores"
+    if found.kept:
+        what += f" and {_count(len(found.kept), 'folder')} of logits or statistics"
+    if found.unfinished:
+        what += f" and checkpoints of {_count(len(found.unfinished), 'step')} that were stopped"
     total = f"{what}, {_megabytes(found.size_bytes)} MB"
     last = f"Removed {total}." if removed else f"No run uses {total}. Remove with --yes."
     return "\n".join([*_table(found.artifacts), "", *_wrapped(last, 0)])
@@ -182,7 +209,15 @@ def check_text(root: Path, found: list[Damage]) -> str:
 
 def list_json(root: Path) -> str:
     """Return `smelt store list --json`."""
-    return json.dumps({"store": str(root), "artifacts": [asdict(entry) for entry in entries(root)]}, indent=1)
+    artifacts = [asdict(entry) for entry in entries(root)]
+    kept = [
+        {"key": found.path.name, "what": found.words, "size_bytes": found.size_bytes}
+        for found in all_kept(root)
+    ]
+    stopped = {path.name: size for path, size in all_unfinished(root).items()}
+    return json.dumps(
+        {"store": str(root), "artifacts": artifacts, "kept": kept, "unfinished": stopped}, indent=1
+    )
 
 
 def _users(runs: list[Run]) -> dict[str, list[str]]:
@@ -191,6 +226,11 @@ def _users(runs: list[Run]) -> dict[str, list[str]]:
         for step, key in run.steps.items():
             users.setdefault(key, []).append(f"{run.folder.name}/{step}")
     return users
+
+
+def _serves(found: KeptFiles, staying: set[str]) -> bool:
+    """Say whether all that kept files were made of will be there; damaged ones serve nothing."""
+    return found.note is not None and staying.issuperset(found.note.artifacts)
 
 
 def _is_orphan(path: Path, staying: set[str]) -> bool:

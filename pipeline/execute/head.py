@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.data import SIMILARITY, Split
+from smelt.core.data import CLASSIFICATION, SIMILARITY, Split
 from smelt.core.labels import ProblemType
 from smelt.plan.labels import settle_labels
 from smelt.plan.sentences import sentence_rules, settle_sentences
@@ -67,7 +67,7 @@ def settle_head(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) -
     folder = plan.model_folder if isinstance(model, str) else recipe.base / model.config
     file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
     labels, sentences, doubts = None, None, list[str]()
-    if recipe.task == "text-classification":
+    if recipe.task in CLASSIFICATION:
         labels, metrics = settle_labels(recipe, file, data, plan.problem)
     elif recipe.task == SIMILARITY:
         metrics = settle_sentences(recipe, data)

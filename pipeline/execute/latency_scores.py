@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import Split
+from smelt.core.data import IMAGES, Split
 from smelt.core.files import hash_of
 from smelt.core.stage import Progress
 from smelt.core.store.store import Store
@@ -35,6 +35,9 @@ _LIBRARIES = (
     "onnxruntime-ep-nv-tensorrt-rtx",
     "openvino",
 )
+
+# What reads the rows of a task besides.
+_DECODERS: dict[str, tuple[str, ...]] = {IMAGES: ("pillow",)}
 
 Measured = Mapping[str, dict[str, Any]]
 
@@ -120,7 +123,7 @@ class LatencyScores:
                 "generation": self.recipe.score.generation.model_dump(),
                 "machine": machine_id(),
                 "device": [device_of(a, self.recipe.device) for a in (artifact, baseline)],
-                "libraries": library_versions(_LIBRARIES),
+                "libraries": library_versions((*_LIBRARIES, *_DECODERS.get(self.recipe.task, ()))),
             }
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Split, Task
+from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.text import count
 
@@ -14,7 +14,7 @@ from smelt.core.text import count
 def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> None:
     """Make sure that no row of `splits` has to be cut for the model in `folder`.
 
-    Running text is cut into windows anyway, so for language modeling nothing is too long.
+    Running text is cut into windows anyway, so for language modeling nothing is too long; images are resized.
 
     Raises:
         InputError: some are too long; every split is named with their lines (or rows, from 1).
@@ -23,7 +23,7 @@ def require_lengths(folder: Path, task: Task, splits: Mapping[str, Split]) -> No
     from smelt.runtime.models.checkpoint import load_tokenizer
     from smelt.runtime.text.limits import length_limit
 
-    if task == "language-modeling":
+    if task in ("language-modeling", IMAGES):
         return
     tokenizer = load_tokenizer(folder)
     limit = length_limit(tokenizer, read_json(folder / "config.json"))

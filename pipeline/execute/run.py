@@ -81,7 +81,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
                 " Give another folder with --out."
             ) from error
         stack.callback(display.close)
-        if any(step.needs & {"train", "calibration"} for step in plan.steps):
+        if any(step.needs & {"train", "unlabelled", "calibration"} for step in plan.steps):
             from smelt.compress.train.state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import TENSORS
+from smelt.core.data import IMAGES, TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_atomically
 
@@ -66,8 +66,20 @@ def summary_lines(result: Result) -> Sequence[str]:
         place = shlex.quote(_short(result.folder / "artifacts" / step))
         if result.report["recipe"].get("task") == TENSORS:
             return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]
-        lines += [f'Try it: smelt predict {place} "TEXT"', f"Ship it: smelt package {place}"]
+        if result.report["recipe"].get("task") == IMAGES:
+            return [*lines, f"Try it: smelt predict {place} IMAGE.png", f"Ship it: cp -rL {place} NEW"]
+        lines += [
+            f'Try it: smelt predict {place} "TEXT"',
+            f"Ship it: smelt package {place}{_form(result.report, step)}",
+        ]
     return lines
+
+
+def _form(report: Mapping[str, Any], name: str) -> str:
+    """Return the option of `smelt package` that the step needs: taken graphs hold no whole generation."""
+    facts = next((step.get("facts") or {} for step in report["steps"] if step["name"] == name), {})
+    generates = report["recipe"].get("task") in (*TEXT_TO_TEXT, "language-modeling")
+    return " --for optimum" if generates and facts.get("foreign") else ""
 
 
 def step_to_ship(report: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY, TENSORS, TEXT_TO_TEXT, Example, Split, Task, texts_read
+from smelt.core.data import (
+    CLASSIFICATION,
+    IMAGES,
+    SIMILARITY,
+    TENSORS,
+    TEXT_TO_TEXT,
+    Example,
+    Split,
+    Task,
+    texts_read,
+)
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of
 from smelt.core.labels import check_labels, class_names, problem_type
@@ -189,7 +199,7 @@ class Scorer:
         return value
 
     def _arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.tensor_quality import score_outputs
+        from smelt.evaluate.tensor_quality import score_outputs, why_low
         from smelt.runtime.foreign.runner import by_row
 
         assert split.arrays is not None
@@ -201,7 +211,8 @@ class Scorer:
         elif key not in self.vectors:
             self.vectors[key] = self._reference_outputs(self.reference, split, progress)
         scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
-        return {**_dump(scores), "predictions": []}
+        why = why_low(got, self.vectors[key], split.arrays.values)
+        return {**_dump(scores), "predictions": [], "warnings": [why] if why else []}
 
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
         """Return the outputs of the untouched graph, which an earlier run scored."""
@@ -225,7 +236,7 @@ class Scorer:
 # How a model of each task is scored.
 _SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = {
     **dict.fromkeys(TEXT_TO_TEXT, Scorer._texts),
-    "text-classification": Scorer._labels,
+    **dict.fromkeys(CLASSIFICATION, Scorer._labels),
     "language-modeling": Scorer._windows,
     "sentence-similarity": Scorer._vectors,
     "tensors": Scorer._arrays,
@@ -291,7 +302,7 @@ def scores_of(split: Split) -> list[float] | None:
 def _count_too_long(runner: Any, examples: Sequence[Example], task: Task) -> int:
     from smelt.runtime.predict import encode_texts
 
-    if task == TENSORS:
+    if task in (TENSORS, IMAGES):
         return 0
     if task == "language-modeling":  # running text is cut in windows, so none of it is too long
         return 0

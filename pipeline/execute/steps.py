@@ -9,13 +9,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Split
+from smelt.core.errors import SmeltError
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
+from smelt.core.store.shelf import Shelf
 from smelt.core.store.store import Store
+from smelt.core.store.unfinished import Unfinished
 from smelt.core.windows import Windows
 from smelt.evaluate.environment import machine_id
 from smelt.execute.failures import explain
@@ -134,10 +137,15 @@ class Workshop:
             SmeltError: the stage failed; nothing is left in the store.
         """
         key = self.key(step, ancestors)
+        unfinished = Unfinished(self.store.root, key)
 
         def make(space: Path) -> Artifact:
-            manifest = self._make(step, ancestors, key, space)
-            return self.store.commit(space / "out", manifest, replace=fresh)
+            if fresh:
+                unfinished.remove()
+            manifest = self._make(step, ancestors, key, space, unfinished)
+            made = self.store.commit(space / "out", manifest, replace=fresh)
+            unfinished.remove()
+            return made
 
         return self.obtain(step.name, key, fresh, make)
 
@@ -191,12 +199,14 @@ class Workshop:
         found: dict[str, Any] = {}
         if "tensorrt" in step.needs:
             found["gpus"] = gpu_names()  # an engine is made for the GPU that it was built on
-        if step.needs & {"train", "calibration"}:  # gradients are taken of either
+        if step.needs & {"train", "unlabelled", "calibration"}:  # gradients are taken of either
             found["device"] = trains_on(self.device)
             if getattr(step.settings, "precision", None) == "auto":
                 found["bf16"] = multiplies_bf16()
         if getattr(step.settings, "lora", None) is not None:
             found["adapters"] = library_versions(("peft",))
+        elif packages := step.settings.packages():
+            found["packages"] = library_versions(tuple(packages))
         if getattr(step.settings, "measures", False):
             from smelt.export.tune.threads import cores
 
@@ -211,11 +221,14 @@ class Workshop:
         chosen = getattr(step.settings, "select", LOSS)
         return {} if chosen == LOSS else {"score": self.validation.conditions()}
 
-    def _make(self, step: Step, ancestors: Mapping[str, Artifact], key: str, space: Path) -> Manifest:
+    def _make(
+        self, step: Step, ancestors: Mapping[str, Artifact], key: str, space: Path, unfinished: Unfinished
+    ) -> Manifest:
         """Run the stage into `space / "out"`; return the manifest of what it made."""
         parent = ancestors[step.parent]
         out = space / "out"
         out.mkdir()
+        shelf = Shelf(self.store, self.versions, self.display.line)
         ctx = Context(
             out=out,
             task=self.task,
@@ -226,12 +239,18 @@ class Workshop:
             progress=self.display.progress,
             threads=self.threads,
             device=self.device,
-            kept=self._kept,
+            kept=shelf.value,
+            files=shelf.files,
+            unfinished=unfinished.next_training,
+            say=self.display.line,
         )
         started = time.monotonic()
         with _captured() as chatter:
             try:
                 step.cls()(parent, step.settings, ctx)
+            except SmeltError:
+                unfinished.remove()  # it would end there again
+                raise
             finally:
                 for line in chatter.getvalue().splitlines():
                     self.display.record(line)
@@ -255,20 +274,6 @@ class Workshop:
             seconds=round(time.monotonic() - started, 3),
         )
 
-    def _kept(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-        """Return what `make` makes, from the store where it was made before of the same things."""
-        key = hash_of({"kept": dict(what), "libraries": dict(self.versions)})
-
-        def waiting(holder: str) -> None:
-            self.display.line(f"waits for {holder}, which is making the same rows")
-
-        with self.store.lock(key, waiting):
-            found = self.store.read_score(key)
-            if found is None:
-                found = {"artifact": what.get("artifact"), "made": make()}
-                self.store.write_score(key, found)
-        return found["made"]
-
     def _validate(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
         scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
         # stages choose what scores highest, so where less is better the number is turned round
@@ -279,7 +284,7 @@ def _settings(step: Step) -> dict[str, Any]:
     """Return a step's settings; a file or folder that they name counts by what it holds."""
     found: dict[str, Any] = step.settings.model_dump(mode="json")
     for (*above, last), name in step.settings.paths().items():
-        path, part = Path(name), found
+        path, part = Path(name), cast(Any, found)
         for word in above:
             part = part[word]
         files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Columns, Task
+from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Columns, Task
 from smelt.core.errors import InputError, nearest
+from smelt.core.rows.images import ARCHIVE
 from smelt.core.rows.reading import read_file
 from smelt.core.rows.text_files import file_kind
 
@@ -28,6 +29,7 @@ _NAMES = {
     "target": ("target", "tgt", "summary", "highlights", "abstract", "output", "de", "fr"),
     "text": ("text", "sentence", "sentence1", "premise", "question", "content", "review", "document"),
     "text_pair": ("text_b", "sentence2", "hypothesis", "answer"),
+    "image": ("image", "file_name", "filename", "image_path", "path", "file", "img"),
     "label": ("label", "labels", "category", "class", "intent", "sentiment", "stars", "score", "similarity"),
 }
 
@@ -60,7 +62,9 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
     """
     files: list[Path] = []
     for path in given:
-        if path.is_dir():
+        if task == IMAGES and path.is_dir():
+            files += _images_inside(path)
+        elif path.is_dir():
             files += _inside(path, task)
         elif path.is_file():
             files.append(path)
@@ -68,7 +72,7 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
             raise InputError(f"{path}: no such file or folder (--data).")
     splits: dict[str, Path] = {}
     for path in files:
-        name = _split_of(path) or ("train" if len(files) == 1 else None)
+        name = _split_of(path, task) or ("train" if len(files) == 1 else None)
         if name is None:
             raise InputError(f"{path}: is it train, validation or test? Put the word into the file's name.")
         if name in splits:
@@ -99,6 +103,19 @@ def _inside(folder: Path, task: Task) -> list[Path]:
     return named or data
 
 
+def _images_inside(folder: Path) -> list[Path]:
+    """Return what in a folder is called after a split: files of rows, archives, folders of classes.
+
+    A folder that is none of that is one of classes itself.
+    """
+    there = [
+        path
+        for path in sorted(folder.iterdir())
+        if _split_of(path, task=IMAGES) and (path.is_dir() or _fits(path, IMAGES))
+    ]
+    return there or [folder]
+
+
 def parse_columns(given: Sequence[str]) -> Columns:
     """Return the columns that `--column ROLE=NAME` names.
 
@@ -118,11 +135,14 @@ def parse_columns(given: Sequence[str]) -> Columns:
 
 def _fits(path: Path, task: Task) -> bool:
     kind = file_kind(path)
+    if task == IMAGES and kind == ARCHIVE:
+        return True
     return kind in _KINDS and (kind != ".txt" or task == "language-modeling")
 
 
-def _split_of(path: Path) -> str | None:
-    if file_kind(path) not in _KINDS:
+def _split_of(path: Path, task: Task | None = None) -> str | None:
+    known = file_kind(path) in (*_KINDS, *((ARCHIVE,) if task == IMAGES else ()))
+    if not known and not (task == IMAGES and path.is_dir()):
         return None
     name = path.name.lower()
     found = [(name.find(word), split) for split, words in _SPLITS.items() for word in words if word in name]
@@ -138,11 +158,20 @@ def _columns(path: Path, task: Task, given: Mapping[str, str]) -> dict[str, str]
     """Return the names of the columns that the first row does not have under smelt's own names."""
     if file_kind(path) == ".txt" and task == "language-modeling":
         return {}
+    if task == IMAGES and (path.is_dir() or path.suffix == ARCHIVE):
+        return {}
     row = next((row for _, row in read_file(path)), {})
-    own = Columns()
+    if task == IMAGES:
+        return _guessed(path, row, ("image", "label"), task, given)
     roles: tuple[str, ...] = ("source", "target") if task in TEXT_TO_TEXT else ("text",)
     roles += ("text_pair", "label") if task in ("text-classification", SIMILARITY) else ()
-    found = dict(given)
+    return _guessed(path, row, roles, task, given)
+
+
+def _guessed(
+    path: Path, row: Mapping[str, Any], roles: Sequence[str], task: Task, given: Mapping[str, str]
+) -> dict[str, str]:
+    own, found = Columns(), dict(given)
     for role in roles:
         if role in found or getattr(own, role) in row or (role == "target" and own.references in row):
             continue

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, nearest
+from smelt.runtime.foreign.generators.layout import ENCODER, FIRST, MERGED, MODEL, NEXT, parts_of
 from smelt.runtime.models.weight_files import has_weights
 
 if TYPE_CHECKING:
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
 
 SUFFIX = ".onnx"
 _INSIDE = "onnx"  # where transformers.js and newer exports have the graphs
-_GENERATES = ("encoder_model", "decoder_model", "decoder_with_past_model", "decoder_model_merged")
+_GENERATES = (ENCODER, FIRST, NEXT, MERGED)
 
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A graph that somebody else exported.
+    """A graph that somebody else exported, or the graphs of a model that generates.
 
-    file: the graph. files: those beside it that hold weights, by their names. texts: the folder with
-    config.json and the tokenizer; None for a graph of arrays. facts: opset, nodes, parameters, producer.
+    file: the graph; of several the last one, which gives logits. files: those beside it that hold weights, by
+    their names. texts: the folder with config.json and the tokenizer; None for a graph of arrays. facts:
+    opset, nodes, parameters, producer. parts: of a model that generates, its graphs by name, without `.onnx`.
     """
 
     file: Path
@@ -32,6 +34,7 @@ class ForeignModel:
     files: tuple[str, ...] = ()
     texts: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Path] = field(default_factory=dict)
 
 
 def is_onnx(model: object, base: Path) -> bool:
@@ -62,16 +65,35 @@ def find_graph(path: Path) -> Path:
     parts = [graph.name for graph in found if graph.stem in _GENERATES]
     if parts:
         raise InputError(
-            f"{path}: {', '.join(parts)}: graphs of an encoder and a decoder, whose caches smelt does not"
-            " follow where another exporter laid them out. Start from the model that they were made from, a"
-            " folder with safetensors, and let `onnx` export it; or name one graph alone, as"
-            f" model: {path.name}/{found[0].name} with task: tensors."
+            f"{path}: {', '.join(parts)}: graphs that generate text. Give task: translation or summarization,"
+            f" or name one graph alone, as model: {path.name}/{found[0].name} with task: tensors."
         )
     named = [graph for graph in found if graph.name == f"model{SUFFIX}"]
     if not named and len(found) > 1:
         names = ", ".join(graph.relative_to(path).as_posix() for graph in found[:6])
         raise InputError(f"{path}: which of {names}? Name the file: model: {path.name}/{found[0].name}.")
     return (named or found)[0]
+
+
+def find_parts(path: Path) -> dict[str, Path]:
+    """Return the graphs of the model that generates in the folder `path`, by name without `.onnx`.
+
+    Raises:
+        InputError: there is no folder, or its graphs make no whole; says what is missing.
+    """
+    if path.is_file():
+        if path.stem in _GENERATES:
+            raise InputError(
+                f"{path}: one of several graphs that generate text. Name their folder: model: {path.parent}."
+            )
+        return {MODEL: path}
+    if not path.is_dir():
+        find_graph(path)  # says what is there instead
+    found = {graph.stem: graph for graph in _graphs(path)}
+    parts = parts_of(found)
+    if isinstance(parts, str):
+        raise InputError(f"{path}: {parts}.")
+    return {name: found[name] for name in parts[1]}
 
 
 def examined(path: Path) -> Examined:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Columns, Label, SplitName, Task
+from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Columns, Label, SplitName, Task
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
+from smelt.core.rows.images import image_rows
 from smelt.core.rows.reading import read_file
 from smelt.core.text import article
-from smelt.families.registry import FAMILIES
+from smelt.families.registry import FAMILIES, blockless
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import is_onnx
 from smelt.look.init_foreign import graph_recipe
@@ -34,6 +35,7 @@ _ROWS = {
     "text-classification": '{"text": "...", "label": "..."}, and "text_b" for pairs',
     "language-modeling": '{"text": "..."}; plain .txt files are read too',
     "sentence-similarity": '{"text": "..."}, of scored pairs "text_b" and "label" too',
+    "image-classification": '{"image": "FILE", "label": "..."}, or a folder with a folder for each class',
 }
 _QUALITY = {
     "translation": "[bleu, chrf]",
@@ -217,10 +219,10 @@ def recipe_text(
     lines += _score(seen)
     if seen.new_head:
         lines += ["baseline: tuned    # before it the classifier is random"]
-    metric = _leading_metric(seen, data)
+    metric, last = _leading_metric(seen, data), "onnx-fp32" if blockless(seen.config) else "onnx-int8"
     lines += [
         "# A limit that must be kept, or the run exits with 3:",
-        f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: onnx-int8}}}}",
+        f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: {last}}}}}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -232,7 +234,9 @@ def _leading_metric(seen: ModelLook, data: DataLook | None) -> str:
     labels: list[Label] = []
     if data:
         column = data.columns.get("label", Columns().label)
-        for _, row in itertools.islice(read_file(next(iter(data.splits.values()))), _SEEN_ROWS):
+        path, columns = next(iter(data.splits.values())), Columns()
+        found = image_rows(path, columns.image, column) if seen.task == IMAGES else read_file(path)
+        for _, row in itertools.islice(found, _SEEN_ROWS):
             value = row.get(column)
             if isinstance(value, int | float | str):
                 labels.append(value)
@@ -267,7 +271,8 @@ def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, 
 
 def _steps(seen: ModelLook, machine: Machine, train: bool) -> Iterator[_Step]:
     """Yield the stages that work for the task, as far as there are rows to train on."""
-    wanted = [*(_trained(seen) if train else _untrained()), *_leaving(machine)]
+    plain = blockless(seen.config) is not None  # convolutions stay float
+    wanted = [*(_trained(seen) if train else _untrained(plain)), *_leaving(machine, plain)]
     for step in wanted:
         if seen.task in load_stage(step.word).tasks:
             yield step
@@ -278,6 +283,11 @@ def _trained(seen: ModelLook) -> Iterator[_Step]:
     if seen.new_head:
         yield _Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
         teacher = "teacher: tuned, "
+    if blockless(seen.config):
+        yield _Step("factorize", "{method: tucker, ratio: 0.5}", "convolutions become thinner ones")
+        how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
+        yield _Step("distill", how, "recovers what that lost", "small")
+        return
     # by magnitude, where the rows may have no scores to make a loss of
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     yield _Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
@@ -286,7 +296,11 @@ def _trained(seen: ModelLook) -> Iterator[_Step]:
     yield _Step("distill", how, "recovers what that lost", "small")
 
 
-def _untrained() -> Iterator[_Step]:
+def _untrained(plain: bool) -> Iterator[_Step]:
+    if plain:
+        how = "{method: tucker, energy: 0.9}"
+        yield _Step("factorize", how, "with training rows: distill behind it", "small")
+        return
     yield _Step(
         "factorize",
         "{method: svd, energy: 0.98}",
@@ -295,12 +309,14 @@ def _untrained() -> Iterator[_Step]:
     )
 
 
-def _leaving(machine: Machine) -> Iterator[_Step]:
-    yield _Step("onnx", "{target: ort-cpu}", "a branch without quantization, to compare with", "onnx-fp32")
+def _leaving(machine: Machine, plain: bool) -> Iterator[_Step]:
+    why = "what you deploy on a CPU" if plain else "a branch without quantization, to compare with"
+    yield _Step("onnx", "{target: ort-cpu}", why, "onnx-fp32")
     if machine.openvino:
         yield _Step("onnx", "{target: openvino}", "the same in OpenVINO", "openvino", "small", optional=True)
-    yield _Step("quantize", f"{{scheme: {DEFAULT}}}", "int8 weights", "int8", "small")
-    yield _Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
+    if not plain:
+        yield _Step("quantize", f"{{scheme: {DEFAULT}}}", "int8 weights", "int8", "small")
+        yield _Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
     if machine.gpu or machine.tensorrt:
         yield _Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
         yield _Step("tensorrt", "{}", "skipped where it cannot run", optional=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Format
+from smelt.core.packages import how_to_get, package_lack
 from smelt.core.stage import Settings, Stage
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, lack_of
 
@@ -29,8 +30,9 @@ def unavailable_reason(
     An engine is built where TensorRT finds a GPU, or where it can build ahead of time; to run one is
     another matter: see `unscored_reason`.
     """
-    if getattr(settings, "lora", None) is not None and find_spec("peft") is None:
-        return "the adapters of lora are peft's, which is not installed (pip install 'smelt[lora]')."
+    for package, oldest in settings.packages().items() if settings else ():
+        if (lack := package_lack(package, oldest)) is not None:
+            return f"{lack} ({how_to_get(package, oldest)})."
     if target == "openvino" and find_spec("openvino") is None:
         return "OpenVINO is not installed (pip install 'openvino>=2026')."
     if "tensorrt" in stage.needs and not any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx")):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import SIMILARITY, Task
+from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.text import article
@@ -79,7 +79,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         parameters=count,
         dtype=dtype,
         limit=_limit(folder, config, chosen),
-        new_head=chosen == "text-classification" and not has_classifier(config),
+        new_head=chosen in CLASSIFICATION and not has_classifier(config),
         config=config,
         languages=_languages(folder) if folder is not None else (None, None),
     )

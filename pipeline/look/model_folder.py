@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import SIMILARITY, Task
+from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.hub import cache_alone, hub_lacks
+from smelt.core.labels import CLASSIFIERS
 from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES, find_family
 from smelt.look.model_files import damaged_tensor, misfits
@@ -234,11 +235,16 @@ def _header(path: Path) -> list[str]:
 
 
 def check_tokenizer(folder: Path, kind: str) -> list[str]:
-    """Return what the tokenizer's files in `folder` lack for a model of the family `kind`."""
+    """Return what the tokenizer's files in `folder` lack for a model of the family `kind`.
+
+    Of a model of images: what is wrong with its image processor.
+    """
     fix = "Copy the tokenizer's files there (tokenizer.save_pretrained(FOLDER))."
     family = FAMILIES.get(kind)
     if family is None:  # that it is not supported is said elsewhere; its tokenizer is unknown here
         return []
+    if family.reads == "images":
+        return _processor(folder)
     slow = family.tokenizer.slow
     missing = [name for name in slow if not (folder / name).is_file()]
     if not family.tokenizer.fast:
@@ -249,9 +255,20 @@ def check_tokenizer(folder: Path, kind: str) -> list[str]:
     return [f"{folder}: no tokenizer; expected {expected}. {fix}"]
 
 
+def _processor(folder: Path) -> list[str]:
+    """Return what is wrong with the image processor in `folder`."""
+    from smelt.runtime.images.processor import read_processor
+
+    try:
+        read_processor(folder)
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
 def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[str]:
     named = [str(name) for name in config.get("architectures") or []]
-    if task == "text-classification" and named and not any("SequenceClassification" in n for n in named):
+    if task in CLASSIFICATION and named and not any(n.endswith(CLASSIFIERS) for n in named):
         advice = "; begin with a finetune step and take that as the baseline" if is_baseline else ""
         return [f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}."]
     return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.plan.checks import Checker
+from smelt.plan.order.checks import Checker
 from smelt.plan.plan import PlannedGate
 from smelt.recipe.errors import touches
 from smelt.recipe.stages import ROOT

@@ -79,7 +79,7 @@ def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, S
             path = path.expanduser()
             if _is_hub(origin, path) or (path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES):
                 continue
-            if readable or not path.is_file():
+            if readable or not path.exists():
                 splits |= read_source(recipe, name)
         except InputError as error:
             for line in str(error).splitlines():
@@ -92,4 +92,4 @@ def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, S
 def _is_hub(origin: str, path: Path) -> bool:
     """Say whether `read_split` would ask the hub for `origin`."""
     local = bool(path.suffix) or origin.startswith((".", "/", "~")) or "/" not in origin
-    return not local and not path.is_file()
+    return not local and not path.exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from smelt.core.data import Split
+from smelt.core.data import CLASSIFICATION, Split
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
 from smelt.look.model_folder import read_config, read_config_file
@@ -43,7 +43,7 @@ def check_classifier(
         The recipe, its metrics filled in where it names none; the problem type, None where the run
         has to find it out.
     """
-    if recipe.task != "text-classification" or touches(bad, "task", "model") or folder is None:
+    if recipe.task not in CLASSIFICATION or touches(bad, "task", "model") or folder is None:
         return recipe, None
     config, problems = read_config(folder)
     if problems:

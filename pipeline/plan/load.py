@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smelt.look.foreign import is_onnx
-from smelt.plan.checks import Checker
 from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_rows, check_windows
-from smelt.plan.foreign import check_foreign, fit_batches
+from smelt.plan.foreign.generators import check_engines
+from smelt.plan.foreign.graph import check_foreign, fit_batches
 from smelt.plan.gates import baseline, cut, gates
 from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
+from smelt.plan.order.checks import Checker
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained
@@ -56,6 +57,7 @@ def make_plan(
     check_untrained(read, every, mistakes, bad)
     check_new_head(read, every, folder, mistakes)
     check_fit(every, checker.places, folder, mistakes)
+    check_engines(foreign, every, checker.places, mistakes)
     check_windows(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_device(read, mistakes, bad)

@@ -48,7 +48,7 @@ class Step:
     @property
     def trains(self) -> bool:
         """Whether it learns from the training rows."""
-        return "train" in self.needs
+        return bool(self.needs & {"train", "unlabelled"})
 
     @property
     def stands_on(self) -> tuple[str, ...]:

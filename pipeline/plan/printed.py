@@ -9,7 +9,7 @@ from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.evaluate.metrics import LOWER_IS_BETTER
-from smelt.plan.foreign import described as described_graph
+from smelt.plan.foreign.graph import described as described_graph
 from smelt.plan.plan import Plan, Step
 from smelt.plan.sentences import described, sentence_rules
 from smelt.plan.text_rules import text_rules
@@ -72,7 +72,9 @@ def _tree(plan: Plan, name: str, indent: str) -> Iterator[str]:
 def _step(step: Step, first: str, rest: str) -> Iterator[str]:
     given = step.settings.model_dump(mode="json", exclude_defaults=True)
     settings = ", ".join(f"{name}: {_value(value)}" for name, value in given.items())
-    reads = sorted(need for need in step.needs if need in ("train", "validation", "calibration"))
+    reads = sorted(
+        need for need in step.needs if need in ("train", "unlabelled", "validation", "calibration")
+    )
     title = step.name if step.name == step.stage else f"{step.name} ({step.stage})"
     parts = [f"{title} -> {step.format}"]
     parts += [f"{{{settings}}}"] if settings else []
@@ -109,6 +111,8 @@ def _model(model: str | Untrained) -> str:
     if isinstance(model, str):
         return model
     made = model.tokenizer
+    if made is None:
+        return f"{model.config}, untrained"
     words = made if isinstance(made, str) else f"{made.train}, at most {made.vocab_size:,} tokens, from train"
     return f"{model.config}, untrained; tokenizer: {words}"
 

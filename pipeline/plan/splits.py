@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from smelt.core.data import Split, read_split
 from smelt.core.shares import divide
+from smelt.core.unlabelled import UNLABELLED, read_unlabelled
 from smelt.recipe.recipe import Recipe
 
 
@@ -16,6 +17,8 @@ def read_source(recipe: Recipe, name: str) -> dict[str, Split]:
         InputError: the rows cannot be read, or are too few to be divided.
     """
     data = recipe.data
+    if name == UNLABELLED:
+        return {name: read_unlabelled(data.files()[name], recipe.task, data.columns, recipe.base)}
     split = read_split(data.files()[name], recipe.task, data.columns, recipe.base, name)
     shares = data.split.given() if name == "train" else {}
     parts = divide(split, shares, recipe.seed) if shares else {name: split}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from smelt.core.data import CLASSIFICATION, IMAGES
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
 from smelt.families.registry import BY_TASK
 from smelt.look.model_folder import (
     check_tokenizer,
@@ -21,6 +24,7 @@ from smelt.recipe.inputs import NewTokenizer, Untrained
 from smelt.recipe.problem import has_classifier
 from smelt.recipe.recipe import TRAINING_STAGES, Recipe
 from smelt.recipe.stages import ROOT
+from smelt.runtime.images.processor import FILE, default_settings, processor_of
 
 NOT_SCORED = "its weights are random; the first trained step is the baseline"
 
@@ -60,8 +64,47 @@ def check_untrained(recipe: Recipe, steps: Sequence[Step], mistakes: Mistakes, b
     elif config and not touches(bad, "model.tokenizer"):
         for where, problem in _tokenizer_mistakes(recipe, model, kind, bad):
             mistakes.add(("model", "tokenizer", *where), problem)
+        for where, problem in _image_mistakes(recipe, model, config):
+            mistakes.add(("model", *where), problem)
     if "stages" not in bad:
         _check_training(recipe, steps, mistakes)
+
+
+def processor_settings(model: Untrained, base: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessor_config.json of a model of images that is started from its config.
+
+    Raises:
+        InputError: nobody says how large its images are, or what says it is not followed.
+    """
+    path = config_file(model, base).parent / FILE
+    side = model.image_size or config.get("image_size")
+    if model.image_size is None and path.is_file():
+        values = read_json(path)
+    elif isinstance(side, int):
+        values = default_settings(side)
+    else:
+        raise InputError(
+            f"missing; say how large its images are, image_size: 224, or put a {FILE} beside its config."
+        )
+    processor_of(values, path)
+    return values
+
+
+def _image_mistakes(
+    recipe: Recipe, model: Untrained, config: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    if recipe.task != IMAGES:
+        if model.image_size is not None:
+            yield (("image_size",), f"is for {IMAGES}; a model for {recipe.task} reads no images.")
+        return
+    try:
+        found = processor_of(processor_settings(model, recipe.base, config), Path(FILE)).shape
+    except InputError as error:
+        yield (("image_size",), str(error))
+        return
+    said = config.get("image_size")
+    if isinstance(said, int) and found not in (None, (said, said)):
+        yield (("image_size",), f"its images are {found[0]} x {found[1]}, and its config says {said}.")
 
 
 def _tokenizer_mistakes(
@@ -69,6 +112,13 @@ def _tokenizer_mistakes(
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield where in the tokenizer's settings something is wrong, and what."""
     tokenizer = model.tokenizer
+    if recipe.task == IMAGES:
+        if tokenizer is not None:
+            yield ((), f"means nothing for {IMAGES}, where no text is read; leave it out.")
+        return
+    if tokenizer is None:
+        yield ((), "missing; expected a folder with a tokenizer's files, a hub id, or {train: bpe}.")
+        return
     if isinstance(tokenizer, NewTokenizer):
         from smelt.runtime.text.new_tokenizer import refusal
 
@@ -98,7 +148,7 @@ def check_new_head(recipe: Recipe, steps: Sequence[Step], folder: Path | None, m
 
     folder: the model's, or None where it is still to be fetched or made; then the stage itself notices.
     """
-    if recipe.task != "text-classification" or folder is None:
+    if recipe.task not in CLASSIFICATION or folder is None:
         return
     config, problems = read_config(folder)
     if not problems and not has_classifier(config):

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.data import TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.data import CLASSIFICATION, IMAGES, TEXT_TO_TEXT, Example, Split, Task
 from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
+from smelt.core.text import article
 
 if TYPE_CHECKING:
     from smelt.recipe.recipe import Recipe
@@ -43,7 +44,7 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
         for name in ("train", "validation") if trains else ():
             if name in splits:
                 found += _copies(test, splits[name], name, recipe.task)
-    if recipe.task == "text-classification":
+    if recipe.task in CLASSIFICATION:
         found += _spellings(splits)
     return found
 
@@ -51,20 +52,25 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
 def _copies(test: Split, other: Split, name: str, task: Task) -> list[str]:
     """Compare the rows of `test` with those of the split `name`, on which something is decided."""
     seen: dict[tuple[str, str | None], set[object]] = {}
-    for example in other.examples:
-        seen.setdefault((example.text, example.text_pair), set()).update(_answers(example))
-    rows = [e for e in test.examples if task != "language-modeling" or len(e.text) >= _LEAST_CHARACTERS]
-    known = [e for e in rows if (e.text, e.text_pair) in seen]
-    copies = [e for e in known if seen[e.text, e.text_pair] & _answers(e)]
+    for example, text in zip(other.examples, other.contents, strict=True):
+        seen.setdefault((text, example.text_pair), set()).update(_answers(example))
+    rows = [
+        (e, text)
+        for e, text in zip(test.examples, test.contents, strict=True)
+        if task != "language-modeling" or len(text) >= _LEAST_CHARACTERS
+    ]
+    known = [(e, text) for e, text in rows if (text, e.text_pair) in seen]
+    copies = [e for e, text in known if seen[text, e.text_pair] & _answers(e)]
     if not known:
         return []
     long = f" of {_LEAST_CHARACTERS} characters or more" if task == "language-modeling" else ""
-    text = f"{len(copies):,} of {len(rows):,} test rows{long} are also in {name}, word for word"
+    alike, one = ("byte for byte", "image") if task == IMAGES else ("word for word", "text")
+    text = f"{len(copies):,} of {len(rows):,} test rows{long} are also in {name}, {alike}"
     if len(known) > len(copies):
         what = "target" if task in TEXT_TO_TEXT else "label"
-        text += f"; {len(known) - len(copies):,} more have a text of {name} with another {what}"
+        text += f"; {len(known) - len(copies):,} more have {article(one)} of {name} with another {what}"
     why = "that was learned" if name == "train" else "that chose the checkpoint"
-    return [f"{text}. A score on what {why} says less of new texts."]
+    return [f"{text}. A score on what {why} says less of new {one}s."]
 
 
 def _answers(example: Example) -> set[object]:
@@ -77,7 +83,7 @@ def _answers(example: Example) -> set[object]:
 
 def _spellings(splits: Mapping[str, Split]) -> list[str]:
     """Name the labels that only case or blanks tell apart."""
-    labels = [example.label for split in splits.values() for example in split.examples]
+    labels = [e.label for split in splits.values() for e in split.examples if e.label is not None]
     if decide_problem(None, labels) not in (SINGLE, MULTI):
         return []
     groups = spelled_alike(labels)

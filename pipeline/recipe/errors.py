@@ -6,6 +6,7 @@ expected (from the JSON schema of the settings) and what was read.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
@@ -110,12 +111,12 @@ def check(
     if not isinstance(value, dict):
         mistakes.add(path, f"expected {_mapping_of(model.model_fields)}, read {shown(value)}.")
         return None, {()}
-    schema, bad, given = _schema_of(model), set[Where](), value
+    bad, given = set[Where](), value
     while True:
         try:
             return model.model_validate_json(json.dumps(given), strict=True), bad
         except ValidationError as error:
-            found = list(_translated(error, given, schema))
+            found = list(_translated(error, given, _schema_of(model)))
         for where, message in () if bad else found:
             mistakes.add((*path, *where), message)
         places = {_removable(given, where) for where, _ in found}
@@ -204,6 +205,7 @@ def _place(detail: ErrorDetails, value: Any) -> tuple[Where, Any]:
     return tuple(path), value
 
 
+@functools.lru_cache(maxsize=256)  # making one takes longer than all other checks of a recipe
 def _schema_of(model: type[BaseModel]) -> Schema | None:
     try:
         return TypeAdapter(model).json_schema()

@@ -22,11 +22,14 @@ class NewTokenizer(Settings):
 class Untrained(Settings):
     """A model that is to be started from its config, without weights.
 
-    config: a folder with config.json, or a .json file. tokenizer: a folder, a hub id, or how to train one.
+    config: a folder with config.json, or a .json file. tokenizer: a folder, a hub id, or how to train one; a
+    model of texts needs it. image_size: of a model of images, pixels of either side, where neither a
+    preprocessor_config.json beside the config nor the config says it.
     """
 
     config: str
-    tokenizer: str | NewTokenizer
+    tokenizer: str | NewTokenizer | None = None
+    image_size: int | None = Field(default=None, ge=1, le=4096)
 
 
 class Shares(Settings):
@@ -60,12 +63,14 @@ class Embedding(Settings):
 class Data(Settings):
     """Where the rows of each split are: a file, relative to the recipe, or a hub id.
 
-    split: what is taken out of `train`. prefix, source_language, target_language: what is put before each
+    unlabelled: texts for distillation, of which a teacher says what they are. split: what is taken out of
+    `train`. prefix, source_language, target_language: what is put before each
     source text, and the languages of a multilingual model; None takes what the model says (see
     `smelt.plan.text_rules`). windows: how the text of a language model is cut.
     """
 
     train: str | None = None
+    unlabelled: str | None = None
     validation: str | None = None
     calibration: str | None = None
     test: str | None = None
@@ -78,7 +83,7 @@ class Data(Settings):
 
     def splits(self) -> dict[str, str]:
         """Return where the rows of each split come from, by its name; parts of `train` from there."""
-        names = ("train", "validation", "calibration", "test")
+        names = ("train", "unlabelled", "validation", "calibration", "test")
         found = {name: value for name in names if (value := getattr(self, name)) is not None}
         parts = dict.fromkeys(self.split.given(), self.train) if self.train is not None else {}
         return {name: origin for name in names if (origin := found.get(name, parts.get(name))) is not None}

@@ -8,6 +8,7 @@ from typing import Any
 from smelt.core.data import Split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import (
+    CLASSIFIERS,
     MULTI,
     REGRESSION,
     SINGLE,
@@ -17,6 +18,7 @@ from smelt.core.labels import (
     decide_problem,
     found_names,
 )
+from smelt.core.unlabelled import UNLABELLED
 
 # The metrics of each problem type; the first one leads the report.
 METRICS_OF: dict[ProblemType, tuple[str, ...]] = {
@@ -35,7 +37,12 @@ LABEL_METRICS = tuple(metric for metrics in METRICS_OF.values() for metric in me
 
 def has_classifier(config: Mapping[str, Any]) -> bool:
     """Say whether a Hugging Face config is of a model with a classifier; a bare encoder gets a new one."""
-    return any("SequenceClassification" in str(name) for name in config.get("architectures") or [])
+    return any(str(name).endswith(CLASSIFIERS) for name in config.get("architectures") or [])
+
+
+def _labelled(data: Mapping[str, Split]) -> dict[str, Split]:
+    """Return the splits whose rows have labels."""
+    return {name: split for name, split in data.items() if name != UNLABELLED}
 
 
 def problem_of(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemType:
@@ -44,13 +51,13 @@ def problem_of(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemT
     Raises:
         InputError: the config's `problem_type` is not one that smelt knows.
     """
-    labels = (e.label for split in data.values() for e in split.examples)
+    labels = (e.label for split in _labelled(data).values() for e in split.examples)
     return decide_problem(config if has_classifier(config) else None, labels)
 
 
 def new_names(data: Mapping[str, Split], problem: ProblemType) -> list[str]:
     """Return the names of the outputs that a new classifier for `data` has."""
-    return found_names((e.label for split in data.values() for e in split.examples), problem)
+    return found_names((e.label for split in _labelled(data).values() for e in split.examples), problem)
 
 
 def label_mistakes(
@@ -66,7 +73,7 @@ def label_mistakes(
         return [
             ("train" if "train" in data else "test", "all rows have the same label; a classifier needs two.")
         ]
-    for name, split in data.items():
+    for name, split in _labelled(data).items():
         try:
             check_labels(split.examples, names, problem, split.origin)
         except InputError as error:

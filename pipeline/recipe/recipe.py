@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from smelt.core.data import EVERY_TASK, SIMILARITY, Task
+from smelt.core.data import EVERY_TASK, IMAGES, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
@@ -23,11 +23,11 @@ from smelt.recipe.yaml_file import Document, Where, parse_yaml, read_yaml
 from smelt.runtime.backends.device import Device
 from smelt.runtime.generate.settings import Generation
 
-LATER_TASKS = ("image-classification",)
 METRICS: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
     "summarization": ("rouge1", "rouge2", "rougeL", "bleu", "chrf"),
     "language-modeling": ("perplexity", "bits_per_byte"),
+    IMAGES: LABEL_METRICS,
     "text-classification": LABEL_METRICS,
     "sentence-similarity": VECTOR_METRICS,
     "tensors": TENSOR_METRICS,
@@ -38,6 +38,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 DEFAULT_METRICS = METRICS | {
     "summarization": ("rouge1", "rouge2", "rougeL"),
     "text-classification": (),
+    IMAGES: (),
     "sentence-similarity": (),
 }
 
@@ -201,11 +202,8 @@ def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:
     if not isinstance(task, str) or task in EVERY_TASK:
         return {}
     known = ", ".join(EVERY_TASK)
-    if task in LATER_TASKS:
-        mistakes.add(("task",), f"'{task}' is not yet supported by this version. Supported: {known}.")
-    else:
-        hint = nearest(task, (*EVERY_TASK, *LATER_TASKS))
-        mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}")
+    hint = nearest(task, EVERY_TASK)
+    mistakes.add(("task",), f"unknown task {shown(task)}. Supported: {known}.{hint}")
     return {"task": EVERY_TASK[0]}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
@@ -35,6 +37,32 @@ def texts_or_pairs_of(given: Any) -> list[str | tuple[str, str]]:
             found.append((_text(item[0], f"{name}[0]"), _text(item[1], f"{name}[1]")))
         else:
             found.append(_text(item, name, " A pair of texts is a tuple: (FIRST, SECOND)."))
+    return found
+
+
+def images_of(given: Any) -> list[Any]:
+    """Return `given` as a list of images: paths as texts, or images that Pillow has opened, as they are.
+
+    Raises:
+        InputError: it is something else, or one of its members is.
+    """
+    from PIL.Image import Image
+
+    if isinstance(given, str | PathLike | Image):
+        raise InputError("expected a list of images, read one. Put it into a list: [IMAGE].")
+    if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
+        raise InputError(f"expected a list of images, read {_shown(given)}.")
+    found: list[Any] = []
+    for place, item in enumerate(given):
+        if isinstance(item, Image):
+            found.append(item)
+        elif isinstance(item, str | PathLike) and not isinstance(item, bytes):
+            found.append(str(Path(item).expanduser().absolute()))
+        else:
+            raise InputError(
+                f"images[{place}]: expected the path of an image file or an image of Pillow, read"
+                f" {_shown(item)}. An array becomes one by PIL.Image.fromarray(ARRAY)."
+            )
     return found
 
 

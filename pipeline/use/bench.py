@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import TENSORS
+from smelt.core.data import IMAGES, TENSORS
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 
@@ -129,6 +129,15 @@ def _rows(
     data: Path | None, task: str, column: str | None, artifact: Artifact, settings: LatencySettings
 ) -> Iterator[tuple[list[str], Path | None]]:
     """Yield the texts to be timed; of arrays the places of rows, and a file with them."""
+    if task == IMAGES:
+        from smelt.use.predict_data import read_examples
+
+        if data is None:
+            raise InputError(
+                "--data: name images to be timed on: a folder of classes, or rows that name files."
+            )
+        yield [e.text for e in read_examples(data, task, () if column is None else (column,))], None
+        return
     if task != TENSORS:
         yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
         return
@@ -185,14 +194,15 @@ def bench_text(result: Mapping[str, Any]) -> str:
         for name, artifact in artifacts.items():
             row = next((row for row in artifact["latency"] if row["batch_size"] == size), None)
             lines.append(_line(_cut(name, room).ljust(room), size, row, name == result["baseline"]))
-    lines += _parts_table(artifacts, sizes[0], room)
+    lines += _parts_table(artifacts, sizes[0], room, result["task"])
     counts = sorted({row["threads"] for a in artifacts.values() for row in a["latency"]})
     threads = " and ".join(map(str, counts)) or "no"
     places = ", ".join(sorted({a["device"] for a in artifacts.values()}))
     texts, cpu = result["texts"], result["environment"]["cpu"]
     used = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
     count = f"{used:,} of {texts['n']:,}" if used < texts["n"] else f"{texts['n']:,}"
-    way, rows = ("arrays to arrays", "rows") if result["task"] == TENSORS else ("text to text", "texts")
+    ways = {TENSORS: ("arrays to arrays", "rows"), IMAGES: ("image file to label", "images")}
+    way, rows = ways.get(result["task"], ("text to text", "texts"))
     notes = [
         f"From {way}. The rounds of each alternate with those of '{result['baseline']}', which the"
         f" speed-up is against; [95 % interval]. {count} {rows} ({texts['from']}),"
@@ -224,14 +234,15 @@ def _line(name: str, size: int, row: Mapping[str, Any] | None, baseline: bool) -
     )
 
 
-def _parts_table(artifacts: Mapping[str, Any], size: int, room: int) -> list[str]:
+def _parts_table(artifacts: Mapping[str, Any], size: int, room: int, task: str) -> list[str]:
     """Return what the median call at batch `size` goes into; nothing where no runner shows it."""
     rows = {name: row for name, a in artifacts.items() for row in a["latency"] if row["batch_size"] == size}
     timed = {name: row["parts"] for name, row in rows.items() if row["parts"]}
     if not timed:
         return []
     columns = [key for key in next(iter(timed.values())) if key in _PARTS]
-    lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{_PARTS[key]:>11}" for key in columns)]
+    heads = _PARTS | ({"tokenizing_ms": "decoding"} if task == IMAGES else {})
+    lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{heads[key]:>11}" for key in columns)]
     for name, parts in timed.items():
         cells = ("–" if parts[key] is None else _number(parts[key]) for key in columns)
         lines.append(_cut(name, room).ljust(room) + "".join(f"{cell:>11}" for cell in cells))

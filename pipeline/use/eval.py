@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import SIMILARITY, TENSORS, Split, read_split
+from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Split, read_split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.store.store import Store
@@ -58,7 +58,7 @@ def evaluate_artifact(
             known = ", ".join(METRICS[task])
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
-    metrics = _of_classifier(artifact, metrics) if task == "text-classification" else metrics
+    metrics = _of_classifier(artifact, metrics) if task in CLASSIFICATION else metrics
     if baseline is not None and task not in (SIMILARITY, TENSORS):
         raise InputError(
             f"--baseline is for {SIMILARITY} and {TENSORS}: only vectors and outputs are compared; this one"

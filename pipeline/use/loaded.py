@@ -11,19 +11,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import SIMILARITY, TENSORS, Example, Task
+from smelt.core.data import IMAGES, SIMILARITY, TENSORS, Example, Task
 from smelt.core.errors import InputError, TruncationWarning
 from smelt.families.registry import find_family
 from smelt.runtime.class_predictions import Prediction, predictions
-from smelt.use.arguments import count_of, texts_of, texts_or_pairs_of
+from smelt.use.arguments import count_of, images_of, texts_of, texts_or_pairs_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from PIL.Image import Image
 
 CLASSIFIES: Task = "text-classification"
 # Which method of a model is for its task, where it is not `generate`.
-_METHODS: dict[str, str] = {CLASSIFIES: "predict", SIMILARITY: "embed", TENSORS: "run"}
+_METHODS: dict[str, str] = {
+    CLASSIFIES: "predict", SIMILARITY: "embed", TENSORS: "run", IMAGES: "classify",
+}  # fmt: skip
 Text = str | tuple[str, str]
 
 
@@ -56,7 +59,9 @@ class Model:
         self.artifact.verify()
         self._runner = open_runner(self.artifact, count, device)
         try:
-            if self.task != TENSORS:
+            if self.task == IMAGES:
+                self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- a broken one is told at once
+            elif self.task != TENSORS:
                 self._runner.text.tokenizer  # noqa: B018 -- opened here: the first request need not wait for it
         except BaseException:
             self._runner.close()
@@ -83,7 +88,13 @@ class Model:
 
     @property
     def tokenizer(self) -> str:
-        """What reads the texts: tokenizers, sentencepiece, or transformers, which takes seconds to import."""
+        """What reads the texts: tokenizers, sentencepiece, or transformers, which takes seconds to import.
+
+        Raises:
+            InputError: the model reads no texts.
+        """
+        if self.task in (IMAGES, TENSORS):
+            raise InputError(f"{self._folder}: a model for {self.task} reads no texts and has no tokenizer.")
         return self._runner.text.tokenizer.reader
 
     @property
@@ -133,6 +144,30 @@ class Model:
                 return []
             logits = class_logits(self._runner, given, size, cut=cuts)
             self._report(cuts, len(given))
+        return predictions(logits, self._runner.config)
+
+    def classify(
+        self, images: Iterable[str | PathLike[str] | Image], batch_size: int = 32
+    ) -> list[Prediction]:
+        """Return the class of each image.
+
+        Args:
+            images: paths of image files, or images that Pillow has opened, of any size.
+            batch_size: images at once; no more are decoded at a time.
+
+        Raises:
+            InputError: the model reads no images or was closed, something else than images was given, or one
+                cannot be read.
+        """
+        from smelt.runtime.images.predict import image_logits
+
+        with self._calls:
+            self._require("classify")
+            given = images_of(images)
+            size = count_of(batch_size, "batch_size")
+            if not given:
+                return []
+            logits = image_logits(self._runner, given, size)
         return predictions(logits, self._runner.config)
 
     def embed(self, texts: Iterable[str], batch_size: int = 32) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import SIMILARITY, Example
+from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
 from smelt.runtime.class_predictions import Prediction, predictions
@@ -27,10 +27,12 @@ class Answer:
     """What the artifact made of `example`.
 
     found: a text; what a classifier says; the vector of a text, D numbers; how similar a pair is, a cosine.
+    image: the example is one.
     """
 
     example: Example
     found: str | Prediction | list[float] | float
+    image: bool = False
 
     @property
     def line(self) -> str:
@@ -44,7 +46,7 @@ class Answer:
     @property
     def record(self) -> str:
         """Text and answer as one line of JSON."""
-        said: dict[str, Any] = {"text": self.example.text}
+        said: dict[str, Any] = {"image" if self.image else "text": self.example.text}
         if self.example.text_pair is not None:
             said["text_b"] = self.example.text_pair
         if isinstance(self.found, str):
@@ -103,7 +105,9 @@ class Predictor:
             for at in range(0, len(examples), step):
                 part = examples[at : at + step]
                 self._seen += len(part)
-                yield from map(Answer, part, self._answers()(runner, part))
+                found = self._answers()(runner, part)
+                for example, one in zip(part, found, strict=True):
+                    yield Answer(example, one, self.task == IMAGES)
 
     def _classes(self, runner: Any, examples: Sequence[Example]) -> list[Prediction]:
         from smelt.runtime.predict import class_logits
@@ -113,7 +117,7 @@ class Predictor:
     def _answers(self) -> Callable[[Any, Sequence[Example]], Sequence[Any]]:
         """Return what answers for a model of this task."""
         known: dict[str, Callable[[Any, Sequence[Example]], Sequence[Any]]]
-        known = {CLASSIFIES: self._classes, SIMILARITY: self._vectors}
+        known = {CLASSIFIES: self._classes, IMAGES: self._classes, SIMILARITY: self._vectors}
         return known.get(self.task, self._texts)
 
     def _vectors(self, runner: Any, examples: Sequence[Example]) -> list[list[float] | float]:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Columns, Example
+from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Columns, Example
 from smelt.core.errors import InputError, nearest
+from smelt.core.rows.images import image_rows, require_image
 from smelt.core.rows.reading import read_file
 from smelt.core.rows.text_files import file_kind, read_text_file
 from smelt.core.text import half_character
@@ -32,6 +33,9 @@ def examples_of(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
     for at, text in enumerate(texts, 1):
         if half_character(text) is not None:
             raise InputError(f"{name} {at}: not UTF-8 text, read {repr(text)[:60]}. Convert it to UTF-8.")
+    if task == IMAGES:
+        for at, text in enumerate(texts, 1):
+            require_image(text, f"{'image' if name == 'text' else name} {at}")
     return [_pair(text) if task in _PAIRED else Example(text) for text in texts]
 
 
@@ -61,6 +65,8 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
     Raises:
         InputError: the file cannot be read, holds no rows, or lacks a column.
     """
+    if task == IMAGES:
+        return _images(path, given)
     if not path.is_file():
         why = "a folder; name a file in it" if path.is_dir() else "no such file"
         raise InputError(f"--data {path}: {why}.")
@@ -80,6 +86,26 @@ def read_examples(path: Path, task: str, given: Sequence[str]) -> list[Example]:
         second = row.get(pair) if pair else None
         other = _value(second, where, str(pair)) if second else None
         rows.append(Example(_value(row[text], where, text), text_pair=other))
+    return _some(rows, path)
+
+
+def _images(path: Path, given: Sequence[str]) -> list[Example]:
+    """Read the images of `path`: what data may be (without labels too), or a list of files (.txt)."""
+    columns = Columns(image=given[0].removeprefix("image=")) if given else Columns()
+    if len(given) > 1:
+        raise InputError(f"--column {given[1]}: name one column, that of the image.")
+    if not path.exists():
+        raise InputError(f"--data {path}: no such file or folder.")
+    if path.is_file() and file_kind(path) == ".txt":
+        lines = [line for line in lines_of(io.StringIO(read_text_file(path), newline=None)) if line.strip()]
+        return _some(examples_of([str(path.parent / line) for line in lines], IMAGES, f"{path} line"), path)
+    rows = []
+    for where, row in image_rows(path, columns.image, columns.label):
+        if columns.image not in row:
+            raise _missing(row, columns.image, where)
+        reference = _value(row[columns.image], where, columns.image)
+        require_image(reference, where)
+        rows.append(Example(reference))
     return _some(rows, path)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from smelt.core.artifact import Artifact, threads_of
 from smelt.core.errors import InputError
+from smelt.core.labels import CLASSIFIERS
+from smelt.families.registry import reads_images
 from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.causal import is_causal
 from smelt.runtime.classifier import Classifier
@@ -18,10 +20,9 @@ from smelt.runtime.generate.decoder_only import DecoderOnly
 from smelt.runtime.generate.encoder_decoder import EncoderDecoder
 from smelt.runtime.generate.in_graph import generate_in_graph
 from smelt.runtime.generate.loop import generate_with
+from smelt.runtime.images.runner import ImageClassifier
 from smelt.runtime.runner import Runner, read_files
 from smelt.runtime.text.sentence_files import MODULES
-
-_CLASSIFIES = "ForSequenceClassification"
 
 
 def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
@@ -61,14 +62,16 @@ def open_folder(
 
 def runner_for(
     config: Mapping[str, Any], embeds: bool = False
-) -> type[Classifier] | type[Embedder] | type[EncoderDecoder] | type[DecoderOnly]:
+) -> type[Classifier] | type[Embedder] | type[EncoderDecoder] | type[DecoderOnly] | type[ImageClassifier]:
     """Return what knows how to feed a model with this config (config.json).
 
     embeds: its folder says how it makes vectors of texts.
     """
+    if reads_images(config):
+        return ImageClassifier
     if is_causal(config):
         return DecoderOnly
-    classifies = any(str(name).endswith(_CLASSIFIES) for name in config.get("architectures") or ())
+    classifies = any(str(name).endswith(CLASSIFIERS) for name in config.get("architectures") or ())
     if embeds and not classifies:
         return Embedder
     return EncoderDecoder if config.get("is_encoder_decoder") and not classifies else Classifier

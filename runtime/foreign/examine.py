@@ -74,7 +74,7 @@ def answer(arguments: Sequence[str]) -> dict[str, Any]:
         model = _parse(path)
     except (ValueError, OSError) as error:
         return {"problems": [str(error)]}
-    problems = list(dict.fromkeys(_looked(model, path)))
+    problems = list(dict.fromkeys(_looked(model, path))) or list(_endless(model))
     if not problems:
         problems += _opened(path)
     if problems:
@@ -132,6 +132,14 @@ def _looked(model: Any, path: Path) -> Iterator[str]:
     yield from structure_problems(model)
     yield from operator_problems(model, _known_operators())
     yield from value_problems(model)
+
+
+def _endless(model: Any) -> Iterator[str]:
+    """Yield what of a model that is right otherwise never ends."""
+    from smelt.runtime.foreign.endless import function_problems, loop_problems
+
+    yield from function_problems(model)
+    yield from loop_problems(model)
 
 
 def _versions(model: Any) -> Iterator[str]:

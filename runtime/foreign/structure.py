@@ -66,22 +66,20 @@ def _unknown(graph: Any, known: Collection[str]) -> Iterator[str]:
             yield f"the graph's output '{value.name[:80]}' is given by no node"
 
 
-def _reads(node: Any) -> set[str]:
+def reads(node: Any) -> set[str]:
     """Return all names that a node reads, those that graphs inside of it read from outside too."""
-    names: set[str] = set()
-    waiting, left = [node], 1_000_000
-    while waiting and (left := left - 1):
-        one = waiting.pop()
-        names.update(one.input)
-        for graph in inner_graphs(one):
-            names.update(value.name for value in graph.output)
-            waiting += graph.node
+    names = {name for name in node.input if name}
+    for graph in inner_graphs(node):
+        inside = {value.name for value in graph.output}.union(*(reads(one) for one in graph.node))
+        own = {value.name for value in (*graph.input, *graph.initializer)}
+        own |= {sparse.values.name for sparse in graph.sparse_initializer}
+        names |= inside - own.union(*(one.output for one in graph.node))
     return names
 
 
 def _circle(nodes: Sequence[Any], made: Mapping[str, int]) -> Iterator[str]:
     """Name the nodes of one circle, if there is one: no order exists in which they could run (Kahn 1962)."""
-    before = [{made[name] for name in _reads(node) if name in made} for node in nodes]
+    before = [{made[name] for name in reads(node) if name in made} for node in nodes]
     after: list[list[int]] = [[] for _ in nodes]
     for at, froms in enumerate(before):
         for source in froms:
@@ -110,12 +108,12 @@ def _circle(nodes: Sequence[Any], made: Mapping[str, int]) -> Iterator[str]:
 
 def operator_problems(model: Any, known: Collection[tuple[str, str]]) -> Iterator[str]:
     """Yield the operators that neither `known` (domain, name) nor the model's own functions define."""
-    own = {(_domain(f.domain), f.name): f for f in model.functions}
+    own = {(domain_of(f.domain), f.name): f for f in model.functions}
     seen: dict[tuple[str, str], Any] = {}
     calls: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for key, nodes in [(("", ""), model.graph.node), *((key, f.node) for key, f in own.items())]:
-        for node in _all_nodes(nodes):
-            what = (_domain(node.domain), node.op_type)
+        for node in all_nodes(nodes):
+            what = (domain_of(node.domain), node.op_type)
             seen.setdefault(what, node)
             calls.setdefault(key, set()).add(what)
     for what, node in seen.items():
@@ -140,7 +138,8 @@ def _no_operator(what: tuple[str, str], node: Any) -> str:
     return f"the node {label(node)}: ONNX has no operator {name}"
 
 
-def _all_nodes(nodes: Sequence[Any]) -> Iterator[Any]:
+def all_nodes(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Yield `nodes` and those of the graphs inside of them."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -149,5 +148,6 @@ def _all_nodes(nodes: Sequence[Any]) -> Iterator[Any]:
             waiting += graph.node
 
 
-def _domain(name: str) -> str:
+def domain_of(name: str) -> str:
+    """Return the name of a domain, empty for ONNX's own."""
     return "" if name in _STANDARD else name

@@ -17,7 +17,6 @@ from smelt.runtime.foreign.outside import Place, is_outside, place_of
 from smelt.runtime.foreign.tensors import BITS, tensors_of
 
 NAME = f"{MODEL}.onnx"
-_DATA = f"{NAME}_data"
 _BLOCK = 1 << 20
 _PAGE = 4096  # a runtime maps the file into memory
 
@@ -36,9 +35,20 @@ def take_graph(source: Path, out: Path, outside: bool) -> Path:
         return target
     import onnx
 
-    model = onnx.ModelProto.FromString(source.read_bytes())
+    return write_gathered(onnx.ModelProto.FromString(source.read_bytes()), source, target)
+
+
+def write_gathered(model: Any, source: Path, target: Path) -> Path:
+    """Write an onnx.ModelProto, whose weights may lie beside the file `source`, as `target`; return that.
+
+    What lies outside is gathered in the file `NAME.onnx_data` beside it.
+
+    Raises:
+        InputError: weights are not there any more.
+    """
     try:
-        _gather(model, source, out / _DATA)
+        if any(is_outside(tensor) for tensor in tensors_of(model)):
+            _gather(model, source, target.with_name(f"{target.name}_data"))
     except (OSError, ValueError) as error:
         raise InputError(f"{source}: its weights cannot be copied: {error}.") from error
     target.write_bytes(model.SerializeToString())
@@ -61,7 +71,7 @@ def _gather(model: Any, source: Path, data: Path) -> None:
                 moved[place] = target.tell()
                 _copy(place, target)
             del tensor.external_data[:]
-            for key, value in (("location", _DATA), ("offset", moved[place]), ("length", place.length)):
+            for key, value in (("location", data.name), ("offset", moved[place]), ("length", place.length)):
                 tensor.external_data.add(key=key, value=str(value))
 
 

@@ -19,9 +19,15 @@ from smelt.core.errors import InputError
 from smelt.core.memory import available_bytes
 from smelt.runtime.foreign.limits import FailedError, Limits, ask
 
-_LEAST_BYTES = 1_900_000_000
+# A call of a small graph on small rows; a hostile one gets no more.
+_BASE_BYTES = 1_900_000_000
+_BASE_SECONDS = 12.0
+# of a graph's bytes, and of what it is fed: an image of 100 MB is 256 of its size in the layers of a network
+_COPIES = 5
+_WIDER = 256
+_SECONDS_PER_BYTE = 1 / 20e6
+_SECONDS_PER_FED_BYTE = 1 / 1e6
 _SHARE = 0.5  # of the memory that is free
-_SECONDS = 120.0
 
 
 def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
@@ -30,18 +36,26 @@ def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
     Raises:
         InputError: it fails on them, crashes, or takes more memory or time than one call should.
     """
-    memory = max(_LEAST_BYTES, int(_SHARE * available_bytes()))
     with TemporaryDirectory(prefix="smelt-") as folder:
         rows = Path(folder, "rows.npz")
         # by place: an input may be called `file`, which numpy.savez has another meaning for
         texts = [value.astype(str) if value.dtype == object else value for value in feeds.values()]
         np.savez(rows, *texts, allow_pickle=False)
         try:
-            said = ask(__name__, [str(path), str(rows), json.dumps(list(feeds))], Limits(memory, _SECONDS))
+            said = ask(__name__, [str(path), str(rows), json.dumps(list(feeds))], limits_for(path, feeds))
         except FailedError as error:
             raise InputError(f"{origin}: running it on the first rows failed: {error}.") from error
     if said is not None:
         raise InputError(f"{origin}: ONNX Runtime cannot run it on the first rows: {said}")
+
+
+def limits_for(path: Path, feeds: dict[str, NDArray[Any]]) -> Limits:
+    """Return how much memory and processor time one call of the graph in `path` on `feeds` may take."""
+    graph = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+    fed = sum(value.nbytes for value in feeds.values())
+    free = max(_BASE_BYTES, int(_SHARE * available_bytes()))
+    seconds = _BASE_SECONDS + _SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * fed
+    return Limits(min(free, _BASE_BYTES + _COPIES * graph + _WIDER * fed), seconds)
 
 
 def answer(arguments: Sequence[str]) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 Target = Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
 # Domain of the place-holders for what the runtime computes from constants when it loads a graph.
 LOAD_TIME = "smelt.load"
+_NF4 = 1  # MatMulBnb4's word for its table
 _target: ContextVar[Target | None] = ContextVar("smelt_export_target", default=None)
 
 
@@ -116,6 +117,30 @@ def matmul_nbits(
         version=1,
     )
     return out
+
+
+def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    """Emit com.microsoft::MatMulBnb4 with NF4 codes; it multiplies float32 activations and has no bias.
+
+    Args:
+        x: float32 [..., K].
+        codes: uint8 [N * K / 2], row by row, the first code in the highest bits.
+        scales: float32 [N * K / g], the largest magnitude of each block.
+        bias: float32 [N] or None.
+        layout: of the codes; K is a multiple of g.
+
+    Returns:
+        float32 [..., N].
+    """
+    out: Tensor = torch.onnx.ops.symbolic(
+        "com.microsoft::MatMulBnb4",
+        [x, codes, scales],
+        {"K": layout.inputs, "N": layout.outputs, "block_size": layout.group_size, "quant_type": _NF4},
+        dtype=torch.float32,
+        shape=(*x.shape[:-1], layout.outputs),
+        version=1,
+    )
+    return out if bias is None else out + bias
 
 
 def spread(word: str, codes: Tensor, times: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A linear layer as the product of two thin ones."""
+"""A linear layer, or a table of rows, as the product of two thin ones."""
 
 from __future__ import annotations
 
@@ -36,4 +36,44 @@ class LowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         out: Tensor = self.up(self.down(x))
+        return out
+
+
+class LowRankEmbedding(nn.Module):
+    """Rows of a thin table, [V -> rank], made as wide as the model by a product, [rank -> D] without bias.
+
+    Source: the factorized embedding of ALBERT, Lan et al. 2020, arXiv:1909.11942, section 3.1. Both parts are
+    plain modules (`table` and `up`), so that quantization finds them.
+    """
+
+    weight = None  # as LowRankLinear has none
+
+    def __init__(self, words: int, width: int, rank: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, rank, padding_idx)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many rows there are."""
+        return self.table.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Width of what is given."""
+        return self.up.out_features
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The row of padding."""
+        return self.table.padding_idx
+
+    @property
+    def rank(self) -> int:
+        """Width of the table."""
+        return self.table.embedding_dim
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map int64 [...] to float [..., D]."""
+        out: Tensor = self.up(self.table(ids))
         return out

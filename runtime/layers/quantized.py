@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
+from smelt.core.packages import require
 from smelt.core.text import article
 from smelt.runtime.layers import emit
 from smelt.runtime.schemes.registry import check_options, find
@@ -37,6 +38,8 @@ class Matrix(nn.Module):
     ) -> None:
         super().__init__()
         check_options(scheme, options)
+        for package, oldest in scheme.packages.items():
+            require(package, oldest, f"scheme {scheme.name}")
         self.scheme, self.width, self.options = scheme, width, dict(options)
         self.form = ""
         for name, stored in scheme.storage(rows, width, options).items():
@@ -77,6 +80,10 @@ class Matrix(nn.Module):
     def values(self) -> Tensor:
         """Return `dequantize()`, computed once for the same memory."""
         return self.once("values", self.dequantize)
+
+    def values_for_once(self) -> Tensor:
+        """Return `values()` where products of the scheme keep them, else `dequantize()`, and keep nothing."""
+        return self.values() if "values" in self._kept else self.dequantize()
 
     def once(self, word: str, make: Callable[[], Tensor]) -> Tensor:
         """Return what `make` gives, computed once for the same memory of the parameters."""
@@ -138,11 +145,38 @@ class QuantizedLinear(nn.Module):
         matrix, target = self.matrix, emit.export_target()
         if target is not None:
             return matrix.scheme.emit_product(matrix, x, self.bias, target)
+        if torch.is_grad_enabled() and (
+            x.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        ):
+            out: Tensor = _ThroughCodes.apply(x, self.bias, matrix)  # type: ignore[no-untyped-call]
+            return out
         return matrix.scheme.product(matrix, x, self.bias)
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.matrix.said()}"
+
+
+class _ThroughCodes(torch.autograd.Function):
+    """A product of codes; backwards it is the product with what they stand for.
+
+    What rounding activations does is looked through (straight-through): rounding itself has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, matrix: Matrix) -> Tensor:
+        ctx.matrix, ctx.kind = matrix, x.dtype
+        return matrix.scheme.product(matrix, x.float(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient,) = outputs
+        of_x = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ ctx.matrix.values_for_once().to(gradient.dtype)).to(ctx.kind)
+        if ctx.needs_input_grad[1]:
+            of_bias = gradient.flatten(0, -2).float().sum(dim=0)
+        return of_x, of_bias, None
 
 
 class QuantizedEmbedding(nn.Module):
@@ -174,7 +208,7 @@ def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
 def keep_scale(new: nn.Module, old: nn.Module) -> None:
     """Let `new`, which takes the place of the embedding `old`, multiply its rows by the same factor."""
-    scale: float = getattr(old, "embed_scale", 1.0)
+    scale = float(getattr(old, "embed_scale", 1.0))  # Gemma has a buffer, which would move with the module
     if scale != 1.0:
         setattr(new, "embed_scale", scale)  # noqa: B010  (nn.Module's attributes are typed as modules)
         new.register_forward_hook(partial(_times, scale))

@@ -18,7 +18,7 @@ from smelt.core.text import article
 from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of, head_of
-from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 
 States = Literal["hidden", "head"]
 
@@ -79,7 +79,9 @@ def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
     family: Any = family_of(model)
     for stack in family.stacks(model.config.to_dict()):
         for table in stack.stream.tables:
-            yield table, 1, "hidden", False
+            yield from _of_table(model, table)
+        for name, dim in stack.stream.beside:
+            yield name, dim, "hidden", False
     # where BART's sides have embeddings of their own, a third one stays, which is made as wide as they are
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name.endswith(family.embedding):
@@ -99,6 +101,14 @@ def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
         yield from _in(model, name, "head" if place else "hidden")
         if place < len(head) - 1:
             yield from _out(model, name, "head")
+
+
+def _of_table(model: Any, name: str) -> Iterator[tuple[str, int, States, bool]]:
+    owner = name.rpartition(".")[0]
+    if isinstance(model.get_submodule(owner), LowRankEmbedding):
+        yield f"{owner}.up.weight", 0, "hidden", False
+    else:
+        yield name, 1, "hidden", False
 
 
 def _in(model: Any, name: str, stream: States) -> Iterator[tuple[str, int, States, bool]]:

@@ -7,7 +7,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
+from smelt.core.labels import CLASSIFIERS
 from smelt.core.stage import StoredDtype
+from smelt.families.registry import family_of
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
@@ -48,6 +50,10 @@ _NOT_TOKENIZER = {
     INDEX,
     MODULES,
     SETTINGS,
+}
+# torch's functions that draw weights: normal_, kaiming_uniform_, ...
+_DRAWS: dict[str, Any] = {
+    name: draw for name, draw in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")
 }
 _NORMS = {"gamma": "LayerNorm.weight", "beta": "LayerNorm.bias"}
 _quiet = threading.RLock()
@@ -111,7 +117,7 @@ def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
     from accelerate import init_empty_weights
 
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _nothing_drawn():
             model = kind(config)
     except Exception as error:  # sizes that do not go together, or are none
         raise InputError(
@@ -129,6 +135,29 @@ def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
     return model, edits
 
 
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Pass over the drawing of weights on the meta device, which changes none: half of a model's making."""
+    from transformers import initialization
+
+    ways: dict[str, Any] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})  # what transformers' own call
+    ours = {name: _unless_meta(draw) for name, draw in _DRAWS.items()}
+    vars(nn.init).update(ours)
+    ways.update({name: ours[name] for name in ways.keys() & ours})
+    try:
+        yield
+    finally:  # torch's own, not what was found: another thread may be in here too
+        vars(nn.init).update(_DRAWS)
+        ways.update({name: _DRAWS[name] for name in ways.keys() & _DRAWS})
+
+
+def _unless_meta(draw: Any) -> Any:
+    def draws(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if tensor.is_meta else draw(tensor, *args, **kwargs)
+
+    return draws
+
+
 def _class_of(config: Any, folder: Path) -> Any:
     """Return the model's class: a sentence embedder where the folder says so, else what the config names.
 
@@ -138,7 +167,7 @@ def _class_of(config: Any, folder: Path) -> Any:
     names = config.architectures or []
     named = str(names[0]) if isinstance(names, list) and names else ""
     # classifiers that smelt made of a sentence embedder before it knew of these keep the file
-    rules = None if named.endswith("ForSequenceClassification") else read_sentence_rules(folder)
+    rules = None if named.endswith(CLASSIFIERS) else read_sentence_rules(folder)
     if rules is not None:
         return sentence_class(config, rules)
     kind = getattr(transformers, named, None)
@@ -171,16 +200,28 @@ def _with_prefix(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `tensors` named as the model names them.
 
     A checkpoint that was saved without its head (the first GPT-2 is one) names tensors from the body on; the
-    first BERTs call the weight and bias of a norm gamma and beta.
+    first BERTs call the weight and bias of a norm gamma and beta; older names of a family it knows itself.
     """
+    family = family_of(model)
     tensors = {
-        re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: _NORMS[found[1]], n): t for n, t in tensors.items()
+        renamed(
+            re.sub(r"LayerNorm\.(gamma|beta)$", lambda found: _NORMS[found[1]], n),
+            family.renamed if family else (),
+        ): t
+        for n, t in tensors.items()
     }
     prefix = f"{model.base_model_prefix}."
     if prefix == "." or any(name.startswith(prefix) for name in tensors):
         return tensors
     wanted = {name.removeprefix(prefix) for name in model.state_dict() if name.startswith(prefix)}
     return {prefix + n if n in wanted else n: t for n, t in tensors.items()}
+
+
+def renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a tensor, each pattern of `pairs` replaced by what stands beside it, in order."""
+    for pattern, instead in pairs:
+        name = re.sub(pattern, instead, name)
+    return name
 
 
 def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -195,6 +236,9 @@ def _fill(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     tie_weights(model)
     ignorable = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     for module_name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            means = f"{module_name}.running_mean"
+            require_all_there([means] if means in loaded.missing_keys else [], folder)
         empty = [n for n, p in module.named_parameters(recurse=False) if p.is_meta]
         if not empty:
             continue

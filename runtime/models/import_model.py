@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from smelt.core.artifact import MANIFEST
 from smelt.core.files import read_json, write_json
-from smelt.core.labels import SINGLE, ProblemType
-from smelt.families.registry import FAMILIES
-from smelt.runtime.models.checkpoint import TOKENIZER_SUFFIXES, load_config, quiet, save_model
+from smelt.core.labels import CLASSIFIERS, SINGLE, ProblemType
+from smelt.families.registry import FAMILIES, reads_images
+from smelt.runtime.models.checkpoint import (
+    TOKENIZER_SUFFIXES,
+    load_config,
+    load_model,
+    quiet,
+    renamed,
+    save_model,
+)
 from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
-from smelt.runtime.models.weight_files import INDEX, find_weights
+from smelt.runtime.models.weight_files import INDEX, find_weights, weight_tensors
 from smelt.runtime.models.weights_fit import require_body
 from smelt.runtime.text.sentence_files import MODULES, SETTINGS, SentenceRules, write_sentence_rules
 
@@ -36,10 +44,13 @@ def import_model(
     """
     config = load_config(src)
     architecture = (config.architectures or [""])[0]
-    if labels is not None and not architecture.endswith("ForSequenceClassification"):
+    if labels is not None and not architecture.endswith(CLASSIFIERS):
         return _with_new_head(src, out, labels, seed, problem)
     if lacks_head(config):
         return add_tied_head(src, out)
+    if _has_older_names(src, config.model_type):
+        model, edits = load_model(src)
+        return save_model(model, edits, out, src)
     for path in source_files(src):
         shutil.copyfile(path, out / path.name)
     if problem not in (None, SINGLE) and config.problem_type is None:
@@ -50,6 +61,13 @@ def import_model(
     return []
 
 
+def _has_older_names(src: Path, kind: str) -> bool:
+    """Say whether tensors of `src` are called as the family `kind` called them once."""
+    known = FAMILIES.get(kind)
+    pairs = known.renamed if known else ()
+    return bool(pairs) and any(renamed(name, pairs) != name for _, name, _ in weight_tensors(src))
+
+
 def make_embedder(folder: Path, rules: SentenceRules) -> None:
     """Let all that open the encoder in `folder` make vectors by `rules`, and cut texts as they say."""
     config = read_json(folder / "config.json")
@@ -57,6 +75,13 @@ def make_embedder(folder: Path, rules: SentenceRules) -> None:
     if rules.max_length is not None:  # where sentence-transformers writes it too
         path = folder / "tokenizer_config.json"
         write_json(path, read_json(path) | {"model_max_length": rules.max_length})
+
+
+def classifier_class(kind: str) -> Any:
+    """Return transformers' class that makes a classifier of the model type `kind`."""
+    if reads_images({"model_type": kind}):
+        return transformers.AutoModelForImageClassification
+    return transformers.AutoModelForSequenceClassification
 
 
 def source_files(src: Path) -> list[Path]:
@@ -76,10 +101,10 @@ def source_files(src: Path) -> list[Path]:
 def _with_new_head(
     src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
 ) -> list[str]:
-    names = dict(enumerate(labels))
+    names, config = dict(enumerate(labels)), load_config(src)
     torch.manual_seed(seed)
     with quiet():
-        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, info = classifier_class(config.model_type).from_pretrained(
             src,
             local_files_only=True,
             trust_remote_code=False,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from smelt.core.data import TEXT_TO_TEXT, Task
+from smelt.core.data import IMAGES, TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
 from smelt.core.text import article
@@ -37,11 +37,12 @@ def make_model(
 ) -> list[str]:
     """Write a model with the weights that its class draws with `seed` into `out`, and its tokenizer.
 
-    Vocabulary and special tokens in the config become the tokenizer's.
+    A model of images has an image processor in its place. Vocabulary and special tokens in the config become
+    the tokenizer's.
 
     Args:
         values: a Hugging Face config.
-        tokenizer_folder: where the tokenizer lies.
+        tokenizer_folder: where the tokenizer (or preprocessor_config.json) lies.
         out: gets a whole model folder.
         task: what the model is for; chooses its class.
         seed: of the weights.
@@ -57,8 +58,7 @@ def make_model(
         InputError: transformers cannot make a model of this config, or the tokenizer lacks a token that
             the model needs.
     """
-    tokenizer = load_tokenizer(tokenizer_folder)
-    agreed = agreement(values, tokenizer, task, exact)
+    agreed = {} if task == IMAGES else agreement(values, load_tokenizer(tokenizer_folder), task, exact)
     settings = {k: v for k, v in values.items() if k not in _NOT_SETTINGS} | agreed
     if labels:
         settings["id2label"] = dict(enumerate(labels))
@@ -130,6 +130,8 @@ def _needs(role: str, task: Task) -> bool:
 def _class_for(task: Task) -> Any:
     if task in TEXT_TO_TEXT:
         return transformers.AutoModelForSeq2SeqLM
+    if task == IMAGES:
+        return transformers.AutoModelForImageClassification
     if task == "text-classification":
         return transformers.AutoModelForSequenceClassification
     return transformers.AutoModelForCausalLM

@@ -5,7 +5,10 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "linear", "module": m, "in_features": i, "out_features": o}   a Linear of another size
     {"op": "set", "module": m, "attribute": a, "value": v}               a whole number kept by a module
     {"op": "low_rank", "module": m, "rank": r}                           Linear -> LowRankLinear
+    {"op": "low_rank_table", "module": m, "rank": r}                     Embedding -> LowRankEmbedding
+    {"op": "tie", "module": m, "with": n}                                Linear m multiplies with the table n
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
+    {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
@@ -27,7 +30,8 @@ from torch import nn
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_json
 from smelt.families.registry import family_of
-from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
+from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
 
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
@@ -171,11 +175,74 @@ def _low_rank(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
 
 
+def _low_rank_conv(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Conv2d):
+        raise TypeError("it is not a Conv2d")
+    ranks = edit["ranks"]
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        raise TypeError(f"ranks {ranks!r}")
+    replace_module(model, edit["module"], LowRankConv(steps_of(str(edit["kind"]), old, ranks)))
+
+
+def _low_rank_table(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized import is_table, keep_scale
+
+    old = model.get_submodule(edit["module"])
+    if not is_table(old):
+        raise TypeError("it is not an Embedding")
+    if not 0 < edit["rank"] <= max(old.weight.shape):
+        raise ValueError(f"no table of this size has rank {edit['rank']}")
+    new = LowRankEmbedding(old.num_embeddings, old.embedding_dim, edit["rank"], old.padding_idx)
+    keep_scale(new, old)
+    replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
+
+
+def tie(model: Any, name: str, table: str) -> Edit:
+    """Let the Linear `name` multiply with the rows of the embedding `table`; return the edit that says so.
+
+    A file then holds their matrix once, and whoever reads it ties it again.
+
+    Raises:
+        TypeError: they are no Linear and no Embedding.
+        ValueError: their matrices have other shapes.
+    """
+    from smelt.runtime.layers.quantized import is_table
+
+    linear, rows = model.get_submodule(name), model.get_submodule(table)
+    if not isinstance(linear, nn.Linear) or not is_table(rows):
+        raise TypeError("they are no Linear and no Embedding")
+    if linear.weight.shape != rows.weight.shape:
+        raise ValueError("they are of different sizes")
+    linear.weight = rows.weight
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    model.all_tied_weights_keys = {**tied, f"{name}.weight": f"{table}.weight"}
+    return {"op": "tie", "module": name, "with": table}
+
+
+def _tie(model: nn.Module, edit: Edit) -> None:
+    tie(model, edit["module"], edit["with"])
+
+
 def _quantize(model: nn.Module, edit: Edit) -> None:
     from smelt.runtime.layers.quantized import empty_quantized
 
     new = empty_quantized(model.get_submodule(edit["module"]), edit["scheme"], scheme_options(edit))
     replace_module(model, edit["module"], new)
+
+
+def _adapter(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.adapted import AdaptedLinear
+    from smelt.runtime.layers.quantized import QuantizedLinear
+
+    old = model.get_submodule(edit["module"])
+    coded = old.coded if isinstance(old, AdaptedLinear) else old
+    if not isinstance(coded, QuantizedLinear):
+        raise TypeError("it is not a quantized Linear")
+    # it is made on the CPU, where a rank that cannot be would take all memory
+    if not 0 < edit["rank"] <= min(coded.in_features, coded.out_features):
+        raise ValueError(f"no adapter has rank {edit['rank']}")
+    replace_module(model, edit["module"], AdaptedLinear(coded, edit["rank"]))
 
 
 def _share(model: nn.Module, edit: Edit) -> None:
@@ -200,7 +267,11 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
     "low_rank": _low_rank,
+    "low_rank_conv": _low_rank_conv,
+    "low_rank_table": _low_rank_table,
+    "tie": _tie,
     "quantize": _quantize,
+    "adapter": _adapter,
     "share": _share,
     "own_bias": _own_bias,
     "mask": _mask,

@@ -42,6 +42,7 @@ class Binary(Scheme):
 
     name: ClassVar[str] = "binary"
     summary: ClassVar[str] = "one bit a weight and one scale per group of inputs"
+    pays: ClassVar[str] = "the smallest files"
     source: ClassVar[str] = "Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279 (Binary-Weight-Networks)"
     settings: ClassVar[tuple[Option, ...]] = (_GROUP_SIZE, parts.ACCURACY_LEVEL)
     tables: ClassVar[bool] = False

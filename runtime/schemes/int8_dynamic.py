@@ -33,6 +33,7 @@ class Int8Dynamic(RowCodes):
         "int8 weights per output channel; activations become uint8 while running, one scale for the tensor of"
         " the whole batch"
     )
+    pays: ClassVar[str] = "from 8 rows at a time on a CPU"
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
     one_scale: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}

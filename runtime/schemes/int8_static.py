@@ -37,6 +37,7 @@ class Int8Static(RowCodes):
     summary: ClassVar[str] = (
         "int8 weights per output channel; activations become int8 with a range that was found on rows of data"
     )
+    pays: ClassVar[str] = "TensorRT, OpenVINO; no result depends on its batch"
     source: ClassVar[str] = (
         "ONNX operator QuantizeLinear-13 (github.com/onnx/onnx, docs/Operators.md); Jacob et al. 2018,"
         " arXiv:1712.05877"

@@ -9,6 +9,8 @@ from typing import Any
 
 from smelt.core.errors import InputError, nearest
 from smelt.runtime.schemes.binary import Binary
+from smelt.runtime.schemes.bnb_int8 import BnbInt8
+from smelt.runtime.schemes.bnb_nf4 import BnbNf4
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
@@ -21,6 +23,8 @@ _ALL: tuple[Scheme, ...] = (
     Int8Groupwise(),
     Int4(),
     Binary(),
+    BnbNf4(),
+    BnbInt8(),
 )
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
 DEFAULT = Int8Dynamic.name
@@ -96,6 +100,11 @@ def targets_of(schemes: Iterable[Scheme]) -> list[str]:
     """Return the targets of export that run all of `schemes`."""
     refused = {target for scheme in schemes for target in scheme.refused}
     return [target for target in TARGETS if graphs_for(target) not in refused]
+
+
+def schemes_for(target: str) -> list[str]:
+    """Return the names of the schemes that the target of export runs."""
+    return [name for name, scheme in SCHEMES.items() if graphs_for(target) not in scheme.refused]
 
 
 def operators() -> dict[str, tuple[int, ...]]:

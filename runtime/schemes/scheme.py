@@ -122,6 +122,7 @@ class Scheme(Protocol):
     name: the word in recipes.
     summary: weights, scales and activations in a sentence without a full stop, for the help.
     source: the paper or reference code that it follows.
+    pays: where it gains something, in a few words, for the table of schemes.
     settings: its options, in the order of the help.
     tables: whether embeddings, and the head that may be one matrix with them, can be coded.
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
@@ -131,10 +132,13 @@ class Scheme(Protocol):
         ones costs the others their precision.
     row_by_row: whether a product in ONNX Runtime gives a row the same, bit for bit, whatever else is in its
         batch.
+    packages: what its products in torch need besides what smelt depends on: names in the package index, with
+        the oldest release that does.
+    by_word: whether rows of an output layer can be gathered in a graph, so that a shortlist restricts it.
     refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
-        points. The input that comes after the activations holds the codes.
+        points. The input that comes after the activations holds the codes. None where no target runs it.
     forms: operators as which a product can leave for ONNX Runtime on the CPU, the first one unless another
         was measured to be faster (`export/tune`); empty where there is one alone. The weights are the same
         numbers in all, rounded activations may differ. `product` and what leaves look at `Coded.form`.
@@ -147,6 +151,7 @@ class Scheme(Protocol):
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
+    pays: ClassVar[str] = ""
     settings: ClassVar[tuple[Option, ...]] = ()
     tables: ClassVar[bool] = True
     vocabulary: ClassVar[str] = ""
@@ -154,6 +159,8 @@ class Scheme(Protocol):
     observes: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False
+    packages: ClassVar[Mapping[str, str]] = {}
+    by_word: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]]
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.evaluate.tensor_quality import TENSOR_METRICS, score_outputs
+from smelt.evaluate.tensor_quality import TENSOR_METRICS, score_outputs, why_low
 
 
 def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
@@ -72,3 +72,19 @@ def test_unknown_metrics_and_missing_rows_are_refused() -> None:
         score_outputs(["agrement"], [{}], [{}], "k", "r")
     with pytest.raises(InputError, match="0 rows of outputs"):
         score_outputs(["agreement"], [], [], "k", "r")
+
+
+def test_rows_that_are_finite_on_one_side_alone_are_named_with_what_was_fed() -> None:
+    expected = [{"a": np.array([1.0, 2.0])} for _ in range(4)]
+    got = [{"a": np.array([np.nan if at in (1, 3) else 1.0, 2.0])} for at in range(4)]
+    fed = {"x": np.array([[0.0], [np.inf], [np.nan], [0.0]]), "scale": np.array(np.nan)}
+    assert why_low(got, expected, fed) == (
+        "agreement: 2 rows agree in nothing (of 4; [1, 3], counted from 0), since NaN or infinite values"
+        " stand in one graph's outputs where the other has numbers; the data are not finite in x[1]"
+    )
+    assert why_low(got, got, fed) is None  # not finite on both sides
+
+
+def test_of_many_such_rows_the_first_are_named() -> None:
+    bad, good = [{"a": np.array([np.nan])}] * 9, [{"a": np.array([1.0])}] * 9
+    assert "[0, 1, 2, 3, 4 and 4 more]" in str(why_low(bad, good, {}))

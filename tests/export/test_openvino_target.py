@@ -40,7 +40,7 @@ def test_precisions_that_a_target_does_not_have(settings, words):
         OnnxSettings(**settings)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "binary"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "binary", "nf4"])
 def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
@@ -53,6 +53,21 @@ def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, t
             OnnxSettings(target="openvino"),
             exports.context(tmp_path / "o", task),
         )
+
+
+def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(tmp_path):
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+
+    make, task = exports.FAMILIES["bert"]
+    ctx = exports.context(tmp_path / "codes", task)
+    Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(scheme="bnb-int8"), ctx)
+    for target, schemes in (("openvino", "int8-static"), ("ort-cpu", "int8-dynamic or int8-static or .*")):
+        with pytest.raises(InputError, match=rf"target {target} cannot run .*, or quantize with {schemes}\."):
+            Onnx()(
+                tiny.artifact(ctx.out, task),
+                OnnxSettings(target=target),
+                exports.context(tmp_path / target, task),
+            )
 
 
 def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 from graph_edits import change, put_behind
 
 from smelt.export import graph_files
+from smelt.export.parity.example_feeds import LENGTHS, OTHER_LENGTHS
 from smelt.export.simplify import simplify_file
 
 TOKENS = np.arange(2, 40)
@@ -72,6 +73,22 @@ def test_a_candidate_that_computes_the_same_is_kept(family, graph, outside, tmp_
     assert onnx.load(path).doc_string == "simplified"
     names = {path.name, f"{path.name}_data"} if outside else {path.name}
     assert {p.name for p in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, OTHER_LENGTHS])
+def test_a_candidate_that_holds_the_size_of_a_batch_is_refused(lengths, tmp_path, monkeypatch):
+    path = graph_of("bert", "model", tmp_path)
+
+    def fix(model):
+        ids = np.array([len(lengths), max(lengths)])
+        model.graph.initializer.append(onnx.numpy_helper.from_array(ids, "size"))
+        for node in model.graph.node:
+            node.input[:] = ["of_one_size" if name == "input_ids" else name for name in node.input]
+        node = onnx.helper.make_node("Reshape", ["input_ids", "size"], ["of_one_size"])
+        model.graph.node.insert(0, node)
+
+    simplifier(monkeypatch, fix)
+    assert "computes something else" in str(simplify_file(path, TOKENS))
 
 
 def infinite(model):

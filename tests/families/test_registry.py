@@ -6,6 +6,7 @@ import every_family
 import pytest
 import seq2seq
 import tiny
+from every_family import OF_TEXTS
 from torch import nn
 
 from smelt.core.data import TASKS
@@ -28,7 +29,7 @@ MAKERS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(OF_TEXTS))
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     MAKERS[request.param](folder)

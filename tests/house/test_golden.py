@@ -36,7 +36,7 @@ def test_a_stage_makes_what_its_version_says(name):
         assert here != pinned(), f"golden.json knows nothing of {here}: run `make golden`."
         pytest.skip(f"golden.json knows nothing of {here}")
     now = golden.fingerprint(CASES[name])
-    found = golden.differences(kept["libraries"][here], now, bool(CASES[name].settings.get("max_steps")))
+    found = golden.differences(kept["libraries"][here], now, CASES[name].tolerance)
     assert not found, f"{name}: the result under {versions} became another one. {MEND}\n" + "\n".join(found)
 
 
@@ -65,7 +65,7 @@ def test_another_way_of_computing_is_noticed(name, settings):
     kept = golden.read()[name]["libraries"].get(golden.libraries())
     if kept is None:
         pytest.skip("golden.json knows nothing of these libraries")
-    assert golden.differences(kept, golden.fingerprint(case), bool(case.settings.get("max_steps")))
+    assert golden.differences(kept, golden.fingerprint(case), case.tolerance)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def changed(folder, how):
     model = onnx.load(folder / "model.onnx")
     how(model)
     onnx.save(model, folder / "model.onnx")
-    return golden.differences(before, golden._of_graphs(folder), False)
+    return golden.differences(before, golden._of_graphs(folder))
 
 
 def test_another_node_attribute_constant_or_dimension_of_a_graph_is_noticed(graph):

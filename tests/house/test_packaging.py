@@ -132,5 +132,5 @@ def third_party(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module.split(".")[0])
     names -= {*sys.stdlib_module_names, "smelt", "pydantic_core"}
-    renamed = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+    renamed = {"yaml": "pyyaml", "sklearn": "scikit-learn", "PIL": "pillow"}
     return {canonical(renamed.get(name, name)) for name in names}

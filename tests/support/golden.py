@@ -50,12 +50,22 @@ class Case:
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
     before: tuple[tuple[str, dict[str, Any]], ...] = ()
+    allowed: float | None = None  # how far projections may be off, where it is not what `differences` says
+
+    @property
+    def tolerance(self) -> float:
+        """How far projections may be off, see `differences`."""
+        return self.allowed or (0.01 if self.settings.get("max_steps") else 0.002)
 
 
+# Least squares on few tokens of a tiny model multiply what kernels round differently (0.005 was seen), and
+# singular vectors of values that are nearly equal turn (0.08).
+REFIT, TURNED = 0.02, 0.2
 INSIDE: dict[str, Any] = {"hidden": 1, "embeddings": 1, "attention": 1, "cosine": 1, "relations": 1}
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
+NF4: dict[str, Any] = {"scheme": "bnb-nf4"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
 LISTED: dict[str, Any] = {"per_token": 3, "frequent": 5}
 GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
@@ -71,15 +81,21 @@ CASES: dict[str, Case] = {
     "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
     "depth bert": Case("depth", "bert", {"importance": "block-influence"}),
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
-    "prune bert": Case("prune", "bert"),
-    "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}),
-    "prune bert, across layers by Fisher": Case("prune", "bert", {"scope": "global", "importance": "fisher"}),
+    "prune bert": Case("prune", "bert", allowed=REFIT),
+    "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}, allowed=REFIT),
+    "prune bert, across layers by Fisher": Case(
+        "prune", "bert", {"scope": "global", "importance": "fisher"}, allowed=REFIT
+    ),
     "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
+    "prune bert, within a budget": Case(
+        "prune", "bert", {"budget": {"parameters": 0.8}, "compensate": False}
+    ),
     "prune bert, not compensated": Case("prune", "bert", {"compensate": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
+    "factorize marian, embeddings": Case("factorize", "marian", {"what": "embeddings", "rank": 7}),
     "factorize marian, one budget": Case(
-        "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}
+        "factorize", "marian", {"budget": {"parameters": 0.5}, "aim": "size"}, allowed=TURNED
     ),
     "factorize bert, plain, by energy": Case(
         "factorize", "bert", {"method": "svd", "energy": 0.5, "aim": "size"}
@@ -95,6 +111,8 @@ CASES: dict[str, Case] = {
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
+    "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
+    "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
     "onnx marian": Case("onnx", "marian"),
     "onnx t5": Case("onnx", "t5"),
     "onnx gpt2": Case("onnx", "gpt2"),
@@ -106,6 +124,7 @@ CASES: dict[str, Case] = {
     ),
     "onnx marian, int8-groupwise": Case("onnx", "marian", {}, (("quantize", GROUPWISE),)),
     "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
+    "onnx marian, bnb-nf4": Case("onnx", "marian", {}, (("quantize", NF4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "bert", {"target": "tensorrt", "dtype": "fp16"}),
@@ -341,11 +360,17 @@ def _digest(value: Any) -> str:
     return hash_of(value if isinstance(value, list | dict) else list(value))[:16]
 
 
-def differences(golden: dict[str, Any], now: dict[str, Any], trained: bool) -> list[str]:
+def differences(golden: dict[str, Any], now: dict[str, Any], allowed: float = 0.002) -> list[str]:
     """Return what differs between two fingerprints, in words.
 
     Kernels for other processors (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS) moved what
-    was trained by 0.0008 at most and nothing else; another schedule of the learning rate moves it by 0.05.
+    was trained by 0.0008 at most, what least squares fit by 0.005, and most else by nothing; another schedule
+    of the learning rate moves it by 0.05.
+
+    Args:
+        golden: of before.
+        now: of the same case.
+        allowed: how far projections may be off; root mean squares by no more than a hundredth.
     """
     found = []
     for name in sorted(golden["exact"].keys() | now["exact"].keys()):
@@ -354,12 +379,9 @@ def differences(golden: dict[str, Any], now: dict[str, Any], trained: bool) -> l
             found.append(f"{name}: {old} became {new}")
     for kind in sorted(golden["numbers"].keys() | now["numbers"].keys()):
         old, new = (f["numbers"].get(kind, [0.0, 0.0, 0.0]) for f in (golden, now))
-        allowed = 0.01 if trained else 0.002
-        off = [
-            abs(old[0] - new[0]) / (abs(old[0]) or 1.0),
-            *(abs(a - b) for a, b in zip(old[1:], new[1:], strict=True)),
-        ]
-        if max(off) > allowed:
+        size = abs(old[0] - new[0]) / (abs(old[0]) or 1.0)
+        off = max(abs(a - b) for a, b in zip(old[1:], new[1:], strict=True))
+        if size > min(allowed, 0.01) or off > allowed:
             found.append(f"{kind}: {old} became {new}")
     return found
 
@@ -378,7 +400,7 @@ def write(names: list[str]) -> int:
         now, versions = fingerprint(case), stage_version(case)
         old = kept.get(name, {"versions": versions, "libraries": {}})
         if old["versions"] == versions and here in old["libraries"]:
-            changed = differences(old["libraries"][here], now, bool(case.settings.get("max_steps")))
+            changed = differences(old["libraries"][here], now, case.tolerance)
             if changed:
                 refused = 1
                 print(f"{name}: the result is another one under {versions}; raise the version of the stage:")

@@ -32,16 +32,19 @@ SPENT = "processor_s"
 PYTESTS = LogCaptureHandler.__module__
 LONGEST = (
     "pipeline/whole/test_matrix.py",
-    "export/parity/test_check.py",
     "house/test_golden.py",
-    "export/graphs/test_every_family.py",
+    "export/parity/test_check.py",
     "pipeline/use/test_loaded.py",
+    "evaluate/latency/test_comparison.py",
     "compress/test_shared_layers.py",
-    "compress/train/test_loop.py",
-    "pipeline/look/test_data.py",
+    "pipeline/whole/test_quiet_export.py",
     "compress/test_seq2seq_families.py",
     "pipeline/faults/test_kill.py",
-    "pipeline/whole/test_classifiers.py",
+    "pipeline/whole/test_run_tensorrt.py",
+    "pipeline/whole/test_sentences.py",
+    "compress/test_what_follows.py",
+    "pipeline/faults/test_permissions.py",
+    "compress/train/test_loop.py",
 )
 """The files that take most (`--processor-time` shows them): they begin first, or one of them ends last."""
 BEGIN = pytest.StashKey[float]()

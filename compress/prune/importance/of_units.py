@@ -12,15 +12,14 @@ from smelt.compress.prune.importance.fisher import fisher_scores
 from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.importance.scores import Scores
 from smelt.compress.prune.importance.taylor import taylor_scores
-from smelt.compress.train.data import Row, collate, encode_split, group_by_length
+from smelt.compress.train.data import Row, collate, encode_split, group_by_length, reader_of
 from smelt.compress.train.loop import label_objective
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY, Split
+from smelt.core.data import SIMILARITY
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
-from smelt.runtime.models.checkpoint import load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +68,8 @@ def _rows(model: Any, src: Artifact, settings: Any, ctx: Context) -> list[Row]:
     draw = random.Random(ctx.seed)
     if ctx.task != "language-modeling":  # whose rows are windows of one text
         drawn = sorted(draw.sample(range(len(split)), min(settings.rows, len(split))))
-        split = Split(split.origin, tuple(split.examples[i] for i in drawn))
-    rows = encode_split(split, model.config, load_tokenizer(src.path), ctx, what="prune: calibration")
+        split = split.some(drawn)
+    rows = encode_split(split, model.config, reader_of(src.path), ctx, what="prune: calibration")
     if len(rows) > settings.rows and ctx.task == "language-modeling":
         rows = [rows[i] for i in sorted(draw.sample(range(len(rows)), settings.rows))]
     return rows

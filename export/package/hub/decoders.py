@@ -138,7 +138,8 @@ def _merged(decoder: Any, cross: Cross, states: Any) -> Any:
     # the outputs of both branches have names of their own
     here = [_copy(node) for node in cross.nodes]
     for node in here:
-        _rename(node.output, {name: f"made.{name}" for name in names})
+        for ends in (node.input, node.output):  # one may read what another gives
+            _rename(ends, {name: f"made.{name}" for name in names})
     made = [_named(o, f"made.{o.name}") for o in cross.outputs]
     given = [_named(o, f"given.{o.name}") for o in cross.outputs]
     pasts = [_past(name) for name in names]
@@ -169,11 +170,16 @@ def _by_token(nodes: list[Any], graph: Any) -> Any:
     from onnx import helper
 
     described = _copy(next(o for o in graph.output if o.name == "logits"))
+    known = {name for node in nodes for name in (node.name, *node.output)}
+    word = "logits"
+    while known & {f"{word}.of_token", f"{word}.axis"}:  # a package that was read again
+        word += "_"
+    inner, by = f"{word}.of_token", f"{word}.axis"
     for node in nodes:
-        _rename(node.output, {"logits": "logits.of_token"})
-        _rename(node.input, {"logits": "logits.of_token"})
-    axis = helper.make_node("Constant", [], ["logits.axis"], "logits.axis", value_ints=[1])
-    nodes += [axis, helper.make_node("Unsqueeze", ["logits.of_token", "logits.axis"], ["logits"], "logits")]
+        _rename(node.output, {"logits": inner})
+        _rename(node.input, {"logits": inner})
+    axis = helper.make_node("Constant", [], [by], by, value_ints=[1])
+    nodes += [axis, helper.make_node("Unsqueeze", [inner, by], ["logits"], word)]
     dims = described.type.tensor_type.shape.dim
     batch, words = _copy(dims[0]), _copy(dims[1])
     del dims[:]

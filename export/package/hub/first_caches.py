@@ -26,7 +26,8 @@ def take_any_first_cache(model: Any, config: Mapping[str, Any]) -> int:
 
     heads, width = _first(config, _HEADS), _first(config, _WIDTH)
     usual = (heads, width // heads) if heads and width else None
-    odd = [value for value in model.graph.input if _is_own(value.name) and _shape(value) != usual]
+    done = any("caches.rows" in node.output for node in model.graph.node)  # a package that was read again
+    odd = [v for v in model.graph.input if not done and _is_own(v.name) and _shape(v) != usual]
     nodes: list[Any] = []
     for value in odd:
         nodes += _reshaped(model, value)

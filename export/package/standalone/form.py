@@ -51,9 +51,12 @@ class Standalone:
             )
         lacks = [name for name in WHOLE if not (artifact.path / f"{name}.onnx").is_file()]
         if artifact.manifest.task in _GENERATES and lacks:
-            raise InputError(
-                f"it has no {lacks[0]}.onnx, the graph of a whole generation. Export it with `loop: true`."
+            mend = (
+                "Graphs that a recipe starts from get none; start from the folder with weights."
+                if artifact.manifest.facts.get("foreign")
+                else "Export it with `loop: true`."
             )
+            raise InputError(f"it has no {lacks[0]}.onnx, the graph of a whole generation. {mend}")
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
         """Write the artifact, infer.py with its settings, requirements.txt and a Dockerfile."""

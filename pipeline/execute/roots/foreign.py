@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from smelt.runtime.foreign.signature import Signature
 
 # Raised whenever the same files would be taken in another way.
-_VERSION = 1
+_VERSION = 3
+_DECODING = "generation_config.json"
 
 
 def begin_with_graph(
@@ -31,7 +32,8 @@ def begin_with_graph(
     Raises:
         InputError: it cannot be run on the first rows, or its files changed since they were looked at.
     """
-    files = [model.file, *(model.file.parent / name for name in model.files)]
+    graphs = list(model.parts.values()) or [model.file]
+    files = [*graphs, *(model.file.parent / name for name in model.files)]
     said: dict[str, Any] = {
         "stage": "model",
         "version": _VERSION,
@@ -44,10 +46,19 @@ def begin_with_graph(
     key = hash_of(said)
 
     def make(space: Path) -> Artifact:
+        from smelt.runtime.foreign.take import NAME
+        from smelt.runtime.foreign.vectors import make_vectors
+
         out = space / "out"
         out.mkdir()
         facts: dict[str, Any] = {"foreign": True, "target": "ort-cpu", **model.facts}
-        _take(model, data["test"], out)
+        if model.parts:
+            _take_parts(model, out)
+            facts["parameters"] = _parameters_in(out)
+        else:
+            _take(model, data["test"], out)
+        if head is not None and head.sentences is not None:
+            make_vectors(out / NAME, head.sentences)
         notes = [] if head is None else _take_texts(model, head, data, out, facts)
         manifest = Manifest(
             key=key,
@@ -79,6 +90,28 @@ def _take(model: ForeignModel, rows: Split, out: Path) -> None:
         return
     write_signature(out, model.signature)
     try_graph(graph, model.signature.feeds(rows.arrays, 0, size), str(model.file))
+
+
+def _take_parts(model: ForeignModel, out: Path) -> None:
+    """Write the graphs of a model that generates into `out`, and how it decodes."""
+    import shutil
+
+    from smelt.runtime.foreign.generators.take import take_generator
+
+    assert model.texts is not None
+    take_generator(model.parts, read_json(model.texts / "config.json"), out)
+    if (model.texts / _DECODING).is_file():
+        shutil.copyfile(model.texts / _DECODING, out / _DECODING)
+
+
+def _parameters_in(out: Path) -> int:
+    """Return how many numbers the graphs in `out` hold, each graph its own, as the bytes of its file do."""
+    import onnx
+
+    from smelt.runtime.foreign.tensors import parameters
+
+    graphs = sorted(out.glob("*.onnx"))
+    return sum(parameters(onnx.load(str(path), load_external_data=False)) for path in graphs)
 
 
 def _of_ones(signature: Signature, rows: int) -> dict[str, Any]:

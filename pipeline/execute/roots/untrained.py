@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Split
+from smelt.core.data import IMAGES, Split
 from smelt.core.errors import InputError
-from smelt.core.files import hash_of, sha256_of
+from smelt.core.files import hash_of, sha256_of, write_json
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import class_names
 from smelt.execute.head import Head
 from smelt.execute.steps import Workshop
-from smelt.look.model_folder import (
-    local_folder,
-)
-from smelt.plan.untrained import config_file, read_outline
+from smelt.look.model_folder import local_folder
+from smelt.plan.untrained import config_file, processor_settings, read_outline
 from smelt.recipe.inputs import NewTokenizer, Untrained
 from smelt.recipe.problem import has_classifier
 from smelt.recipe.recipe import Recipe
 from smelt.recipe.stages import ROOT
+from smelt.runtime.images.processor import FILE
 from smelt.runtime.text.rules import TextRules
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.spm"]
@@ -39,13 +38,15 @@ def start(shop: Workshop, recipe: Recipe, head: Head, fresh: bool) -> tuple[Arti
     if problems:
         raise InputError("\n".join(problems))
     tokenizer = model.tokenizer
-    ready = None if isinstance(tokenizer, NewTokenizer) else _fetch_tokenizer(tokenizer, recipe.base)
+    ready = _fetch_tokenizer(tokenizer, recipe.base) if isinstance(tokenizer, str) else None
+    pixels = processor_settings(model, recipe.base, config) if shop.task == IMAGES else None
     key = hash_of(
         {
             "stage": "untrained",
             "version": 1,
             "config": config,
-            "tokenizer": _contents(ready) if ready else _recipe_of(tokenizer, shop.data["train"]),
+            **({} if pixels is None else {"images": pixels}),
+            **({} if tokenizer is None else {"tokenizer": _words_key(ready, tokenizer, shop)}),
             "task": shop.task,
             "labels": head.labels,
             **head.key,
@@ -58,6 +59,9 @@ def start(shop: Workshop, recipe: Recipe, head: Head, fresh: bool) -> tuple[Arti
     def make(space: Path) -> Artifact:
         out, words = space / "out", ready or space / "tokenizer"
         out.mkdir()
+        if pixels is not None:
+            words.mkdir()
+            write_json(words / FILE, pixels)
         notes = _make(shop, config, tokenizer, words, out, head)
         return _commit(shop, key, config, tokenizer, head.rules, out, notes, fresh)
 
@@ -67,7 +71,7 @@ def start(shop: Workshop, recipe: Recipe, head: Head, fresh: bool) -> tuple[Arti
 def _make(
     shop: Workshop,
     config: Mapping[str, Any],
-    tokenizer: str | NewTokenizer,
+    tokenizer: str | NewTokenizer | None,
     words: Path,
     out: Path,
     head: Head,
@@ -107,7 +111,7 @@ def _commit(
     shop: Workshop,
     key: str,
     config: Mapping[str, Any],
-    tokenizer: str | NewTokenizer,
+    tokenizer: str | NewTokenizer | None,
     rules: TextRules,
     out: Path,
     notes: list[str],
@@ -117,7 +121,7 @@ def _commit(
     from smelt.runtime.text.write_rules import write_text_rules
 
     write_text_rules(out, rules)
-    how = tokenizer if isinstance(tokenizer, str) else tokenizer.model_dump()
+    how = tokenizer.model_dump() if isinstance(tokenizer, NewTokenizer) else tokenizer
     facts = {"parameters": count_parameters(out), "untrained": True, **shop.remembered}
     manifest = Manifest(
         key=key,
@@ -148,6 +152,10 @@ def _fetch_tokenizer(tokenizer: str, base: Path) -> Path:
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         why = f"it is not in the cache here, and {lack}" if lack else f"the hub does not give it: {error}"
         raise InputError(f"model.tokenizer: '{tokenizer}': {why}.") from error
+
+
+def _words_key(ready: Path | None, tokenizer: str | NewTokenizer, shop: Workshop) -> dict[str, Any]:
+    return _contents(ready) if ready else _recipe_of(tokenizer, shop.data["train"])
 
 
 def _contents(folder: Path) -> dict[str, str]:

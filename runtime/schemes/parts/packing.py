@@ -1,4 +1,7 @@
-"""Codes of fewer than eight bits in bytes, the first code in the lowest bits: as MatMulNBits reads them."""
+"""Codes of fewer than eight bits in bytes, the first code in the lowest bits: as MatMulNBits reads them.
+
+bitsandbytes, and so MatMulBnb4, has the first of two in the highest ones (`high_first`).
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor, high_first: bool = False) -> Tensor:
     """Put two codes into one byte along the last axis: uint8 [..., n] -> uint8 [..., ceil(n / 2)]."""
     codes = F.pad(codes, (0, codes.shape[-1] % 2))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    low, high = (1, 0) if high_first else (0, 1)
+    return codes[..., low::2] | (codes[..., high::2] << 4)
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor, high_first: bool = False) -> Tensor:
     """Return the codes of `pack_nibbles`, uint8 [..., 2 n]."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    both = [packed & 15, packed >> 4]
+    return torch.stack(both[::-1] if high_first else both, dim=-1).flatten(-2)
 
 
-def nibbles_as_floats(packed: Tensor) -> Tensor:
+def nibbles_as_floats(packed: Tensor, high_first: bool = False) -> Tensor:
     """Return the codes of `pack_nibbles` as float32 [..., 2 n], by operators that leave torch well.
 
     torch 2.13's exporter makes an int8 of a shifted uint8, which ONNX Runtime refuses.
     """
-    both = packed.float()
-    high = torch.floor(both / 16)
-    return torch.stack([both - 16 * high, high], dim=-1).flatten(-2)
+    whole = packed.float()
+    high = torch.floor(whole / 16)
+    both = [whole - 16 * high, high]
+    return torch.stack(both[::-1] if high_first else both, dim=-1).flatten(-2)
 
 
 def pack_bits(bits: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ import every_family
 import harness
 import pytest
 import torch
+from every_family import OF_TEXTS
 
 from smelt.compress.calibration.blocks import drive
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.share.layers import ShareSettings, share_layers
 from smelt.core.errors import InputError
-from smelt.families.registry import FAMILIES
 from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model
 
@@ -62,7 +62,7 @@ def seen(model, rows, tmp_path, change=lambda step: None, found=None, **settings
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TEXTS)
 def test_blocks_are_fed_what_they_are_fed_in_the_whole_model(family, tmp_path):
     model, _ = load_model(every_family.of_layers(family, 3))
     rows = rows_for(model)

@@ -5,10 +5,11 @@ from itertools import pairwise
 import every_family
 import pytest
 import torch
+from every_family import OF_TEXTS
 from torch.nn.functional import normalize
 
 from smelt.compress.depth.influence import block_influence, drop_by_loss, without
-from smelt.families.registry import FAMILIES, family_of
+from smelt.families.registry import family_of
 from smelt.runtime.models.checkpoint import load_model
 
 
@@ -31,7 +32,7 @@ def _of_states(states):
     ]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_influence_is_that_of_the_states_that_transformers_gives(family):
     model, stacks = _loaded(family)
     with torch.no_grad():

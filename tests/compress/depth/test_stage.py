@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from every_family import OF_TEXTS
 
 from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.depth.stage import Depth
@@ -46,7 +47,7 @@ def test_an_embedder_without_scores_takes_block_influence():
     assert not Depth.check_rows(settings, "sentence-similarity", {"train": split})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_layer_that_does_nothing_goes_first(family, tmp_path):
     idle = _with_idle_layer(family, tmp_path / "idle")
     ctx = every_family.run(
@@ -68,7 +69,7 @@ def test_layer_that_does_nothing_goes_first(family, tmp_path):
     assert not ctx.warnings
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_transformers_loads_what_is_left(family, tmp_path):
     settings = DepthSettings(keep=0.67, importance="loss", rows=4)
     ctx = every_family.run(Depth(), settings, every_family.of_layers(family, 3), family, tmp_path / "out")

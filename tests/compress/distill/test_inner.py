@@ -8,6 +8,7 @@ import harness
 import pytest
 import tiny
 import torch
+from every_family import OF_TEXTS
 from torch.nn import functional as F
 
 from smelt.compress.distill.losses.relations import relation_loss
@@ -95,7 +96,7 @@ def test_relations_and_angles_are_those_of_the_last_layers(tmp_path):
     assert inner.modules == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TEXTS)
 def test_in_every_family_a_student_like_its_teacher_has_no_loss_and_another_has(family):
     folder = every_family.of_layers(family, 2)
     teacher, student = load_model(folder)[0], load_model(folder)[0]

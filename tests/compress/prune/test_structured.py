@@ -8,16 +8,12 @@ import torch
 from prunable import batch_for, bert, factorized, loss_of, marian
 from transformers import AutoModelForSeq2SeqLM
 
+from smelt.compress.prune.counts import heads_kept, neurons_kept
 from smelt.compress.prune.cut import cut_heads, cut_neurons, say_in_config
 from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.importance.taylor import taylor_scores
-from smelt.compress.prune.structured import (
-    Prune,
-    PruneSettings,
-    heads_kept,
-    neurons_kept,
-)
+from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import needs_of

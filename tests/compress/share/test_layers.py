@@ -4,6 +4,7 @@ import every_family
 import harness
 import pytest
 import torch
+from every_family import OF_TEXTS
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from sharing import assert_first_two_are_one, folder_of, products, share
@@ -13,12 +14,11 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share.layers import Share, ShareSettings, grouped, share_layers
 from smelt.core.errors import InputError
-from smelt.families.registry import FAMILIES
 from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_shared_model_equals_one_with_copied_weights_and_is_smaller_by_them(family, tmp_path):
     source = folder_of(family)
     plain, _ = load_model(source)

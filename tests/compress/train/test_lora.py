@@ -6,6 +6,7 @@ import harness
 import pytest
 import tiny
 import torch
+from every_family import OF_TEXTS
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
@@ -14,14 +15,16 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.compress.quantize.through_codes import put_latent
 from smelt.compress.share.layers import Share, ShareSettings
-from smelt.compress.train import lora
 from smelt.compress.train.lora import Adapters, targets_of
 from smelt.compress.train.settings import LoraSettings
+from smelt.core import packages
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.families.registry import FAMILIES
+from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import apply_edits, read_edits
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
 SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}
@@ -38,7 +41,7 @@ def changed(before, after):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TEXTS)
 def test_in_every_family_the_blocks_products_have_adapters_that_begin_with_nothing(family):
     model, _ = load_model(every_family.of_layers(family, 2))
     names, before = [name for name, _ in model.named_parameters()], harness.logits(model)
@@ -151,24 +154,114 @@ def test_the_head_of_a_classifier_trains_too(tmp_path):
     assert found["bert.encoder.layer.0.attention.self.query.weight"] == 1
 
 
-def test_integer_codes_and_unknown_models_have_no_adapters(tmp_path, rows):
+@pytest.fixture
+def coded(tmp_path, rows):
+    """Return a function: the folder of a small translator in a scheme."""
+
+    def make(scheme):
+        source, out = tmp_path / "model", tmp_path / scheme
+        if not source.exists():
+            tiny.marian(source)
+        return harness.run(Quantize(), QuantizeSettings(scheme=scheme), source, out, data=rows).out
+
+    return make
+
+
+def codes_of(model):
+    return {n: p.clone() for n, p in model.named_parameters() if n.endswith((".codes", ".scales"))}
+
+
+@pytest.mark.parametrize("scheme", ["bnb-nf4", "int4"])
+def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, coded, scheme):
+    source, seen = coded(scheme), []
+
+    def score(artifact, split):
+        seen.append(harness.logits(load_model(artifact.path)[0]))
+        return {"bleu": float(len(seen))}
+
+    settings = FinetuneSettings(**(SHORT | {"select": "bleu", "evals": 1}))
+    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows, score=score)
+    before, model = load_model(source)[0], harness.model_of(ctx)
+    assert ctx.facts["lora"]["beside_codes"] == ctx.facts["lora"]["layers"] == 32
+    assert "latent_weights" not in ctx.facts
+    floats = sum(p.numel() for p in load_model(tmp_path / "model")[0].parameters())
+    kept = ctx.facts["lora"]["optimizer_bytes_of_all_weights"]
+    assert 0.9 * 12 * floats < kept <= 12 * floats  # but for tables of positions, which never train
+    assert [edit["op"] for edit in read_edits(ctx.out)].count("adapter") == 32
+    start, *_, last = [found["loss"] for found in ctx.facts["training"]["validations"]]
+    assert last < 0.9 * start
+    # what was scored last is what is stored, and what was scored first computes as the codes alone
+    assert torch.equal(seen[-1], harness.logits(model))
+    assert torch.equal(seen[0], harness.logits(before))
+    assert {name.replace(".coded", ""): tensor.tolist() for name, tensor in codes_of(model).items()} == {
+        name: tensor.tolist() for name, tensor in codes_of(before).items()
+    }
+    added = {n: tuple(p.shape) for n, p in model.named_parameters() if ".adapter." in n}
+    assert len(added) == 2 * 32
+    assert {shape[0] for name, shape in added.items() if name.endswith("down.weight")} == {2}
+
+
+def test_a_second_training_adds_its_rank_and_one_through_the_codes_goes_on(tmp_path, rows, coded):
+    first = harness.run(
+        Finetune(), FinetuneSettings(**SHORT), coded("bnb-nf4"), tmp_path / "a", data=rows
+    ).out
+    again = harness.run(Finetune(), FinetuneSettings(**SHORT), first, tmp_path / "b", data=rows)
+    model = harness.model_of(again)
+    ranks = {m.adapter.rank for m in model.modules() if isinstance(m, AdaptedLinear)}
+    assert ranks == {4}
+    start = again.facts["training"]["validations"][0]["loss"]
+    plain = {name: value for name, value in SHORT.items() if name != "lora"} | {"max_steps": 2}
+    through = harness.run(Finetune(), FinetuneSettings(**plain), again.out, tmp_path / "c", data=rows)
+    assert through.facts["latent_weights"] == "codes"
+    assert through.facts["training"]["validations"][0]["loss"] < start
+    assert {m.adapter.rank for m in harness.model_of(through).modules() if isinstance(m, AdaptedLinear)} == {
+        4
+    }
+
+
+def test_an_adapter_of_more_ranks_than_its_layer_is_stored_as_the_whole_product(coded):
+    coded_folder = coded("int4")
+    model, edits = load_model(coded_folder)
+    adapters = Adapters(model, LoraSettings(rank=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".pair.up." in name:
+                parameter.normal_(0, 0.2)
+    apart = harness.logits(model)
+    adapters.settle()
+    torch.testing.assert_close(harness.logits(model), apart, rtol=1e-3, atol=1e-3)
+    assert {m.adapter.rank for m in model.modules() if isinstance(m, AdaptedLinear)} == {32}
+    room, _ = load_model(coded_folder)
+    apply_edits(room, edits[-1:])  # a file of it can be read
+
+
+def test_a_layer_of_codes_in_two_places_has_one_adapter(tmp_path, rows):
     source = tiny.marian(tmp_path / "model")
-    quantized = harness.run(Quantize(), QuantizeSettings(), source, tmp_path / "q", data=rows).out
-    with pytest.raises(InputError, match=r"lora: '.*' is a LatentLinear: adapters beside integer codes"):
-        harness.run(Finetune(), FinetuneSettings(**SHORT), quantized, tmp_path / "out", data=rows)
+    shared = harness.run(Share(), ShareSettings(what=["ffn"]), source, tmp_path / "a", data=rows).out
+    quantized = harness.run(
+        Quantize(), QuantizeSettings(scheme="int4"), shared, tmp_path / "b", data=rows
+    ).out
+    ctx = harness.run(Finetune(), FinetuneSettings(**SHORT), quantized, tmp_path / "c", data=rows)
+    model = harness.model_of(ctx)
+    one, other = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
+    assert isinstance(model.get_submodule(one), AdaptedLinear)
+    assert model.get_submodule(one) is model.get_submodule(other)
+
+
+def test_a_layer_of_another_kind_and_an_unknown_model_have_no_adapters(tmp_path, coded):
+    model, _ = load_model(coded("int4"))
+    put_latent(model, None)
+    with pytest.raises(InputError, match="is a LatentLinear, which has no gradient for an adapter"):
+        targets_of(model, ["attention"])
     model, _ = load_model(causal.model(tmp_path / "gpt2", "gpt2"))
     model.config.model_type = "strange"
     with pytest.raises(InputError, match="smelt does not know the layers of a strange model"):
         targets_of(model, ["attention"])
 
 
-@pytest.mark.parametrize(("found", "words"), [("0.17.9", "0.17.9 is installed"), (None, "not installed")])
-def test_an_older_peft_is_named(monkeypatch, found, words):
-    def version(name):
-        if found is None:
-            raise lora.PackageNotFoundError
-        return found
-
-    monkeypatch.setattr(lora, "version", version)
-    with pytest.raises(MissingDependencyError, match=words):
-        lora.require_peft()
+def test_an_older_peft_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(packages, "version", lambda name: "0.17.9")
+    model, _ = load_model(tiny.bert(tmp_path / "model"))
+    with pytest.raises(MissingDependencyError, match=r"lora: the adapters are peft's: .* 0\.17\.9 is"):
+        Adapters(model, LoraSettings())

@@ -11,6 +11,7 @@ import sentencepiece
 import tiny
 import torch
 import transformers
+from every_family import OF_TEXTS
 
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
@@ -82,7 +83,7 @@ def _logits(folder, ids):
         return model(ids, **more).logits, model
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(OF_TEXTS))
 def test_texts_of_words_that_stay_are_cut_and_computed_as_before(family, tmp_path):
     source, ctx = _run(family, tmp_path, seen=[0, 1], source=_source(family, tmp_path / "source"), round_to=1)
     kept = read_kept(ctx.out).ids
@@ -205,11 +206,11 @@ def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
 @pytest.mark.parametrize("family", ["marian", "llama", "bert"])
 def test_teacher_says_of_the_students_words_what_the_student_does(family, tmp_path):
     """A student that was only trimmed has the teacher's own distribution over the words that stayed."""
-    from smelt.compress.distill.words import speak_as
+    from smelt.compress.distill.teachers.words import speak_as
 
     source, ctx = _run(family, tmp_path, seen=[0, 1])
     teacher, student = load_model(source)[0], load_model(ctx.out)[0]
-    assert speak_as(teacher, source, student, ctx.out) == ctx.facts["vocabulary_after"]
+    assert len(speak_as(teacher, source, student, ctx.out)) == ctx.facts["vocabulary_after"]
     last = torch.arange(ctx.facts["vocabulary_after"] - 9, ctx.facts["vocabulary_after"])[None]
     assert family == "bert" or last[0, 0] != read_kept(ctx.out).ids[-9]  # their numbers are others
     more = {"decoder_input_ids": last} if student.config.is_encoder_decoder else {}
@@ -258,9 +259,18 @@ def test_what_cannot_be_is_said(tmp_path):
         harness.run(Vocabulary(), VocabularySettings(), every_family.of_layers("marian", 2), tmp_path / "no")
 
 
-def test_a_factorized_head_is_refused_by_name(tmp_path):
+def test_a_factorized_head_keeps_the_rows_of_the_words_that_stay(tmp_path):
     source = every_family.of_layers("llama", 2)
     settings = FactorizeSettings(method="svd", aim="size", rank=6, exclude=[])
     thin = every_family.run(Factorize(), settings, source, "llama", tmp_path / "thin").out
-    with pytest.raises(InputError, match="lm_head is a LowRankLinear, whose rows are no words any more"):
-        _run("llama", tmp_path, source=thin)
+    whole = load_model(thin)[0].get_output_embeddings()
+    made = every_family.run(
+        Vocabulary(), VocabularySettings(coverage=0.8), thin, "llama", tmp_path / "made"
+    ).out
+    model, _ = load_model(made)
+    left = model.get_output_embeddings()
+    assert torch.equal(left.down.weight, whole.down.weight)
+    assert len(left.up.weight) == model.config.vocab_size < len(whole.up.weight)
+    old = [tuple(row) for row in whole.up.weight.tolist()]
+    places = [old.index(tuple(row)) for row in left.up.weight.tolist()]
+    assert places == sorted(set(places))

@@ -8,7 +8,7 @@ import harness
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from smelt.core.errors import InputError
 from smelt.export.foreign import simplify
@@ -33,7 +33,7 @@ def test_what_does_nothing_goes_and_the_rest_computes_the_same(tmp_path: Path) -
     assert "Identity" in nodes(tmp_path / "src")
     assert "Identity" not in nodes(tmp_path / "out")
     assert ctx.warnings == []
-    assert (ctx.facts["nodes_before"], ctx.facts["parity"]["rows"]) == (6, 16)
+    assert (ctx.facts["nodes_before"], ctx.facts["parity"]["rows"]) == (6, 16 + 3)
     expected = graphs.classes(tmp_path / "src/model.onnx", rows)
     np.testing.assert_allclose(
         graphs.classes(tmp_path / "out/model.onnx", rows), expected, rtol=1e-5, atol=1e-5
@@ -49,9 +49,22 @@ def broken(source: Path, folder: Path) -> Any:
     return model
 
 
+def with_its_batch(source: Path, folder: Path) -> Any:
+    """What an optimizer leaves that takes the rows of a call for a constant: right for four of them."""
+    model = onnx.load(source)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([4, 4]), "four_rows"))
+    model.graph.node.append(helper.make_node("Reshape", ["flat", "four_rows"], ["logits"]))
+    model.graph.node[-2].output[0] = "flat"
+    return model
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
-    [(broken, "it computes something else"), (lambda *_: "onnxsim failed: why", "onnxsim failed: why")],
+    [
+        (broken, "it computes something else"),
+        (with_its_batch, "the simplified graph does not run"),
+        (lambda *_: "onnxsim failed: why", "onnxsim failed: why"),
+    ],
 )
 @pytest.mark.usefixtures("asked_here")
 def test_what_computes_something_else_is_not_kept(

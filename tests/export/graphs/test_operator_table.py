@@ -1,7 +1,9 @@
 """torch's table of operators is read once, whoever adds to it has a copy, and nothing stays patched."""
 
+import onnx
 import pytest
 import torch
+from onnx_ir.schemas import OpSignature
 from torch.onnx._internal.exporter import _registration
 
 from smelt.export.graphs.operator_table import table_read_once
@@ -42,14 +44,28 @@ def test_an_operator_that_someone_adds_is_not_in_the_next_table():
         assert len(table().get_decomps(add)) == known
 
 
-def test_torch_is_as_it_was_afterwards():
-    reads = vars(Registry)["from_torchlib"]
+def test_an_operator_of_onnx_is_read_once_in_each_version():
+    relu = [onnx.defs.get_schema("Relu", version) for version in (13, 14, 20)]
+    own = [OpSignature.from_op_schema(schema) for schema in relu]
+    with table_read_once():
+        found = [OpSignature.from_op_schema(schema) for schema in relu]
+        assert found == own
+        assert found[0] != found[1]
+        assert found[1] is found[2] is OpSignature.from_op_schema(relu[1])
+    assert OpSignature.from_op_schema(relu[1]) is not found[1]
+
+
+@pytest.mark.parametrize(("holder", "name"), [(Registry, "from_torchlib"), (OpSignature, "from_op_schema")])
+def test_torch_is_as_it_was_afterwards(holder, name):
+    reads = vars(holder)[name]
     with pytest.raises(ZeroDivisionError), table_read_once():
-        1 / (vars(Registry)["from_torchlib"] is reads)
-    assert vars(Registry)["from_torchlib"] is reads
+        1 / (vars(holder)[name] is reads)
+    assert vars(holder)[name] is reads
 
 
 def test_a_torch_that_reads_its_table_elsewhere_exports_as_it_does(monkeypatch):
     monkeypatch.delattr(Registry, "from_torchlib")
+    monkeypatch.delattr(OpSignature, "from_op_schema")
     with table_read_once():
+        assert not hasattr(OpSignature, "from_op_schema")
         assert not hasattr(Registry, "from_torchlib")

@@ -5,6 +5,8 @@ import torch
 from torch import fx, nn
 from torch.fx import _lazy_graph_module as lazy
 from torch.fx import proxy
+from torch.fx.experimental import proxy_tensor
+from torch.fx.passes import shape_prop
 
 from smelt.export.graphs.unread import nothing_unread
 
@@ -45,8 +47,8 @@ def without_stacks(model):
 
 @pytest.fixture
 def made(monkeypatch):
-    """How often a stack was looked up for a node, and a program was written as code."""
-    seen = {"stacks": 0, "code": 0}
+    """How often a stack was looked up for a node, its order in memory, and a program was written as code."""
+    seen = {"stacks": 0, "orders": 0, "code": 0}
 
     def counted(name, real):
         def call(*args, **kwargs):
@@ -57,17 +59,20 @@ def made(monkeypatch):
 
     traceback = proxy.CapturedTraceback
     monkeypatch.setattr(traceback, "extract", counted("stacks", traceback.extract))
+    orders = "is_contiguous_for_memory_format_or_false"
+    monkeypatch.setattr(shape_prop, orders, counted("orders", getattr(shape_prop, orders)))
     monkeypatch.setattr(fx.GraphModule, "recompile", counted("code", fx.GraphModule.recompile))
     return seen
 
 
 def test_the_graph_is_torchs_and_little_is_made_for_nobody(made):
     torchs, before = exported(), dict(made)
-    made.update(stacks=0, code=0)
+    made.update(stacks=0, orders=0, code=0)
     with nothing_unread():
         ours = exported()
     assert without_stacks(ours) == without_stacks(torchs)
     assert before["stacks"] - made["stacks"] >= 4  # of each operator
+    assert before["orders"] > made["orders"] == 0
     assert made["code"] * 2 < before["code"]
 
 
@@ -80,21 +85,24 @@ def test_a_program_still_runs_and_shows_its_code():
 
 
 def words():
-    return fx.config.do_not_emit_stack_traces, lazy._get_graph_module_cls()
+    told = proxy_tensor._extract_tensor_metadata is shape_prop._extract_tensor_metadata
+    return fx.config.do_not_emit_stack_traces, lazy._get_graph_module_cls(), told
 
 
 def test_torch_is_as_it_was_afterwards():
-    assert words() == (False, fx.GraphModule)
+    assert words() == (False, fx.GraphModule, True)
     with nothing_unread():
-        assert words() == (True, lazy._LazyGraphModule)
+        assert words() == (True, lazy._LazyGraphModule, False)
     with pytest.raises(ZeroDivisionError), nothing_unread():
         raise ZeroDivisionError
-    assert words() == (False, fx.GraphModule)
+    assert words() == (False, fx.GraphModule, True)
 
 
 def test_a_torch_without_these_words_exports_as_it_does(monkeypatch):
     monkeypatch.delattr(fx.config, "do_not_emit_stack_traces")
     monkeypatch.delattr(lazy, "_use_lazy_graph_module")
+    monkeypatch.delattr(proxy_tensor, "_extract_tensor_metadata")
     with nothing_unread():
         assert not hasattr(fx.config, "do_not_emit_stack_traces")
         assert lazy._get_graph_module_cls() is fx.GraphModule
+        assert not hasattr(proxy_tensor, "_extract_tensor_metadata")

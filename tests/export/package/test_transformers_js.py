@@ -61,10 +61,12 @@ def test_a_classifier_of_pairs_has_token_types():
 
 def test_the_names_say_how_the_weights_are_stored():
     found = {}
-    for scheme in ("fp32", "int8", "groupwise", "int4", "static"):
+    for scheme in ("fp32", "int8", "groupwise", "int4", "static", "nf4"):
         graph = read_graph(exports.exported("marian", scheme).folder / "encoder_model.onnx", values=False)
         found[scheme] = dtype_of([graph])
-    assert found == {"fp32": "fp32", "int8": "q8", "groupwise": "q8", "int4": "q4", "static": "q8"}
+    assert found == {
+        "fp32": "fp32", "int8": "q8", "groupwise": "q8", "int4": "q4", "static": "q8", "nf4": "bnb4",
+    }  # fmt: skip
 
 
 def test_beams_are_not_asked_of_a_tool_that_has_none(tmp_path):

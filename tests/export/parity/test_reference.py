@@ -95,3 +95,13 @@ def test_weights_are_rounded_to_half_in_place():
     assert layer.weight.dtype == torch.float32
     assert torch.equal(layer.weight, before.half().float())
     assert not torch.equal(layer.weight, before)
+
+
+def test_tables_of_places_are_rounded_as_the_graph_holds_them(tmp_path):
+    model, _ = load_model(causal.model(tmp_path / "llama", "llama"))
+    rotary, hidden, places = model.base_model.rotary_emb, torch.zeros(1, 8, 64), torch.arange(8)[None]
+    before = [table.clone() for table in rotary(hidden, places)]
+    round_weights_(model)
+    for table, exact in zip(rotary(hidden, places), before, strict=True):
+        assert torch.equal(table, exact.half().float())
+        assert not torch.equal(table, exact)

@@ -44,6 +44,16 @@ def test_nodes_know_their_modules(model, module):
     assert "optimizer" not in homes
 
 
+def test_what_a_replaced_forward_calls_is_found_from_where_it_is_called(module):
+    """torch.export names a module that such a forward calls by its last word alone (Qwen3's `q_norm`)."""
+    square = scoped(helper.make_node("Pow", ["x", "two"], ["p"], "square"), "layers.0", "norm")
+    other = scoped(helper.make_node("Neg", ["p"], ["o"], "other"), "layers.0", "nothing")
+    model = helper.make_model(helper.make_graph([square, other], "g", [], []))
+    homes = homes_of(model, module)
+    assert (homes["square"], homes["other"]) == ("layers.0.norm", "layers.0")
+    assert "p" in wide_parts(model, module, homes, None).nodes
+
+
 def test_only_norms_stay_where_nothing_is_too_large(model, module):
     homes = homes_of(model, module)
     for ranges in (None, Ranges({"d": SAFE, "same": SAFE}, {"d": LARGEST})):

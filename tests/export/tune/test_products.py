@@ -42,8 +42,9 @@ def coded(tmp_path_factory):
 
 
 def export(folder, out, task="translation", **settings):
+    """Without the graphs of loops, which are put together from the others."""
     ctx = exports.context(out, task)
-    Onnx()(tiny.artifact(folder, task), OnnxSettings(**settings), ctx)
+    Onnx()(tiny.artifact(folder, task), OnnxSettings(**{"loop": False} | settings), ctx)
     return ctx
 
 
@@ -106,7 +107,7 @@ def test_operators_chosen_for_another_number_of_threads_are_told_of(coded, tmp_p
     warnings = export(coded, tmp_path / "out", tune=True, threads="tune").warnings
     assert any("operators were chosen for 1 thread, and the artifact takes 2" in w for w in warnings)
     monkeypatch.setattr("smelt.export.tune.in_stage.cores", lambda: 2)
-    warnings = export(coded, tmp_path / "more", threads=3, loop=False).warnings
+    warnings = export(coded, tmp_path / "more", threads=3).warnings
     assert any("threads: 3, and this process may use 2 cores" in w for w in warnings)
 
 
@@ -116,8 +117,8 @@ def test_parity_is_asked_against_what_torch_computes_in_the_chosen_forms(coded, 
     seen = []
     real = check.check_graphs
     monkeypatch.setattr(check, "check_graphs", lambda *found: seen.append(found) or real(*found))
-    plain = export(coded, tmp_path / "plain", loop=False)
-    tuned = export(coded, tmp_path / "tuned", loop=False, tune=True)
+    plain = export(coded, tmp_path / "plain")
+    tuned = export(coded, tmp_path / "tuned", tune=True)
     (_, before), (_, after) = seen
     assert (before.tokens == after.tokens).all()
     own = tuned.facts["parity"]["decoder_with_past_model"]["mean"]
@@ -140,7 +141,7 @@ def test_head_and_embedding_are_one_constant_in_blocks(coded, tmp_path, monkeypa
 
 def test_a_model_without_such_layers_gets_a_warning(tmp_path):
     source = tiny.marian(tmp_path / "model")
-    ctx = export(source, tmp_path / "out", loop=False, tune=True)
+    ctx = export(source, tmp_path / "out", tune=True)
     assert "tune: no layer of this model can leave as more than one operator" in ctx.warnings
     assert ctx.facts["tune"]["layers"] == {}
 

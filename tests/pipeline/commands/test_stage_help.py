@@ -53,14 +53,46 @@ def test_each_stage_is_explained_within_80_columns(word: str) -> None:
         assert odd not in text
 
 
+def rows_of_the_table() -> dict[str, list[str]]:
+    """Return the cells of each scheme, what is wrapped put together again."""
+    head, *lines = describe_stage("quantize").partition("\n  scheme ")[2].partition("\n\n")[0].splitlines()
+    starts = [
+        0,
+        *((f"  scheme {head}").index(word) for word in ("bits", "data", "training", "runtimes", "pays")),
+    ]
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in lines:
+        cells = [line[at:end].strip() for at, end in zip(starts, [*starts[1:], None], strict=True)]
+        if cells[0]:
+            name, found[cells[0]] = cells[0], cells[1:]
+        else:
+            found[name] = [f"{one} {more}".strip() for one, more in zip(found[name], cells[1:], strict=True)]
+    return found
+
+
+def test_the_table_of_schemes_has_a_row_for_each_with_what_it_declares() -> None:
+    assert rows_of_the_table() == {
+        name: [
+            f"{bits_per_weight(scheme, defaults(scheme)):.3g}",
+            "rows" if scheme.observes else "none",
+            "needed" if scheme.trained else "none",
+            ", ".join(targets_of([scheme])) or "torch alone",
+            scheme.pays,
+        ]
+        for name, scheme in SCHEMES.items()
+    }
+
+
 @pytest.mark.parametrize("name", SCHEMES)
-def test_each_scheme_is_explained_with_its_bits_its_targets_and_what_it_needs(name: str) -> None:
+def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
     scheme, text = SCHEMES[name], " ".join(describe_stage("quantize").split())
-    bits = f"{bits_per_weight(scheme, defaults(scheme)):.3g} bits a weight"
-    assert f"{name} ({bits}; runs on {', '.join(targets_of([scheme]))}): {scheme.summary}" in text
-    told = text.partition(scheme.summary)[2].partition(".")[0]
-    assert ("needs training afterwards" in told) == scheme.trained
+    assert f"{name}: {scheme.summary}" in text
+    assert scheme.pays
+    told = text.partition(f"{name}: {scheme.summary}")[2].partition(" or later.")[0].partition(". ")[0]
     assert (f"embeddings and output layer become {scheme.vocabulary}" in told) == (not scheme.tables)
+    assert all(f"needs the package {package} {oldest}" in told for package, oldest in scheme.packages.items())
+    assert ("needs the package" in told) == bool(scheme.packages)
 
 
 def test_the_list_fits_and_names_every_stage() -> None:
@@ -97,3 +129,11 @@ def test_a_list_of_mappings_is_told_with_what_stands_in_each() -> None:
 )
 def test_what_counts_where_none_of_several_settings_is_given_is_told(stage: str, words: str) -> None:
     assert words in " ".join(describe_stage(stage).split())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_no_source_is_told_twice(name: str) -> None:
+    text = describe_stage(name)
+    start = text.index("\nsource: ")
+    told = " ".join(text[start : text.index("\n\n", start)].split()).split("; ")
+    assert len(told) == len(set(told))

@@ -17,7 +17,9 @@ from colliding import take_locks_away
 from smelt.commands.store_work import damages, entries, open_store, remove_unused, unused
 from smelt.core.errors import InputError
 from smelt.core.store.holder import read_holder, write_holder
+from smelt.core.store.kept import commit_kept
 from smelt.core.store.presence import SILENT_S
+from smelt.core.store.store import Store
 from smelt.execute.store_runs import at_work, cleaning, runs_of
 
 RECIPE = """
@@ -217,6 +219,29 @@ def test_check_names_each_damaged_file(home):
     assert result.exit_code == 1
     assert f"{weights}: its bytes" in result.output
     assert [entry.stage for entry in entries(store)][-1] == "?" or "?" in {e.stage for e in entries(store)}
+
+
+def test_what_is_kept_besides_is_listed_checked_and_goes_with_what_it_is_of(home):
+    root = home / "runs" / ".store"
+    store = Store(root)
+    model = entries(root)[0].key
+    for key, of in (("a" * 64, model), ("b" * 64, "f" * 64)):
+        with store.workspace() as space:
+            (space / "out").mkdir()
+            (space / "out" / "values.npy").write_bytes(b"1234")
+            commit_kept(store, space / "out", key, f"the logits of {of[0]}", [of])
+    shown = harness.smelt("store", "list", "--store", home / "runs", code=0).output
+    assert f"the logits of {model[0]}" in shown
+    assert "the logits of f" in shown
+    harness.smelt("store", "check", "--store", home / "runs", code=0)
+    (root / "kept" / ("a" * 64) / "values.npy").write_bytes(b"1235")
+    check = harness.smelt("store", "check", "--store", home / "runs", code=1).output
+    assert "values.npy: its bytes are not those that were written; it is made again" in check
+    assert "and 1 folder of logits or" in harness.smelt("store", "clean", "--store", home / "runs").output
+    harness.smelt("store", "clean", "--store", home / "runs", "--yes", code=0)
+    left = {path.name for path in (root / "kept").iterdir()}
+    assert "a" * 64 in left
+    assert "b" * 64 not in left
 
 
 def test_no_store_and_wrong_words_are_explained(tmp_path):

@@ -37,3 +37,13 @@ def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):
         f'Try it: smelt predict {place} "TEXT"',
         f"Ship it: smelt package {place}",
     ]
+
+
+def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):
+    report = sample_report.sample()
+    for one in report["steps"]:
+        one["facts"] = {"foreign": True}
+    assert report["recipe"]["task"] == "translation"
+    assert summary_lines(Result(report, tmp_path))[-1].endswith(" --for optimum")
+    report["recipe"]["task"] = "text-classification"
+    assert "--for" not in summary_lines(Result(report, tmp_path))[-1]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from smelt.core.errors import InputError
+from smelt.core import packages
+from smelt.core.errors import InputError, MissingDependencyError
 from smelt.plan.load import load_plan
 from smelt.plan.plan import Plan
 
@@ -50,6 +51,21 @@ def advice(made: Plan) -> list[str]:
             "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
             "ONNX Runtime on CUDA cannot run the static int8 of 'quantize'; give `from: model`, or target:"
             " ort-cpu or tensorrt or openvino",
+        ),
+        (
+            "[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
+            "OpenVINO cannot run the bnb-nf4 codes (MatMulBnb4) of 'quantize'; give `from: model`, or target:"
+            " ort-cpu.",
+        ),
+        (
+            "[quantize: {scheme: bnb-int8}, onnx: {target: tensorrt}]",
+            "TensorRT cannot run the bnb-int8 products of 'quantize'; give `from: model`, or quantize with"
+            " int8-static.",
+        ),
+        (
+            "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
+            "4: stages[2].onnx: a shortlist cannot restrict an output layer of bnb-nf4 codes; give 'quantize'"
+            " `vocabulary: int8-dynamic`, or this step `loop: false`.",
         ),
         (
             "[quantize: {}, share: {}]",
@@ -98,3 +114,44 @@ def test_a_step_that_takes_calibration_rows_asks_for_them(folder):
     )
     with pytest.raises(InputError, match=r"needs calibration or train data; .* data: \{calibration: FILE\}"):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "graph"),
+    [
+        ("scheme: bnb-nf4, vocabulary: int8-dynamic", ""),
+        ("scheme: bnb-nf4, head: false", ""),
+        ("scheme: bnb-nf4", "loop: false"),
+        ("scheme: int4", ""),
+    ],
+)
+def test_a_shortlist_goes_with_codes_whose_rows_can_be_gathered(folder: Path, codes: str, graph: str) -> None:
+    plan(folder, f"[shortlist: {{}}, quantize: {{{codes}}}, onnx: {{{graph}}}]")
+
+
+def test_adapters_may_follow_quantize(folder: Path) -> None:
+    plan(folder, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {rank: 4}}, onnx: {}]")
+
+
+@pytest.mark.parametrize(
+    ("stages", "package", "release"),
+    [
+        ("[quantize: {scheme: bnb-nf4}]", "bitsandbytes", "0.48"),
+        ("[quantize: {vocabulary: bnb-int8}]", "bitsandbytes", "0.48"),
+        ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
+    ],
+)
+def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
+) -> None:
+    monkeypatch.setattr(packages, "version", lambda name: "0.17.1")
+    with pytest.raises(MissingDependencyError) as caught:
+        plan(folder, stages).require_runnable()
+    said = str(caught.value)
+    assert f"cannot run here: {package} {release} or later is needed, and 0.17.1 is installed" in said
+    assert f"(pip install '{package}>={release}')" in said
+
+
+def test_other_schemes_need_no_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "version", lambda name: "0.1")
+    plan(folder, "[quantize: {scheme: int4}]").require_runnable()

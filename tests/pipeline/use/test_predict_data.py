@@ -140,3 +140,10 @@ def test_two_columns_for_one_text_are_refused(tmp_path):
     for given in (("a", "b"), ("a", "text=b"), ("text_pair=a", "text_pair=b")):
         with pytest.raises(InputError, match=r"--column (text_pair=)?\w+ and --column \S+: name one"):
             read_examples(path, CLASSIFIER, given)
+
+
+def test_an_image_that_is_missing_is_called_one(tmp_path):
+    with pytest.raises(InputError, match=r"^image 1: .*photo.jpg: no such image file"):
+        examples_of([str(tmp_path / "photo.jpg")], "image-classification")
+    with pytest.raises(InputError, match=r"^photos.txt line 1: .*: a folder; an image file is expected"):
+        examples_of([str(tmp_path)], "image-classification", "photos.txt line")

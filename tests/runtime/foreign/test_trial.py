@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from smelt.core.errors import InputError
-from smelt.runtime.foreign.trial import answer, try_graph
+from smelt.runtime.foreign.trial import answer, limits_for, try_graph
 
 
 def test_an_input_may_have_any_name(tmp_path: Path) -> None:
@@ -34,3 +34,14 @@ def test_texts_come_as_texts_under_their_own_names(tmp_path: Path) -> None:
     rows = str(tmp_path / "r.npz")
     assert answer([str(path), rows, '["t", "x"]']) is None
     assert answer([str(path), rows, '["x", "t"]']) is not None
+
+
+def test_a_small_graph_gets_little_and_what_it_is_fed_gets_more(tmp_path: Path) -> None:
+    path = graphs.save(graphs.two_layers(), tmp_path / "m.onnx")
+    memory, seconds = limits_for(path, {"x": np.zeros((1, 8), np.float32)})
+    assert memory < 2e9
+    assert seconds < 13
+    wide = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (25_000_000,), (0,))
+    more = limits_for(path, {"x": wide})
+    assert more.seconds == pytest.approx(seconds + 100, rel=1e-3)
+    assert more.memory_bytes >= memory

@@ -109,3 +109,34 @@ def test_layers_of_different_options_or_schemes_are_not_joined():
     assert joined([layer("int4"), layer("int4", symmetric=False)]) is None
     assert joined([layer("int4"), layer("binary")]) is None
     assert joined([layer("int4"), nn.Linear(64, 8)]) is None
+
+
+@pytest.mark.parametrize(("scheme", "options"), schemes.ALL, ids=schemes.IDS)
+def test_the_gradient_through_a_product_is_that_of_the_dequantized_layer(scheme, options):
+    torch.manual_seed(0)
+    layer = schemes.observing(nn.Linear(200, 24), scheme, options)
+    whole = nn.Linear(200, 24)
+    whole.weight.data, whole.bias.data = layer.matrix.dequantize(), layer.bias.data.clone()
+    layer.bias.requires_grad_(True)
+    x, gradient = torch.randn(3, 5, 200), torch.randn(3, 5, 24)
+    ours, theirs = (x.clone().requires_grad_(True) for _ in range(2))
+    out = layer(ours)
+    out.backward(gradient)
+    whole(theirs).backward(gradient)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, whole.bias.grad, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        assert layer(x).equal(out)  # forwards it computes what it always does
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8-dynamic", "bnb-nf4", "bnb-int8"])
+def test_a_product_under_autocast_has_a_gradient_in_the_type_of_its_input(scheme):
+    torch.manual_seed(0)
+    layer = schemes.observing(nn.Linear(128, 24), scheme)
+    x = torch.randn(4, 128, dtype=torch.bfloat16).requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    out.float().sum().backward()
+    expected = layer.matrix.dequantize().sum(dim=0).expand(4, 128)
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad.float(), expected, rtol=2e-2, atol=2e-2)

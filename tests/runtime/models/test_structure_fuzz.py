@@ -14,7 +14,7 @@ from smelt.runtime.models.structure import _OPS, apply_edits, read_edits
 
 NUMBERS = st.sampled_from([0, 1, 2, 8, -1, 2**31, 2**70, 1.5, True, None, "8", [8]])
 MODULES = st.sampled_from(
-    ["a", "b", "deep.a", "deep", "", ".", "deep.", "weight", "nothing", "a.weight", 7, None, []]
+    ["a", "b", "c", "deep.a", "deep", "", ".", "deep.", "weight", "nothing", "a.weight", 7, None, []]
 )
 EDITS = st.fixed_dictionaries(
     {},
@@ -25,6 +25,8 @@ EDITS = st.fixed_dictionaries(
         "in_features": NUMBERS,
         "out_features": NUMBERS,
         "rank": NUMBERS,
+        "ranks": st.lists(NUMBERS, max_size=3) | NUMBERS,
+        "kind": st.sampled_from(["tucker", "cp", "svd", None]),
         "heads": NUMBERS,
         "value": NUMBERS,
         "group": NUMBERS,
@@ -52,7 +54,7 @@ def _model():
     model = nn.Module()
     with torch.device("meta"):
         model.a, model.b, model.deep = nn.Linear(8, 8), nn.Embedding(8, 8), nn.Module()
-        model.deep.a = nn.Linear(8, 4, bias=False)
+        model.deep.a, model.c = nn.Linear(8, 4, bias=False), nn.Conv2d(4, 8, 3)
     model.num_heads = 2
     return model
 
@@ -79,6 +81,12 @@ def test_files_are_read_or_refused(tmp_path, content):
 def test_a_rank_that_would_take_all_memory_is_refused():
     with pytest.raises(InputError, match="no matrix of this size has rank 1000000000000"):
         apply_edits(_model(), [{"op": "low_rank", "module": "a", "rank": 10**12}])
+
+
+def test_ranks_of_a_convolution_that_would_take_all_memory_are_refused():
+    edit = {"op": "low_rank_conv", "module": "c", "kind": "cp", "ranks": [10**12]}
+    with pytest.raises(InputError, match=r"ranks \[1000000000000\] are none of"):
+        apply_edits(_model(), [edit])
 
 
 def test_a_file_nested_without_end_is_refused(tmp_path):

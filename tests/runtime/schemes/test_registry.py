@@ -71,6 +71,8 @@ def test_an_option_that_is_missing_is_refused():
         ("int8-groupwise", {"group_size": 128, "symmetric": True}, 8 + 16 / 128),
         ("int8-groupwise", {"group_size": 32, "symmetric": False}, 8 + 16 / 32 + 8 / 32),
         ("binary", {"group_size": 64}, 1.25),
+        ("bnb-nf4", {}, 4 + 32 / 64),
+        ("bnb-int8", {}, 8 + 32 / 1024),
     ],
 )
 def test_bits_per_weight_count_scales_and_zero_points(scheme, options, bits):

@@ -13,6 +13,7 @@ from smelt.compress.quantize.coding import quantize_module, round_to_nearest
 from smelt.export.graphs.graph import Graph
 from smelt.export.graphs.of_model import export_graph
 from smelt.export.load_time import spell_out
+from smelt.export.loop.shortlist import _BY_WORD as BY_WORD
 from smelt.export.parity.twin import dequantize
 from smelt.runtime.layers.quantized import joined
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, filed_bytes, targets_of
@@ -45,15 +46,21 @@ def test_a_scheme_says_all_that_is_asked_of_it(scheme):
 
 
 @NAMES
-def test_what_a_scheme_refuses_is_a_target_and_one_is_left(scheme):
+def test_what_a_scheme_refuses_is_a_target_and_one_is_left_if_it_makes_graphs(scheme):
     assert set(SCHEMES[scheme].refused) <= set(TARGETS)
-    assert targets_of([SCHEMES[scheme]])
+    assert bool(targets_of([SCHEMES[scheme]])) == bool(SCHEMES[scheme].operators)
 
 
 @NAMES
 def test_a_scheme_that_cannot_code_tables_names_one_that_can(scheme):
     found = SCHEMES[scheme]
     assert found.tables or SCHEMES[found.vocabulary].tables
+
+
+@NAMES
+def test_a_scheme_says_whether_a_shortlist_restricts_its_output_layer(scheme):
+    found = SCHEMES[scheme]
+    assert found.by_word == (not found.operators or bool(set(found.operators) & set(BY_WORD)))
 
 
 @EACH

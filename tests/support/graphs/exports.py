@@ -16,6 +16,7 @@ import causal
 import classifiers
 import every_family
 import harness
+import images
 import pytest
 import sentences
 import seq2seq
@@ -26,23 +27,28 @@ from smelt.core.data import Example, Split
 from smelt.core.stage import Context
 
 ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
+BOTH: dict[str, Any] = dict.fromkeys(every_family.BOTH, 1)
+"""One layer a stack, where no test takes one of two away; a second would only be traced once more."""
+ONE: dict[str, Any] = {"num_hidden_layers": 1}
 FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "marian": (tiny.marian, "translation"),
     "t5": (seq2seq.t5, "summarization"),
-    "bart": (seq2seq.bart, "summarization"),
+    "bart": (partial(seq2seq.bart, **BOTH), "summarization"),
     "bert": (classifiers.bert, "text-classification"),
-    "distilbert": (classifiers.distilbert, "text-classification"),
-    "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),
-    "qwen2": (lambda folder: causal.model(folder, "qwen2"), "language-modeling"),
-    "roberta": (classifiers.roberta, "text-classification"),
+    "distilbert": (partial(classifiers.distilbert, n_layers=1), "text-classification"),
+    "gpt2": (partial(causal.model, family="gpt2", n_embd=64), "language-modeling"),
+    "qwen2": (partial(causal.model, family="qwen2"), "language-modeling"),
+    "roberta": (partial(classifiers.roberta, **ONE), "text-classification"),
     "llama": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "embedder": (sentences.embedder, sentences.TASK),
-    "mbart": (partial(seq2seq.bart, kind="mbart"), "translation"),
-    **{f: (partial(every_family.make, family=f), t) for f, t in (
-        ("m2m_100", "translation"), ("pegasus", "summarization"), ("mpnet", "text-classification"),
-        ("modernbert", "text-classification"), ("mistral", "language-modeling"),
-        ("gemma", "language-modeling"), ("qwen3", "language-modeling"), ("phi3", "language-modeling"),
+    "mbart": (partial(seq2seq.bart, kind="mbart", **BOTH), "translation"),
+    **{f: (partial(every_family.make, family=f, **layers), t) for f, t, layers in (
+        ("m2m_100", "translation", BOTH), ("pegasus", "summarization", BOTH),
+        ("mpnet", "text-classification", ONE), ("modernbert", "text-classification", {}),
+        ("mistral", "language-modeling", ONE), ("gemma", "language-modeling", ONE),
+        ("qwen3", "language-modeling", ONE), ("phi3", "language-modeling", ONE),
     )},
+    **{f: (partial(images.model, family=f), images.TASK) for f in images.CONFIGS},
     **{
         f"embedder-{f}": (partial(sentences.embedder, family=f), sentences.TASK)
         for f in sentences.FAMILIES[1:]
@@ -55,6 +61,7 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     "binary": {"scheme": "binary", "group_size": 32},
+    "nf4": {"scheme": "bnb-nf4"},
 }
 
 
@@ -70,7 +77,11 @@ class Exported:
 
 def context(out: Path, task: str) -> Context:
     """Return what a stage is given that writes to the new folder `out`: sentences as validation data."""
-    return harness.context(out, task, {"validation": Split("made", ROWS), "calibration": Split("made", ROWS)})
+    if task == images.TASK:
+        rows = images.split(images.rows(out.with_name(f"{out.name}-rows.jsonl")))
+    else:
+        rows = Split("made", ROWS)
+    return harness.context(out, task, {"validation": rows, "calibration": rows})
 
 
 @functools.cache

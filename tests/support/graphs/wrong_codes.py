@@ -70,7 +70,9 @@ def change_one_scale_of_the_lookup(model: Any) -> None:
 @mutation
 def change_one_code(model: Any) -> None:
     """One code is another."""
-    tensor = next((t for t in model.graph.initializer if t.name.endswith((".codes", ".columns"))), None)
+    tensor = next(
+        (t for t in model.graph.initializer if t.name.endswith((".codes", ".columns", ".flat"))), None
+    )
     if tensor is None:
         raise Nothing("codes")
     change(tensor, lambda v: with_first(v, v.flat[0] ^ v.dtype.type(1)))

@@ -24,6 +24,8 @@ from smelt.core.data import Columns, Task, read_split
 from smelt.core.stage import Context
 from smelt.families.registry import FAMILIES
 
+OF_TEXTS = {name: known for name, known in FAMILIES.items() if known.reads == "texts"}
+"""The families that these models are of; those of images are in images.py."""
 SIDES = {f"{side}_{word}": n for side in ("encoder", "decoder") for word, n in (
     ("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
 # a scaled embedding that is the head too lets every text end at once

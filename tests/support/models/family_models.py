@@ -17,10 +17,9 @@ import tiny
 import torch
 from torch import Tensor
 
-from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
 
-NAMES = sorted(FAMILIES)
+NAMES = sorted(every_family.OF_TEXTS)
 MAKERS = {
     "marian": tiny.marian,
     "t5": seq2seq.t5,
@@ -72,7 +71,7 @@ def batch_for(model: Any) -> dict[str, Tensor]:
 
 def run(model: Any, batch: dict[str, Tensor], **more: Any) -> Any:
     """Return what the model gives, computed without a cache."""
-    cache = {"use_cache": False} if FAMILIES[model.config.model_type].kind != "encoder" else {}
+    cache = {"use_cache": False} if every_family.OF_TEXTS[model.config.model_type].kind != "encoder" else {}
     return model(**batch, **cache, **more)
 
 

@@ -21,7 +21,13 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 _IMPORTED_BY_A_RUN = [
-    *("accelerate", "sklearn.metrics", "transformers.trainer", "smelt.execute.run", "smelt.plan.checks"),
+    *(
+        "accelerate",
+        "sklearn.metrics",
+        "transformers.trainer",
+        "smelt.execute.run",
+        "smelt.plan.order.checks",
+    ),
     *("smelt.compress.finetune", "smelt.compress.distill.logits", "smelt.compress.factorize.stage"),
     *(
         "smelt.compress.prune.structured",

@@ -1,8 +1,9 @@
 """Other people's tools that open smelt's packages, each in a folder of its own below build/.
 
 `optimum()` returns the environment of a process in which Optimum and transformers 4 are imported, on the
-torch, onnx and onnxruntime that are here (15 MB to fetch). `node()` returns a folder in which Node imports
-@huggingface/transformers (120 MB to fetch). Both skip the test with the reason where that cannot be done.
+torch, onnx and onnxruntime that are here (15 MB to fetch), `genai()` that of one
+with onnxruntime-genai on the same onnxruntime. `node()` returns a folder in which Node imports
+@huggingface/transformers (120 MB to fetch). All skip the test with the reason where that cannot be done.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ OPTIMUM = (
     "huggingface_hub==0.36.2",
     *("requests", "urllib3", "idna", "charset-normalizer", "certifi"),
 )
+GENAI = ("onnxruntime-genai==0.18.0",)
 TRITON = ("tritonclient==2.73.0",)
 TRANSFORMERS_JS = "@huggingface/transformers@4.3.1"
 _BASE = Path(__file__).resolve().parents[3] / "build"
@@ -41,6 +43,12 @@ def optimum(script: str, request: dict[str, Any]) -> Any:
     site = _require("optimum", _fetch_optimum, "-".join(OPTIMUM[:3]))
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return _answer([sys.executable, str(Path(__file__).with_name(script))], request, environment)
+
+
+def genai() -> dict[str, str]:
+    """Return the environment of a process of this Python that imports onnxruntime-genai."""
+    site = _require("genai", _fetch_genai, GENAI[0])
+    return os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
 
 def triton_schema() -> Any:
@@ -102,6 +110,10 @@ def _made(name: str, fetch: Callable[[Path], str | None], version: str) -> Path 
 
 def _fetch_optimum(folder: Path) -> str | None:
     return _fetch(OPTIMUM, folder)
+
+
+def _fetch_genai(folder: Path) -> str | None:
+    return _fetch(GENAI, folder)
 
 
 def _fetch_triton(folder: Path) -> str | None:

@@ -1,13 +1,16 @@
 """What of ONNX Runtime's providers of TensorRT is missing on a machine, without loading them."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from smelt.core.errors import MissingDependencyError
 from smelt.runtime.backends.ort_tensorrt import provider
 from smelt.runtime.backends.ort_tensorrt.provider import Linked, lack_of, linked_with, place_of
 
+ROOT = Path(__file__).resolve().parents[4]
 NAMES = ("libnvinfer.so.10", "libnvonnxparser.so.10")
 
 
@@ -40,6 +43,20 @@ def test_another_tensorrt_than_the_one_that_is_linked_is_named_with_what_to_inst
     (here / NAMES[1]).touch()
     assert lack_of("ort-tensorrt") is None
     assert [path.name for path in provider.tensorrt_files(10) or []] == list(NAMES)
+
+
+def test_the_extra_names_the_tensorrt_that_this_onnx_runtime_is_linked_with() -> None:
+    """Neither package says so to pip: the library itself does."""
+    library = provider.provider_library()
+    if library is None:
+        pytest.skip("this onnxruntime has no provider of TensorRT")
+    linked = linked_with(library)
+    assert linked is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extra = [Requirement(line) for line in project["project"]["optional-dependencies"]["ort-tensorrt"]]
+    wanted = {one.name: one for one in extra}
+    assert str(wanted[f"tensorrt-cu{linked.cuda}"].specifier) == f"=={linked.tensorrt}.*"
+    assert provider._number("onnxruntime-gpu") in wanted["onnxruntime-gpu"].specifier
 
 
 def test_an_onnx_runtime_without_the_provider_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Format
 from smelt.core.data import SIMILARITY
 from smelt.core.errors import nearest
-from smelt.core.stage import Need, Settings, Stage, needs_of
+from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
+from smelt.plan.order.advice import lost_work, poor_order
+from smelt.plan.order.draft import Draft, finished, refused, scheme_of
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
@@ -18,8 +19,8 @@ from smelt.recipe.problem import AGREEMENT
 from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
-from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES
-from smelt.runtime.schemes.scheme import TARGETS, graphs_for
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
+from smelt.runtime.schemes.scheme import TARGETS
 
 _RUNTIMES = {
     "ort-cpu": "ONNX Runtime",
@@ -29,41 +30,6 @@ _RUNTIMES = {
     "ort-tensorrt": "TensorRT in ONNX Runtime",
     "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
 }
-
-
-@dataclass
-class _Draft:
-    """A step as far as it is known.
-
-    settings: None where they are no settings at all; wrong ones have their defaults there, and stand in
-    `wrong`, so that nothing is concluded from them.
-    """
-
-    entry: StageEntry
-    name: str
-    parent: str | None
-    cls: type[Stage[Any]] | None = None
-    settings: Settings | None = None
-    wrong: frozenset[str] = frozenset()
-    unavailable: str | None = None
-    unscored: str | None = None
-    needs: frozenset[Need] = frozenset()
-
-    @property
-    def format(self) -> Format | None:
-        """What the step gives, where it is known."""
-        return self.cls.produces if self.cls else None
-
-    @property
-    def references(self) -> dict[str, str]:
-        """The steps that its settings name, by setting."""
-        found = self.settings.references() if self.settings else {}
-        return {setting: name for setting, name in found.items() if setting.split(".")[0] not in self.wrong}
-
-    @property
-    def target(self) -> str | None:
-        """The runtime that it is for; None where it is for none, or that is not known."""
-        return None if "target" in self.wrong else getattr(self.settings, "target", None)
 
 
 class Checker:
@@ -80,7 +46,7 @@ class Checker:
         self._begins_as: Format = begins_as
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.drafts: dict[str, _Draft] = {}
+        self.drafts: dict[str, Draft] = {}
         self._given = step_names(list(recipe.stages))
         self._unread = _unread_names(recipe) if "stages" in bad else set()
 
@@ -117,12 +83,14 @@ class Checker:
             # after a step that could not be read nobody knows what this one goes on from
             before = entries[position - 1].index if position else -1
             previous = previous if entry.index == before + 1 else None
-            draft = _Draft(entry, name, self._parent(entry, previous))
+            draft = Draft(entry, name, self._parent(entry, previous))
             self.drafts[name] = draft
             self._load(draft)
             self._check(draft)
             previous = name
-        return tuple(step for draft in self.drafts.values() if (step := _finish(draft)))
+        lines = {name: self._above(draft) for name, draft in self.drafts.items()}
+        self.warnings += lost_work(self.drafts, lines)
+        return tuple(step for draft in self.drafts.values() if (step := finished(draft)))
 
     def _parent(self, entry: StageEntry, previous: str | None) -> str | None:
         if entry.parent is None:
@@ -138,7 +106,7 @@ class Checker:
             self.mistakes.add(("stages", entry.index, "from"), f"{what}. {known}{hint}")
         return None
 
-    def _load(self, draft: _Draft) -> None:
+    def _load(self, draft: Draft) -> None:
         word = draft.entry.word
         from_graph = self._begins_as == "onnx"
         draft.cls = stage_table.load_stage(stage_table.ON_GRAPHS.get(word, word) if from_graph else word)
@@ -150,9 +118,9 @@ class Checker:
             for place, path in draft.settings.paths().items():
                 if not Path(path).exists():
                     self.mistakes.add((*draft.entry.path, *place), f"{path}: no such file or folder.")
-                    draft.wrong |= {place[0]}
+                    draft.wrong |= {str(place[0])}
 
-    def _check(self, draft: _Draft) -> None:
+    def _check(self, draft: Draft) -> None:
         """Check order, task, data and machine for one step whose parents were checked."""
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
@@ -163,7 +131,7 @@ class Checker:
         given = self.recipe.data.splits()
         draft.needs = needs_of(draft.cls, draft.settings, given) if draft.settings else draft.cls.needs
         unsettled = draft.settings is None and hasattr(draft.cls, "needs_with")  # nobody knows what it needs
-        for need in ("train", "validation", "calibration") if not unsettled else ():
+        for need in ("train", "unlabelled", "validation", "calibration") if not unsettled else ():
             unknown = touches(self.bad, f"data.{need}", "data.split")
             if need in draft.needs and need not in given and not unknown:
                 instead = draft.settings and needs_of(draft.cls, draft.settings, [*given, "calibration"])
@@ -183,14 +151,14 @@ class Checker:
             draft.unavailable = f"it goes on from '{parent.name}', which cannot run here."
         self._check_order(draft)
 
-    def _check_references(self, draft: _Draft) -> None:
+    def _check_references(self, draft: Draft) -> None:
         """Settings that name a step must name an earlier one that gives a torch model."""
         earlier = [name for name in self.names if name != draft.name]
         torch = [name for name in earlier if self._format(name) in ("torch", None)]
         free = draft.settings.of_any_format() if draft.settings else ()
         for setting, name in draft.references.items():
             fit = earlier if setting in free else torch
-            path = (*draft.entry.path, *setting.split("."))
+            path = (*draft.entry.path, *(int(w) if w.isdigit() else w for w in setting.split(".")))
             if name in fit or (name not in earlier and name not in self._given and self.may_be(name)):
                 continue
             if name in earlier:
@@ -199,7 +167,7 @@ class Checker:
                 what = f"no earlier step '{name[:60]}'."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{nearest(name, fit)}")
 
-    def _check_selection(self, draft: _Draft) -> None:
+    def _check_selection(self, draft: Draft) -> None:
         """A checkpoint can be chosen by its loss, or by a metric that the recipe scores."""
         metric = getattr(draft.settings, "select", "loss")
         if metric == "loss" or touches(self.bad, "task", "score"):
@@ -219,7 +187,7 @@ class Checker:
                 " Other metrics can be named in score: {quality: [...]}.",
             )
 
-    def _check_order(self, draft: _Draft) -> None:
+    def _check_order(self, draft: Draft) -> None:
         assert draft.cls is not None
         word, path = draft.entry.word, draft.entry.path
         above = self._above(draft)
@@ -239,33 +207,38 @@ class Checker:
             )
             return
         quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-graph")), None)
-        if quantized and getattr(draft.settings, "lora", None) is not None:
-            self.mistakes.add(
-                (*path, "lora"),
-                f"adapters beside the {_scheme(quantized)} codes of '{quantized.name}' would be lost in them;"
-                f" move {word} before '{quantized.name}', or leave lora out, which trains through the codes.",
-            )
+        for name in ("sparsify", "masks"):
+            if quantized and getattr(draft.settings, name, None) is not None:
+                self.mistakes.add(
+                    (*path, name),
+                    f"the weights that would go are {scheme_of(quantized)} codes of '{quantized.name}'; move"
+                    f" {word} before '{quantized.name}', or leave {name} out.",
+                )
         if quantized and getattr(draft.cls, "needs_float", False):
             self.mistakes.add(
                 path,
-                f"{word} cannot work after '{quantized.name}', which left {_scheme(quantized)} codes;"
+                f"{word} cannot work after '{quantized.name}', which left {scheme_of(quantized)} codes;"
                 f" move it before '{quantized.name}', or give `from: {quantized.parent or ROOT}`.",
             )
         self._check_target(draft, parent, quantized)
-        self._advise(draft, above)
+        if draft.entry.word == "onnx" and any(d.entry.word == "shortlist" for d in above):
+            self._check_listed(draft, quantized)
+        self.warnings += poor_order(draft, above)
 
-    def _check_target(self, draft: _Draft, parent: _Draft | None, quantized: _Draft | None) -> None:
+    def _check_target(self, draft: Draft, parent: Draft | None, quantized: Draft | None) -> None:
         """TensorRT reads only graphs that were made for it, and not every target runs every scheme."""
         target = draft.target
         if draft.entry.word == "onnx" and target is not None and quantized:
             runtime = _RUNTIMES.get(target, target)
-            codes = _refused(quantized, target)
+            codes = refused(quantized, target)
             if codes:
-                fit = " or ".join(name for name in TARGETS if _refused(quantized, name) is None)
+                fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
+                others = " or ".join(schemes_for(target))
+                mend = f"target: {fit}" if fit else f"quantize with {others}" if others else ""
                 self.mistakes.add(
                     (*draft.entry.path, "target"),
                     f"{runtime} cannot run the {codes} of '{quantized.name}'; give"
-                    f" `from: {quantized.parent or ROOT}`{f', or target: {fit}' if fit else ''}.",
+                    f" `from: {quantized.parent or ROOT}`{f', or {mend}' if mend else ''}.",
                 )
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
@@ -283,38 +256,23 @@ class Checker:
                 " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
             )
 
-    def _advise(self, draft: _Draft, above: list[_Draft]) -> None:
-        """Warn about orders that run but are known to be poor."""
-        words = [d.entry.word for d in above]
-        where = f"line {draft.entry.line}: {draft.name}"
-        if draft.entry.word == "prune" and "factorize" in words:
-            self.warnings.append(f"{where}: pruning after factorize finds few whole matrices; prune first.")
-        if draft.entry.word == "factorize" and "sparsify" in words:
-            self.warnings.append(f"{where}: two thin matrices are dense; the zeros of sparsify are lost.")
-        for d in above if draft.entry.word == "onnx" else ():
-            if d.entry.word in ("distill", "finetune"):
-                break
-            scheme = SCHEMES.get(_scheme(d)) if d.entry.word == "quantize" else None
-            if scheme is not None and scheme.trained:
-                self.warnings.append(
-                    f"{where}: the {scheme.name} weights of '{d.name}' were not trained and say little;"
-                    f" put a distill after '{d.name}', which trains through the codes."
-                )
-        student = draft.entry.word == "distill" and draft.entry.settings.get("student")
-        late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
-        if late and student:
-            self.warnings.append(
-                f"{where}: choosing a student's layers after {late} throws part of that work away;"
-                " distil to fewer layers first."
-            )
-        if late and draft.entry.word == "depth":
-            self.warnings.append(
-                f"{where}: layers that go after {late} take part of that work with them; put depth first."
+    def _check_listed(self, draft: Draft, quantized: Draft | None) -> None:
+        """A graph of the whole search takes only some rows of the output layer, which not all codes allow."""
+        settings: Any = quantized.settings if quantized else None
+        wanted: Any = draft.settings
+        if settings is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
+            return
+        scheme = SCHEMES.get(getattr(settings, "table_scheme", ""))
+        if quantized is not None and scheme is not None and settings.head and not scheme.by_word:
+            self.mistakes.add(
+                draft.entry.path,
+                f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"
+                f" '{quantized.name}' `vocabulary: {DEFAULT}`, or this step `loop: false`.",
             )
 
-    def _above(self, draft: _Draft) -> list[_Draft]:
+    def _above(self, draft: Draft) -> list[Draft]:
         """Return the steps above `draft`, the nearest first."""
-        found: list[_Draft] = []
+        found: list[Draft] = []
         name = draft.parent
         while name is not None and name in self.drafts:
             found.append(self.drafts[name])
@@ -324,7 +282,7 @@ class Checker:
     def _format(self, name: str) -> Format | None:
         return self._begins_as if name == ROOT else self.drafts[name].format
 
-    def _advice(self, draft: _Draft, given: Format, above: list[_Draft]) -> str:
+    def _advice(self, draft: Draft, given: Format, above: list[Draft]) -> str:
         """Say how `draft` comes to a parent whose format it accepts."""
         assert draft.cls is not None
         accepts = draft.cls.accepts
@@ -356,38 +314,3 @@ def _unread_names(recipe: Recipe) -> set[str]:
             # a mistyped stage is called by its word, and nobody knows which one was meant
             found |= {name} if isinstance(name, str) else set(stage_table.TABLE)
     return found if isinstance(items, list) else {"*"}
-
-
-def _scheme(draft: _Draft) -> str:
-    """Return the scheme of a quantize step, or `quantized` where that is not known."""
-    return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", DEFAULT))
-
-
-def _refused(quantized: _Draft, target: str) -> str | None:
-    """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
-    target = graphs_for(target)
-    if quantized.wrong & {"scheme", "vocabulary"}:
-        all_refuse = all(target in scheme.refused for scheme in SCHEMES.values())
-        return "quantized layers" if all_refuse else None
-    settings: Any = quantized.settings
-    schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
-    return next((scheme.leaves_as for scheme in schemes if target in scheme.refused), None)
-
-
-def _finish(draft: _Draft) -> Step | None:
-    if draft.cls is None or draft.settings is None or draft.parent is None:
-        return None
-    entry = draft.entry
-    return Step(
-        draft.name,
-        entry.word,
-        draft.cls,
-        draft.settings,
-        draft.parent,
-        entry.optional,
-        entry.line,
-        draft.unavailable,
-        draft.unscored,
-        draft.wrong,
-        draft.needs,
-    )

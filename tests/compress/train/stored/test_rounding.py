@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable
-from smelt.compress.train.rounding import Rounding
+from smelt.compress.train.stored.rounding import Rounding
 from smelt.core.data import Example, Split
 from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import read_edits
 
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
@@ -75,3 +76,22 @@ def test_a_training_that_rounding_undoes_is_told(tmp_path, rate, dtype, warns):
     share = unchanged / sum(t.numel() for t in before.values())
     assert share > 0.9 if warns else share < 0.5
     assert ("rounding" in ctx.facts["training"]) == (dtype == "keep")
+
+
+def test_adapters_beside_codes_become_a_part_of_new_ones_and_are_not_watched(tmp_path):
+    """Of a second QLoRA the adapters have more ranks than those that were stored, in 16 bits too."""
+    codes = harness.context(tmp_path / "q", TASK)
+    Quantize()(tiny.artifact(half(tmp_path / "model"), TASK), QuantizeSettings(scheme="int4"), codes)
+    settings = FinetuneSettings(
+        max_steps=2, batch_size=4, learning_rate=3e-3, precision="fp32", evals=0, lora={"rank": 2}
+    )
+    first = harness.run(Finetune(), settings, codes.out, tmp_path / "a", TASK, ROWS)
+    again = harness.run(Finetune(), settings, first.out, tmp_path / "b", TASK, ROWS)
+    ranks = {e["rank"] for e in read_edits(again.out) if e["op"] == "adapter"}
+    assert max(ranks) == 4
+    assert 0 < again.facts["training"]["rounding"] < 0.01  # of the head, which trains whole
+    model = harness.model_of(first)
+    adapters = {n for n, _ in model.named_parameters() if ".adapter." in n}
+    assert adapters
+    assert adapters <= set(Rounding(model, first.out).before)  # where all trains, they are watched
+    assert set(Rounding(model, first.out).before) - adapters == set(Rounding(model, first.out, True).before)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.quantize.through_codes import LatentEmbedding, LatentLinear
+from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.models.stored_dtype import stored_types
 
 LIMIT = 0.1  # of the norm of what the training changed
@@ -25,16 +26,22 @@ class Rounding:
     """Compares, after a training, what rounding changes with what the training changed.
 
     Only for weights that a checkpoint of 16 bits will keep so; the copies of before take 2 bytes each.
+
+    grows: whether adapters train. Those that stand beside codes already become a part of others then, whose
+    weights are no later state of theirs, and are left out.
     """
 
-    def __init__(self, model: Any, src: Path) -> None:
+    def __init__(self, model: Any, src: Path, grows: bool = False) -> None:
         types = stored_types(src)
-        latent = {id(m.weight) for m in model.modules() if isinstance(m, LatentLinear | LatentEmbedding)}
+        left = {id(m.weight) for m in model.modules() if isinstance(m, LatentLinear | LatentEmbedding)}
+        if grows:
+            beside = [m.adapter for m in model.modules() if isinstance(m, AdaptedLinear)]
+            left |= {id(p) for adapter in beside for p in adapter.parameters()}
         self.model = model
         self.before: dict[str, Tensor] = {
             name: p.detach().to(types.of([name]), copy=True)
             for name, p in model.named_parameters()
-            if p.requires_grad and id(p) not in latent and types.of([name]) != torch.float32
+            if p.requires_grad and id(p) not in left and types.of([name]) != torch.float32
         }
 
     def share(self) -> float:

@@ -15,15 +15,18 @@ from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES
 from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config
+from smelt.plan.foreign.generators import GENERATES, check_generator
 from smelt.recipe.errors import Mistakes, touches
 from smelt.recipe.problem import has_classifier
 from smelt.recipe.recipe import Recipe
+from smelt.runtime.text.sentence_files import MODULES, POOLINGS
 
 if TYPE_CHECKING:
     from smelt.runtime.foreign.signature import Signature
 
 # What a graph of each task gives.
 _GIVES: dict[Task, str] = {"text-classification": "logits", SIMILARITY: "sentence_embedding"}
+HIDDEN = "last_hidden_state"  # of which an embedder's vectors are pooled
 _OF_TEXTS = ("prefix", "source_language", "target_language")
 
 
@@ -44,6 +47,15 @@ def check_foreign(
         _not_onnx(recipe, mistakes, bad)
         return None
     path = (recipe.base / str(recipe.model)).expanduser()
+    if recipe.task in GENERATES and not touches(bad, "task"):
+        return check_generator(recipe, path, mistakes)
+    return _one_graph(recipe, path, mistakes, bad, warnings)
+
+
+def _one_graph(
+    recipe: Recipe, path: Path, mistakes: Mistakes, bad: set[str], warnings: list[str]
+) -> ForeignModel | None:
+    """Check the graph that `path`, a file or a folder, means; as `check_foreign`."""
     try:
         file = find_graph(path)
     except InputError as error:
@@ -126,8 +138,8 @@ def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Pat
     if recipe.task not in _GIVES:
         mistakes.add(
             ("task",),
-            f"an ONNX model is for {', '.join((*_GIVES, TENSORS))}. For {recipe.task} start from the folder"
-            " with weights that it was exported from: smelt exports graphs that generate itself.",
+            f"an ONNX model is for {', '.join((*_GIVES, *GENERATES, TENSORS))}. For {recipe.task} start from"
+            f" the folder with weights that it was exported from, or give task: {TENSORS}.",
         )
         return None
     for problem in _unfit(model.signature, recipe.task):
@@ -151,7 +163,20 @@ def _check_texts(recipe: Recipe, model: ForeignModel, mistakes: Mistakes) -> Pat
         )
     for problem in problems:
         mistakes.add(place, problem)
+    if recipe.task == SIMILARITY and not problems:
+        _require_pooling(recipe, model.signature, folder, mistakes)
     return None if problems else folder
+
+
+def _require_pooling(recipe: Recipe, signature: Signature, folder: Path, mistakes: Mistakes) -> None:
+    """Require that somebody says how hidden states become a vector, where the graph gives them alone."""
+    pooled = any(value.name == _GIVES[SIMILARITY] for value in signature.outputs)
+    if not pooled and recipe.embedding.pooling is None and not (folder / MODULES).is_file():
+        mistakes.add(
+            ("model",),
+            f"the graph gives {HIDDEN}, and there is no {MODULES} beside it that says how these become a"
+            f" vector. Name it: embedding: {{pooling: {' | '.join(POOLINGS)}}}.",
+        )
 
 
 def _unfit(signature: Signature, task: Task) -> Iterator[str]:
@@ -164,10 +189,11 @@ def _unfit(signature: Signature, task: Task) -> Iterator[str]:
             f"its inputs are {', '.join(inputs)}; a graph for {task} takes input_ids, attention_mask and"
             f" maybe token_type_ids. Export it with these names, or give task: {TENSORS}."
         )
-    if _GIVES[task] not in outputs:
+    given = {_GIVES[task], *([HIDDEN] if task == SIMILARITY else [])}
+    if not given & set(outputs):
         yield (
-            f"its outputs are {', '.join(outputs)}; a graph for {task} gives {_GIVES[task]}. Export it with"
-            f" this name, or give task: {TENSORS}."
+            f"its outputs are {', '.join(outputs)}; a graph for {task} gives {' or '.join(sorted(given))}."
+            f" Export it with this name, or give task: {TENSORS}."
         )
 
 
@@ -181,6 +207,10 @@ def described(model: ForeignModel) -> Iterator[str]:
     facts = model.facts
     made = f", written by {facts['producer']}" if facts.get("producer") else ""
     nodes = f"{facts['nodes']:,} node{'' if facts['nodes'] == 1 else 's'}"
+    if model.parts:
+        names = ", ".join(f"{name}.onnx" for name in model.parts)
+        yield f"graphs      {names}: {nodes} of opset {facts['opset']}{made}"
+        return
     yield f"graph       {nodes} of opset {facts['opset']}{made}"
     yield f"inputs      {'; '.join(value.described() for value in model.signature.inputs)}"
     yield f"outputs     {'; '.join(value.described() for value in model.signature.outputs)}"

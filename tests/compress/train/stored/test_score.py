@@ -13,7 +13,7 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable, settle
-from smelt.compress.train.score import CheckpointScore
+from smelt.compress.train.stored.score import CheckpointScore
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.execute.scoring import Scorer

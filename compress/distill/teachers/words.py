@@ -14,7 +14,7 @@ from smelt.compress.vocabulary.kept import same_words
 _IDS = ("input_ids", "decoder_input_ids")
 
 
-def speak_as(teacher: Any, teacher_folder: Path, student: Any, student_folder: Path) -> int | None:
+def speak_as(teacher: Any, teacher_folder: Path, student: Any, student_folder: Path) -> list[int] | None:
     """Let `teacher` read the student's numbers of words, and give its logits of the student's words alone.
 
     So the softmax of its logits is what it says of the words that the student knows, made to sum to one.
@@ -26,7 +26,7 @@ def speak_as(teacher: Any, teacher_folder: Path, student: Any, student_folder: P
         student_folder: where it was read from; `vocabulary.json` there says which words stayed.
 
     Returns:
-        How many of the teacher's words the student knows; None where both know the same.
+        For each word of the student which one of the teacher it is; None where both know the same.
 
     Raises:
         InputError: the student knows words that the teacher does not.
@@ -50,7 +50,7 @@ def speak_as(teacher: Any, teacher_folder: Path, student: Any, student_folder: P
     teacher.config.vocab_size = words
     if getattr(teacher.config, "decoder_vocab_size", None) is not None:
         teacher.config.decoder_vocab_size = words
-    return len(places)
+    return places
 
 
 def _numbers(ids: Tensor, table: Tensor) -> Tensor:

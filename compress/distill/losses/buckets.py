@@ -1,0 +1,161 @@
+"""The divergence from a teacher of whom the largest logits are known, and of all others only their sum.
+
+The k largest stand each in a bucket of its own, all others together in one more, the tail: what is compared
+are k + 1 probabilities. Without the tail the student would learn that nothing but the k words is possible
+(Anshumann et al. 2025, Sparse Logit Sampling, arXiv:2503.16870, who show the bias and call the tail a ghost
+token). Of the other words the student keeps its own proportions.
+
+Shapes: N = positions, V = vocabulary, k = words that are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compress.train.losses import IGNORE
+
+_FLOOR = -1e4  # of the teacher's log-probabilities, as in `mixed_loss`
+_BLOCK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """What is known of a teacher's logits at the temperature T.
+
+    logits: float32 [..., k + 1], divided by T: the largest ones, and last the logarithm of the sum of the
+    exponentials of all others. ids: int64 [..., k], which words the largest are, each once.
+    """
+
+    logits: Tensor
+    ids: Tensor
+
+
+def buckets_of(logits: Tensor, top: int, temperature: float) -> Buckets:
+    """Return the buckets of whole `logits`, float [..., V] with V > `top`, relative to the largest."""
+    values, ids = logits.float().topk(top, dim=-1)
+    others = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
+    rest = (others / temperature).logsumexp(dim=-1, keepdim=True)
+    return Buckets(torch.cat([(values - values[..., :1]) / temperature, rest], dim=-1), ids)
+
+
+class _BucketLoss(torch.autograd.Function):
+    """Returns the sum of both divergences, then each, through which no gradient flows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        theirs: Tensor,
+        ids: Tensor,
+        temperature: float,
+        weights: tuple[float, float],
+    ) -> tuple[Tensor, ...]:
+        kept = labels != IGNORE
+        count = max(1, int(kept.sum()))
+        sums = logits.new_zeros(2, dtype=torch.float64)
+        gradient = torch.zeros_like(logits) if logits.requires_grad else None
+        size = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
+        for at in range(0, logits.shape[0], size):
+            rows = slice(at, at + size)
+            if not bool(kept[rows].any()):
+                continue
+            scale = temperature * kept[rows].unsqueeze(1)
+            values, slope = _compare(
+                logits[rows].float() / temperature,
+                theirs[rows].float().log_softmax(dim=1),
+                ids[rows],
+                weights,
+            )
+            sums += temperature**2 * values[kept[rows]].double().sum(dim=0)
+            if gradient is not None:
+                gradient[rows] = (slope.mul_(scale) / count).to(gradient.dtype)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        parts = tuple((sums / count).float())
+        ctx.mark_non_differentiable(*parts)
+        return ((sums.sum() / count).float(), *parts)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None
+
+
+def _compare(z: Tensor, theirs: Tensor, ids: Tensor, weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return the two weighted divergences of each row, [rows, 2], and the slope of their sum in z, [rows, V].
+
+    With b(j) the bucket of word j and r the student's proportions within the tail,
+    d KL(p || q) / dz_j = q_j - p_b(j) (of the tail q_j - p_tail r_j), and
+    d KL(q || p) / dz_j = q_j (log q_b(j) - log p_b(j) - KL).
+
+    Args:
+        z: the student's logits over T, float32 [rows, V].
+        theirs: the teacher's log-probabilities of the buckets, float32 [rows, k + 1].
+        ids: int64 [rows, k].
+        weights: of KL(teacher || student) and KL(student || teacher).
+    """
+    forward, reverse = weights
+    logq = z.log_softmax(dim=1)
+    within = logq.scatter(1, ids, float("-inf"))  # the tail's words, relative to all
+    tail = within.logsumexp(dim=1, keepdim=True)
+    ours = torch.cat([logq.gather(1, ids), tail], dim=1)
+    p, q, words = theirs.exp(), ours.exp(), logq.exp()
+    values, slope = z.new_zeros(len(z), 2), torch.zeros_like(z)
+    if forward:
+        values[:, 0] = forward * torch.where(p > 0, p * (theirs - ours), 0.0).sum(dim=1)
+        own = words - p[:, -1:] * (within - tail).exp()
+        slope += forward * own.scatter_(1, ids, (q - p)[:, :-1])
+    if reverse:
+        ratio = torch.where(q > 0, ours - theirs.clamp(min=_FLOOR), 0.0)
+        each = (q * ratio).sum(dim=1, keepdim=True)
+        values[:, 1] = reverse * each.squeeze(1)
+        turned = words * (ratio[:, -1:] - each)
+        slope += reverse * turned.scatter_(1, ids, (q * (ratio - each))[:, :-1])
+    return values, slope
+
+
+def bucket_loss(
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Buckets,
+    *,
+    temperature: float,
+    logits_weight: float,
+    reverse_weight: float = 0.0,
+    told: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Return logits_weight * T^2 * KL(teacher || student) + reverse_weight * T^2 * KL(student || teacher).
+
+    Both are over the buckets, and means over the positions whose label is not -100.
+
+    Args:
+        logits: float [..., V] of the student.
+        labels: int64 [...], which say what counts.
+        teacher: made at the same temperature; no gradient flows into it.
+        temperature: T.
+        logits_weight: of the first divergence.
+        reverse_weight: of the other.
+        told: gets the parts that count, `logits` and `reverse_logits`, detached float32 scalars.
+
+    Returns:
+        float32 scalar, nats.
+    """
+    weights = (logits_weight, reverse_weight)
+    k = teacher.ids.shape[-1]
+    found: tuple[Tensor, ...] = _BucketLoss.apply(  # type: ignore[no-untyped-call]
+        logits.reshape(-1, logits.shape[-1]),
+        labels.reshape(-1),
+        teacher.logits.detach().reshape(-1, k + 1),
+        teacher.ids.reshape(-1, k),
+        temperature,
+        weights,
+    )
+    if told is not None:
+        names = ("logits", "reverse_logits")
+        told.update({n: part for n, part, weight in zip(names, found[1:], weights, strict=True) if weight})
+    return found[0]

@@ -1,0 +1,1 @@
+"""Who teaches: loading teachers, several as one, and what they said before."""

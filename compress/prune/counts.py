@@ -1,0 +1,51 @@
+"""How many units of a layer stay where the same fraction stays in each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
+from smelt.compress.prune.settings import PruneSettings
+
+
+def heads_kept(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` heads stay: the nearest number, at least one."""
+    return max(1, _nearest(count * (settings.keep_heads or settings.keep)))
+
+
+def neurons_kept(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` neurons stay: the nearest multiple of `round_to`, at least one multiple."""
+    wanted = count * (settings.keep_ffn or settings.keep)
+    return min(count, max(1, _nearest(wanted / settings.round_to)) * settings.round_to)
+
+
+def _nearest(wanted: float) -> int:
+    """Return the nearest whole number; of two that are equally near the larger one."""
+    return math.floor(wanted + 0.5)
+
+
+def nothing_to_cut(
+    model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
+) -> list[str]:
+    """Say where `keep` is below 1 and yet everything stays, because so few units cannot be divided so."""
+    keep = {"heads": settings.keep_heads or settings.keep, "ffn": settings.keep_ffn or settings.keep}
+    sizes = {
+        "heads": [(n := g.count(model), heads_kept(n, settings)) for g in attentions],
+        "ffn": [(n := b.count(model), neurons_kept(n, settings)) for b in blocks],
+    }
+    found = []
+    for kind, counts in sizes.items():
+        whole = sorted({count for count, kept in counts if kept == count})
+        if keep[kind] == 1 or not whole:
+            continue
+        word = {"heads": "heads", "ffn": "neurons"}[kind]
+        step = 1 if kind == "heads" else settings.round_to
+        few = " or ".join(map(str, whole))
+        most = max(whole)
+        less = f" keep_{kind}: {(most - step) / most:.3g} takes {step} of {most}." if most > step else ""
+        found.append(
+            f"prune: keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, is all of them, so"
+            f" nothing goes in {sum(kept == count for count, kept in counts)} of {len(counts)} layers.{less}"
+        )
+    return found

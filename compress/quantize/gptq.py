@@ -1,0 +1,205 @@
+"""GPTQ: each column's rounding is made up for by the columns that are not rounded yet.
+
+Frantar et al. 2023, GPTQ, arXiv:2210.17323, and its published code (gptq.py, fasterquant): with H = 2 X X^T
+of what the layer is fed and U the upper Cholesky factor of the inverse of the damped H, the columns are
+rounded from left to right; the error of column j, divided by U_jj, is taken off the columns to its right
+along U's row, at once inside a block of 128, and afterwards from the rest. The grid of each group is that of
+the whole weights (`static_groups`), in their own order (no act-order, which would leave the graph with an
+index of groups). The blocks of a model are gone through one by one, each on what the quantized ones before
+it give.
+
+Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compress.calibration.blocks import drive
+from smelt.compress.calibration.inverse import DAMP, hessian_of, inverse_factor
+from smelt.compress.calibration.rows import CalibrationRows
+from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, width_of
+from smelt.compress.quantize.coding import Fit
+from smelt.compress.quantize.planned import Planned
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.models.structure import keeps_zeros
+from smelt.runtime.schemes.parts.groups import groups_of
+from smelt.runtime.schemes.registry import find
+from smelt.runtime.schemes.scheme import Codes, Options, Scheme
+
+_COLUMNS = 128  # whose errors reach the rest at once
+
+
+def gptq_codes(
+    weight: Tensor,
+    found: InputStatistics,
+    scheme: Scheme,
+    options: Options,
+    fit: Fit,
+    held: Tensor | None = None,
+) -> tuple[Codes, float]:
+    """Return codes for `weight`, float32 [N, K], and the part of the mean diagonal that H was damped by.
+
+    Args:
+        weight: left as it is.
+        found: what the layer is fed, with second moments.
+        scheme: whose grid and rounding are taken, column by column.
+        options: of it.
+        fit: finds the grid of groups.
+        held: bool [N, K], which weights are zero and stay so: what other columns would add to them is made up
+            for further right, as SparseGPT does where it quantizes too (arXiv:2301.00774, section 3.3).
+
+    Raises:
+        ValueError: the second moment cannot be inverted.
+    """
+    size = scheme.group(weight.shape[1], options)
+    grid = fit(groups_of(weight, size), weight.shape[1], scheme, options)
+    hessian = hessian_of(found)
+    factor, damp = inverse_factor(hessian)
+    factor = factor.to(weight)
+    left = weight.clone()
+    left[:, hessian.diagonal() == 0] = 0.0  # never fed anything
+    codes = scheme.nearest(groups_of(left, size), grid, options)
+    for start in range(0, left.shape[1], _COLUMNS):
+        end = min(start + _COLUMNS, left.shape[1])
+        errors = torch.empty_like(left[:, start:end])
+        for j in range(start, end):
+            part = {name: _of_group(tensor, j // size) for name, tensor in grid.items()}
+            column = left[:, j] if held is None else left[:, j].masked_fill(held[:, j], 0.0)
+            chosen = scheme.nearest(column.contiguous()[:, None, None], part, options)
+            codes[:, j // size, j % size] = chosen[:, 0, 0]
+            value = scheme.values(chosen, part, options)[:, 0, 0]
+            errors[:, j - start] = (left[:, j] - value) / factor[j, j]
+            left[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
+        left[:, end:] -= errors @ factor[start:end, end:]
+    return Codes(codes, grid), damp
+
+
+def _of_group(tensor: Tensor, group: int) -> Tensor:
+    """Return a grid's tensor of one group; one that has a single group, or none, serves all columns."""
+    return tensor[:, group : group + 1] if tensor.dim() > 1 and tensor.shape[1] > 1 else tensor
+
+
+def gptq(
+    model: Any, layers: Sequence[Planned], rows: CalibrationRows, fit: Fit, ctx: Context
+) -> dict[int, Codes]:
+    """Decide the codes of the products among `layers`, and give `model` the values that they stand for.
+
+    A matrix that is embedding and head is left out: what a product makes up for elsewhere is missing where
+    rows are looked up.
+
+    Args:
+        model: float32, in eval mode, on the CPU; its weights change.
+        layers: of it, as planned.
+        rows: what it reads.
+        fit: finds grids.
+        ctx: gets the facts of each layer and warnings.
+
+    Returns:
+        Codes by `Planned.weight`.
+
+    Raises:
+        InputError: what a layer is fed is not finite, or cannot be inverted however damped.
+    """
+    tables = {layer.weight for layer in layers if not layer.product}
+    work = _Work(rows, fit, ctx)
+    wanted = {id(layer.module): layer for layer in layers if layer.product and layer.weight not in tables}
+    for step in drive(model, rows, ctx, stage="quantize"):
+        inside = [wanted.pop(id(m)) for m in step.module.modules() if id(m) in wanted]
+        inside = work.new(inside)
+        if inside:
+            device = inside[0].module.weight.device.type  # where the model computes while it is driven
+            collector = Collector({layer.name: width_of(layer.module) for layer in inside}, device=device)
+            step.observe({layer.name: [layer.module] for layer in inside}, collector.see)
+            work.decide(inside, {name: seen.to("cpu") for name, seen in collector.found.items()})
+    if rest := work.new(list(wanted.values())):  # heads, poolers: behind the blocks
+        with collected(model, rows, {layer.name: [layer.module] for layer in rest}, ctx) as found:
+            work.decide(rest, found)
+    work.tell()
+    return work.codes
+
+
+class _Work:
+    """What was decided so far."""
+
+    def __init__(self, rows: CalibrationRows, fit: Fit, ctx: Context) -> None:
+        self.rows, self.fit, self.ctx = rows, fit, ctx
+        self.codes: dict[int, Codes] = {}
+        self.left: dict[str, float] = {}
+        self.damped: dict[str, float] = {}
+        self.unreached: list[str] = []
+        self.widest = 0
+
+    def new(self, layers: Sequence[Planned]) -> list[Planned]:
+        """Return of each weight that is not decided yet the first layer."""
+        return list(
+            {layer.weight: layer for layer in reversed(layers) if layer.weight not in self.codes}.values()
+        )
+
+    @torch.no_grad()
+    def decide(self, layers: Sequence[Planned], found: Mapping[str, InputStatistics]) -> None:
+        """Decide the codes of `layers`, and put their values into the weights."""
+        for layer in layers:
+            seen = found[layer.name]
+            if not seen.tokens:
+                self.unreached.append(layer.name)
+                continue
+            if not bool(seen.squares.isfinite().all()):
+                raise InputError(
+                    f"quantize: {layer.name}: what it is fed is not finite. The training before it has"
+                    " probably gone astray."
+                )
+            scheme, weight = find(layer.scheme), layer.module.weight.detach().float().cpu()
+            held = weight == 0 if keeps_zeros(layer.module) else None
+            try:
+                codes, damp = gptq_codes(weight, seen, scheme, layer.options, self.fit, held)
+            except ValueError as error:
+                raise InputError(
+                    f"quantize: {layer.name}: {error}. Take method: nearest, or other rows."
+                ) from error
+            if damp > DAMP:
+                self.damped[layer.name] = damp
+            nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
+            values = _values(codes, scheme, layer.options, weight)
+            plain = _values(Codes(nearest, codes.grid), scheme, layer.options, weight)
+            self.left[layer.name] = _share(values - weight, plain - weight, seen)
+            self.codes[layer.weight] = codes
+            self.widest = max(self.widest, weight.shape[1])
+            layer.module.weight.copy_(values)
+
+    def tell(self) -> None:
+        """Say in the facts and warnings what was done."""
+        self.ctx.facts["gptq_error"] = {name: float(f"{value:.3g}") for name, value in self.left.items()}
+        if self.damped:
+            most = max(self.damped, key=lambda name: self.damped[name])
+            self.ctx.warnings.append(
+                f"quantize: gptq: the second moments of {len(self.damped)} layers could be inverted only with"
+                f" more damping (most: {self.damped[most]:g} of the mean diagonal, {most}); more rows help"
+            )
+        if self.unreached:
+            self.ctx.warnings.append(
+                f"quantize: no row reaches {', '.join(self.unreached)}, whose weights are rounded to nearest"
+            )
+        if self.rows.tokens < self.widest:
+            self.ctx.warnings.append(
+                f"quantize: {self.rows.tokens} tokens of {self.rows.origin} are few for layers of"
+                f" {self.widest} inputs; raise rows, or name more with data: {{calibration: FILE}}"
+            )
+
+
+def _values(codes: Codes, scheme: Scheme, options: Options, weight: Tensor) -> Tensor:
+    return scheme.values(codes.codes, codes.grid, options).flatten(1)[:, : weight.shape[1]]
+
+
+def _share(off: Tensor, plain: Tensor, found: InputStatistics) -> float:
+    """Return the squared error of the outputs in parts of that of rounding to nearest."""
+    moment = found.second
+    assert moment is not None
+    moment = moment.float()
+    whole = float(((plain @ moment) * plain).sum())
+    return float(((off @ moment) * off).sum()) / whole if whole > 0 else 1.0

@@ -1,0 +1,1 @@
+"""Recipes that start from ONNX graphs which somebody else exported."""

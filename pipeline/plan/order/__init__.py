@@ -1,0 +1,1 @@
+"""Which step may follow which, and which orders are poor."""

@@ -1,0 +1,54 @@
+"""Advice on orders that run and are known to be poor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from smelt.plan.order.draft import Draft, done, scheme_of
+from smelt.plan.order.lost import lost_by
+from smelt.runtime.schemes.registry import SCHEMES
+
+
+def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
+    """Yield what is poor about a step behind those `above`, the nearest first."""
+    words = [d.entry.word for d in above]
+    where = f"line {draft.entry.line}: {draft.name}"
+    if draft.entry.word == "prune" and "factorize" in words:
+        yield f"{where}: pruning after factorize finds few whole matrices; prune first."
+    if draft.entry.word == "factorize" and "sparsify" in words:
+        yield f"{where}: two thin matrices are dense; the zeros of sparsify are lost."
+    for d in above if draft.entry.word == "onnx" else ():
+        if d.entry.word in ("distill", "finetune"):
+            break
+        scheme = SCHEMES.get(scheme_of(d)) if d.entry.word == "quantize" else None
+        if scheme is not None and scheme.trained:
+            yield (
+                f"{where}: the {scheme.name} weights of '{d.name}' were not trained and say little;"
+                f" put a distill after '{d.name}', which trains through the codes."
+            )
+    student = draft.entry.word == "distill" and draft.entry.settings.get("student")
+    late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
+    if late and student:
+        yield (
+            f"{where}: choosing a student's layers after {late} throws part of that work away;"
+            " distil to fewer layers first."
+        )
+    if late and draft.entry.word == "depth":
+        yield f"{where}: layers that go after {late} take part of that work with them; put depth first."
+
+
+def lost_work(drafts: Mapping[str, Draft], lines: Mapping[str, Sequence[Draft]]) -> Iterator[str]:
+    """Yield where a step loses the work of one above it; stages say what that is.
+
+    Args:
+        drafts: by name, in the recipe's order.
+        lines: each with those above it, the nearest first.
+    """
+    for draft in drafts.values():
+        if (step := done(draft)) is None:
+            continue
+        above = [found for d in lines[draft.name] if (found := done(d))]
+        later = [drafts[name] for name, line in lines.items() if draft in line]
+        below = [found for d in later if (found := done(d))]
+        where = f"line {draft.entry.line}: {draft.name}"
+        yield from (f"{where}: {text}" for text in lost_by(step, above, below))

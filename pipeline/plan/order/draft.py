@@ -1,0 +1,92 @@
+"""A step of a recipe as far as it is known, and what other steps ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from smelt.core.artifact import Format
+from smelt.core.stage import Need, Settings, Stage
+from smelt.plan.order.lost import Done
+from smelt.plan.plan import Step
+from smelt.recipe.stages import StageEntry
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
+from smelt.runtime.schemes.scheme import graphs_for
+
+
+@dataclass
+class Draft:
+    """A step as far as it is known.
+
+    settings: None where they are no settings at all; wrong ones have their defaults there, and stand in
+    `wrong`, so that nothing is concluded from them.
+    """
+
+    entry: StageEntry
+    name: str
+    parent: str | None
+    cls: type[Stage[Any]] | None = None
+    settings: Settings | None = None
+    wrong: frozenset[str] = frozenset()
+    unavailable: str | None = None
+    unscored: str | None = None
+    needs: frozenset[Need] = frozenset()
+
+    @property
+    def format(self) -> Format | None:
+        """What the step gives, where it is known."""
+        return self.cls.produces if self.cls else None
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The steps that its settings name, by setting."""
+        found = self.settings.references() if self.settings else {}
+        return {setting: name for setting, name in found.items() if setting.split(".")[0] not in self.wrong}
+
+    @property
+    def target(self) -> str | None:
+        """The runtime that it is for; None where it is for none, or that is not known."""
+        return None if "target" in self.wrong else getattr(self.settings, "target", None)
+
+
+def done(draft: Draft) -> Done | None:
+    """Return a step as `lost_by` knows it; None where its settings are not known."""
+    if draft.cls is None or draft.settings is None:
+        return None
+    return draft.name, draft.cls, draft.settings
+
+
+def scheme_of(draft: Draft) -> str:
+    """Return the scheme of a quantize step, or `quantized` where that is not known."""
+    return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", DEFAULT))
+
+
+def refused(quantized: Draft, target: str) -> str | None:
+    """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
+    target = graphs_for(target)
+    if quantized.wrong & {"scheme", "vocabulary"}:
+        all_refuse = all(target in scheme.refused for scheme in SCHEMES.values())
+        return "quantized layers" if all_refuse else None
+    settings: Any = quantized.settings
+    schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
+    return next((scheme.leaves_as for scheme in schemes if target in scheme.refused), None)
+
+
+def finished(draft: Draft) -> Step | None:
+    """Return the step of a draft that is whole; else None."""
+    if draft.cls is None or draft.settings is None or draft.parent is None:
+        return None
+    entry = draft.entry
+    return Step(
+        draft.name,
+        entry.word,
+        draft.cls,
+        draft.settings,
+        draft.parent,
+        entry.optional,
+        entry.line,
+        draft.unavailable,
+        draft.unscored,
+        draft.wrong,
+        draft.needs,
+    )

@@ -1,0 +1,111 @@
+"""Statistics that were kept are those of a pass, to the bit; a second step makes none."""
+
+import shutil
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from smelt.compress.calibration import kept, statistics
+from smelt.compress.calibration.kept import fingerprint_of, kept_statistics
+from smelt.compress.calibration.rows import CalibrationRows
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.core.data import Columns, read_split
+from smelt.core.store.shelf import Shelf
+from smelt.core.store.store import Store
+from smelt.runtime.models.checkpoint import load_model
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How often a model is run over rows."""
+    found, observe = [], statistics.observe
+    monkeypatch.setattr(statistics, "observe", lambda *a: (found.append(1), observe(*a)))
+    return found
+
+
+@pytest.fixture
+def shop(tmp_path):
+    return Shelf(Store(tmp_path / "store"), {}, lambda text: None)
+
+
+def rows_of(*sizes):
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(5, 20, size, generator=draw)} for size in sizes]
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return CalibrationRows("made", batches, 5, 39)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_what_is_read_again_is_what_was_summed(tmp_path, passes, shop, second):
+    model = load_model(every_family.of_layers("bert", 2))[0]
+    layers = {"fc2": [model.bert.encoder.layer[0].output.dense]}
+    found = []
+    for name in ("a", "b"):
+        ctx = harness.context(tmp_path / name / "out", files=shop.files)
+        with kept_statistics(model, rows_of((2, 9), (3, 7)), layers, ctx, of="k", second=second) as seen:
+            found.append(seen["fc2"])
+    assert passes == [1]
+    ctx = harness.context(tmp_path / "c" / "out")
+    with statistics.collected(model, rows_of((2, 9), (3, 7)), layers, ctx, second=second) as seen:
+        alone = seen["fc2"]
+    for one in found:
+        assert one.tokens == alone.tokens == 39
+        for name in ("sums", "squares", "magnitudes", "lowest", "highest"):
+            assert torch.equal(getattr(one, name), getattr(alone, name))
+        assert (one.second is None) == (not second)
+        assert not second or torch.equal(one.second, alone.second)
+
+
+def test_other_rows_another_model_and_other_layers_are_looked_at_anew(tmp_path, passes, shop):
+    model = load_model(every_family.of_layers("bert", 2))[0]
+    fc2, query = model.bert.encoder.layer[0].output.dense, model.bert.encoder.layer[1].attention.self.query
+    rows = rows_of((2, 9))
+    asked = [
+        (rows, {"fc2": [fc2]}, "k"), (rows_of((2, 8)), {"fc2": [fc2]}, "k"), (rows, {"fc2": [fc2]}, "other"),
+        (rows, {"q": [query]}, "k"), (rows, {"fc2": [fc2]}, "k"),
+    ]  # fmt: skip
+    for given, layers, of in asked:
+        ctx = harness.context(tmp_path / "out", files=shop.files)
+        with kept_statistics(model, given, layers, ctx, of=of):
+            pass
+    assert len(passes) == len(asked) - 1
+    assert fingerprint_of(rows_of((2, 9))) == fingerprint_of(rows) != fingerprint_of(rows_of((2, 8)))
+
+
+@pytest.mark.parametrize("why", ["limit", "disk"])
+def test_what_is_too_large_is_not_kept(tmp_path, passes, shop, monkeypatch, why):
+    model = load_model(every_family.of_layers("bert", 2))[0]
+    layers = {"fc2": [model.bert.encoder.layer[0].output.dense]}
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    if why == "disk":
+        monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: usage)
+    ctx = harness.context(tmp_path / "out", files=shop.files)
+    limit = 100 if why == "limit" else 2**30
+    with kept_statistics(model, rows_of((2, 9)), layers, ctx, of="k", limit_bytes=limit) as seen:
+        assert seen["fc2"].tokens == 18
+    assert passes == [1]
+    assert not list((tmp_path / "store").glob("kept/*"))
+
+
+def test_a_second_rank_makes_no_second_pass_and_the_same_pairs(tmp_path, passes, shop):
+    rows = read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    source = tiny.marian(tmp_path / "m")
+
+    def go(name, ratio, **more):
+        settings = FactorizeSettings.model_validate({"method": "whitened-svd", "ratio": ratio, "aim": "size"})
+        return harness.run(Factorize(), settings, source, tmp_path / name / "out", data=rows, **more)
+
+    go("a", 0.8, files=shop.files)
+    again = go("b", 0.5, files=shop.files)
+    assert passes == [1]
+    alone = go("c", 0.5)
+    assert passes == [1, 1]
+    one, other = (load_file(ctx.out / "model.safetensors") for ctx in (again, alone))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,243 @@
+"""Embeddings as pairs: the best projection, by hand; heads that are the same matrix; what follows."""
+
+import every_family
+import harness
+import pytest
+import torch
+from matrix import cells
+from onnx import numpy_helper
+from pydantic import ValidationError
+from sklearn.decomposition import TruncatedSVD
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.planned import plan_layers
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.vocabulary.settings import VocabularySettings
+from smelt.compress.vocabulary.stage import Vocabulary
+from smelt.core.errors import InputError
+from smelt.core.stage import needs_of
+from smelt.export.graph_files import read_graph, tensors_of
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
+from smelt.runtime.models.axes import hidden_axes
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+EVERY = sorted(every_family.OF_TEXTS)
+
+
+def thin(family, out, layers=3, **settings):
+    """A model of a family with its embedding as a pair, and what the step said."""
+    chosen = FactorizeSettings(what="embeddings", **{"by_frequency": False} | settings)
+    ctx = every_family.run(Factorize(), chosen, every_family.of_layers(family, layers), family, out)
+    return load_model(ctx.out)[0], ctx
+
+
+def table_of(model):
+    found = model.get_input_embeddings()
+    assert isinstance(found, LowRankEmbedding)
+    return found
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_computes_with_the_nearest_matrix_of_the_rank(family, tmp_path):
+    source = every_family.of_layers(family, 3)
+    made, ctx = thin(family, tmp_path / "out", rank=9)
+    whole, edits = load_model(source)
+    matrix = whole.get_input_embeddings().weight
+    tied = whole.get_output_embeddings()
+    tied = tied is not None and tied.weight is matrix
+    u, sigma, vt = torch.linalg.svd(matrix.detach(), full_matrices=False)
+    error = float(sigma[9:].norm() / sigma.norm())
+    assert list(ctx.facts["relative_error"].values()) == [pytest.approx(error, abs=1e-4)]
+    with torch.no_grad():
+        matrix.copy_((u[:, :9] * sigma[:9]) @ vt[:9])
+    near = tmp_path / "near"
+    near.mkdir()
+    save_model(whole, edits, near, source)
+    expected = harness.logits(load_model(near)[0])
+    torch.testing.assert_close(harness.logits(made), expected, rtol=2e-3, atol=2e-3)
+    head = made.get_output_embeddings()
+    if tied:
+        assert isinstance(head, LowRankLinear)
+        assert head.up.weight is table_of(made).table.weight
+    words, width = matrix.shape
+    saved = words * width - 9 * (words + width * (2 if tied else 1))
+    assert ctx.facts["parameters_before"] - ctx.facts["parameters_after"] == saved > 0
+
+
+def test_rows_are_those_of_a_truncated_svd(tmp_path):
+    whole, _ = load_model(every_family.of_layers("bert", 3))
+    rows = whole.get_input_embeddings().weight.detach().double().numpy()
+    reference = TruncatedSVD(7, algorithm="arpack", random_state=0).fit(rows)
+    pair = table_of(thin("bert", tmp_path / "out", rank=7)[0])
+    with torch.no_grad():
+        found = pair(torch.arange(len(rows))).numpy()
+    assert found == pytest.approx(reference.inverse_transform(reference.transform(rows)), abs=1e-4)
+
+
+def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
+    whole, _ = load_model(every_family.of_layers("marian", 3))
+    rows = whole.get_input_embeddings().weight.detach()
+    lost = {}
+    for word in (False, True):
+        made, ctx = thin("marian", tmp_path / str(word), rank=9, by_frequency=word)
+        with torch.no_grad():
+            lost[word] = (table_of(made)(torch.arange(len(rows))) - rows).square().sum(dim=1)
+    model, _ = load_model(every_family.of_layers("marian", 3))
+    counts = _counted_by_hand(model, tmp_path)
+    assert ctx.facts["calibration"]["rows"] > 0
+    dropped = torch.linalg.svdvals((counts + 1).sqrt().unsqueeze(1) * rows)[9:].square().sum()
+    assert float((counts + 1) @ lost[True]) == pytest.approx(float(dropped), rel=1e-4)
+    assert float((counts + 1) @ lost[False]) > 1.03 * float(dropped)
+    assert float(lost[True].sum()) > float(lost[False].sum())
+
+
+def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):
+    source = every_family.of_layers("bert", 3)
+    made = {}
+    for word, settings in (("unsaid", {}), ("meant", {"by_frequency": False})):
+        chosen = FactorizeSettings(what="embeddings", rank=7, **settings)
+        ctx = harness.run(Factorize(), chosen, source, tmp_path / word, "text-classification", {})
+        made[word] = load_model(ctx.out)[0], ctx.warnings
+    assert "no rows, so all tokens" in " ".join(made["unsaid"][1])
+    assert not made["meant"][1]
+    assert torch.equal(*(harness.logits(model) for model, _ in made.values()))
+    assert needs_of(Factorize, FactorizeSettings(what="embeddings"), ["train"]) == {"train"}
+    assert needs_of(Factorize, FactorizeSettings(what="embeddings")) == frozenset()
+    assert needs_of(Factorize, FactorizeSettings(what="embeddings", by_frequency=True)) == {"train"}
+
+
+def _counted_by_hand(model, space):
+    """How often each token is read, or written, in the texts that every_family takes."""
+    import tiny
+
+    from smelt.core.data import Columns, read_split
+    from smelt.runtime.models.checkpoint import load_tokenizer
+
+    file = tiny.pairs(space / "again.jsonl")
+    split = read_split(str(file), "translation", Columns(), space)
+    tokenizer = load_tokenizer(every_family.of_layers("marian", 3))
+    counts = torch.zeros(model.get_input_embeddings().num_embeddings)
+    for example in split.examples:
+        ids = tokenizer(example.text)["input_ids"]
+        for reference in example.references:
+            written = tokenizer(text_target=reference)["input_ids"]
+            counts += torch.bincount(torch.tensor([*ids, *written]), minlength=len(counts))
+    return counts
+
+
+@pytest.mark.parametrize(("target", "family"), [("float", "qwen2"), ("int8", "marian"), ("int8", "gpt2")])
+def test_a_graph_holds_the_table_once(target, family, tmp_path):
+    made, ctx = thin(family, tmp_path / "out", rank=9)
+    folder = ctx.out
+    if target == "int8":
+        folder = every_family.run(Quantize(), QuantizeSettings(), folder, family, tmp_path / "codes").out
+        codes, _ = load_model(folder)
+        assert codes.get_output_embeddings().up.matrix is codes.get_input_embeddings().table.matrix
+    every_family.run(Onnx(), OnnxSettings(), folder, family, tmp_path / "graphs")
+    words = table_of(made).num_embeddings
+    for path in sorted((tmp_path / "graphs").glob("*.onnx")):
+        tables = [t for t in tensors_of(read_graph(path).graph) if tuple(t.dims) == (words, 9)]
+        # an encoder's and a decoder's in one graph are one place of the file beside it
+        assert len({numpy_helper.to_array(t).tobytes() for t in tables}) == 1, path.name
+        assert len(tables) == 1 or path.name.startswith("generate"), path.name
+
+
+def test_of_a_head_that_stays_float_the_table_stays_so_in_it(tmp_path):
+    model, _ = thin("qwen2", tmp_path / "out", rank=9)
+    planned = {layer.name: layer.scheme for layer in plan_layers(model, QuantizeSettings(head=False))}
+    assert {"lm_head.down", "model.embed_tokens.table", "model.embed_tokens.up"} <= set(planned)
+    assert "lm_head.up" not in planned
+
+
+@pytest.mark.parametrize(("family", "later"), cells(["t5", "bart", "gemma", "bert"], ["vocabulary", "prune"]))
+def test_later_stages_cut_through_a_pair(family, later, tmp_path):
+    _, ctx = thin(family, tmp_path / "thin", rank=9)
+    stage, settings = {
+        "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
+        "prune": (Prune(), PruneSettings(importance="taylor", rows=4)),
+    }[later]
+    again = every_family.run(stage, settings, ctx.out, family, tmp_path / "later")
+    model, _ = load_model(again.out)
+    pair = table_of(model)
+    assert (pair.num_embeddings, pair.rank) == (model.config.vocab_size, 9)
+    assert harness.logits(model).isfinite().all()
+    head = model.get_output_embeddings()
+    if isinstance(head, LowRankLinear):
+        assert head.up.weight is pair.table.weight
+
+
+@pytest.mark.parametrize("family", ["bert", "marian"])
+def test_the_axes_of_hidden_states_end_at_the_product(family, tmp_path):
+    model, _ = thin(family, tmp_path / "out", rank=9)
+    axes = {name: (axis.dim, axis.reads) for axis in hidden_axes(model) for name in axis.names}
+    name = next(n for n, m in model.named_modules() if m is table_of(model))
+    assert axes[f"{name}.up.weight"] == (0, False)
+    assert f"{name}.table.weight" not in axes
+    width = model.config.hidden_size
+    assert all(axis.stream == "head" or _size(model, axis) == width for axis in hidden_axes(model))
+
+
+def _size(model, axis):
+    return dict([*model.named_parameters(), *model.named_buffers()])[axis.name].shape[axis.dim]
+
+
+# 54 x 32: below 20.1; 299 x 64, which is the head too: below 44.8, and not 52.7
+@pytest.mark.parametrize(("family", "rank"), [("bert", 21), ("gpt2", 46)])
+def test_where_no_value_is_saved_the_embedding_is_left_alone(family, rank, tmp_path):
+    settings = FactorizeSettings(what="embeddings", rank=rank, by_frequency=False)
+    source = every_family.of_layers(family, 3)
+    ctx = every_family.run(Factorize(), settings, source, family, tmp_path / "out")
+    (said,) = ctx.facts["left_alone"].values()
+    assert "saves nothing" in said
+    assert "left the embeddings alone" in " ".join(ctx.warnings)
+    assert not (ctx.out / "structure.json").exists()
+
+
+def test_energy_and_ratio_say_the_rank(tmp_path):
+    whole, _ = load_model(every_family.of_layers("llama", 3))
+    rows = whole.get_input_embeddings().weight.detach()
+    squares = torch.linalg.svdvals(rows).square()
+    model, _ = thin("llama", tmp_path / "energy", energy=0.6)
+    rank = table_of(model).rank
+    assert float(squares[:rank].sum()) >= 0.6 * float(squares.sum()) > float(squares[: rank - 1].sum())
+    model, _ = thin("llama", tmp_path / "ratio", ratio=0.5)
+    assert table_of(model).rank == rows.numel() // (2 * sum(rows.shape))
+    assert isinstance(model.get_output_embeddings(), torch.nn.Linear)  # a matrix of its own
+
+
+def test_a_pair_is_no_table_to_make_a_pair_of(tmp_path):
+    _, ctx = thin("bert", tmp_path / "out", rank=9)
+    with pytest.raises(InputError, match=r"word_embeddings is a LowRankEmbedding, which is no table"):
+        every_family.run(
+            Factorize(), FactorizeSettings(what="embeddings", rank=4), ctx.out, "bert", tmp_path / "again"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"what": "embeddings", "method": "svd", "aim": "size"}, "aim and method: of linear layers"),
+        ({"what": "embeddings", "budget": {"parameters": 0.5}}, "budget: of linear layers"),
+        ({"by_frequency": False}, "by_frequency is for what: embeddings"),
+    ],
+)
+def test_settings_of_something_else_are_refused(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        FactorizeSettings.model_validate(settings)
+
+
+def test_a_recipe_of_layers_has_the_key_that_it_had():
+    assert not {"what", "by_frequency"} & set(FactorizeSettings().model_dump(mode="json"))
+    given = FactorizeSettings(what="embeddings", rank=8)
+    assert FactorizeSettings.model_validate(given.model_dump(mode="json")) == given
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_a_model_of_images_has_no_words(family):
+    settings = FactorizeSettings(what="embeddings", rank=4)
+    ((place, message),), _ = Factorize.check_model(settings, {"model_type": family})
+    assert place == "what"
+    assert "reads images and has no words" in message

@@ -1,0 +1,71 @@
+"""What units are said to cost is what the model has less without them, counted by torch."""
+
+import every_family
+import pytest
+import torch
+from matrix import cells
+from torch.utils.flop_counter import FlopCounterMode
+
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.float_model import stored_parameters
+from smelt.compress.prune.budget.costs import operation_costs, parameter_costs, text_length
+from smelt.compress.prune.cut import cut_heads, cut_neurons
+from smelt.compress.prune.groups import AttentionGroup, find_groups
+from smelt.compress.share.layers import Share, ShareSettings
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model
+
+FAMILIES = ("marian", "t5", "bert", "gpt2", "llama", "qwen3", "modernbert", "mpnet")
+STAGES = {
+    "none": None,
+    "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=5)),
+    "share": (Share(), ShareSettings()),
+}
+
+
+def half_of(model):
+    """Cut about half of everything; return how many units each group has left."""
+    attentions, blocks = find_groups(model)
+    kept = {}
+    for group in (*attentions, *blocks):
+        stay = torch.arange(max(1, group.count(model) // 2))
+        (cut_heads if isinstance(group, AttentionGroup) else cut_neurons)(model, [], group, stay)
+        kept[group.name] = len(stay)
+    return kept
+
+
+@torch.no_grad()
+def multiplications(model, tokens):
+    """What torch's counter says of a pass, attention in plain products."""
+    model.set_attn_implementation("eager")
+    ids = torch.ones(1, tokens, dtype=torch.long)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, **more)
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize(("family", "before"), cells(FAMILIES, list(STAGES)))
+def test_what_a_cut_model_costs_is_what_was_foretold(family, before, tmp_path):
+    folder = every_family.of_layers(family, 3)
+    if STAGES[before]:
+        folder = every_family.run(*STAGES[before], folder, family, tmp_path / "before").out
+    model, _ = load_model(folder)
+    groups = [group for kind in find_groups(model) for group in kind]
+    values, work = parameter_costs(model, groups), operation_costs(model, groups, 11)
+    assert values.whole == stored_parameters(model)
+    assert work.whole == multiplications(load_model(folder)[0], 11)
+    kept = half_of(model)
+    for costs, now in ((values, stored_parameters(model)), (work, multiplications(model, 11))):
+        assert costs.fixed + sum(float(costs.of[n][count]) for n, count in kept.items()) == pytest.approx(now)
+        assert now < costs.whole
+
+
+def test_a_text_is_as_long_as_the_model_has_places():
+    bert, _ = load_model(every_family.of_layers("bert", 3))
+    t5, _ = load_model(every_family.of_layers("t5", 3))
+    places = bert.config.max_position_embeddings
+    assert (text_length(bert, None), text_length(t5, None)) == (min(128, places), 128)
+    with pytest.raises(InputError, match=f"length: 9999 tokens, and the model has places for {places}"):
+        text_length(bert, 9999)

@@ -1,0 +1,90 @@
+"""`prune` with a budget: met, said, and refused where it leaves nothing."""
+
+import every_family
+import pytest
+from matrix import cells
+from pydantic import ValidationError
+
+from smelt.compress.float_model import stored_parameters
+from smelt.compress.prune.budget import latency
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model
+
+MEASURES = {
+    "parameters": {"parameters": 0.75},
+    "operations": {"operations": 0.75, "length": 10},
+    "latency": {"latency": 0.75, "length": 10, "on": "ort-cpu"},
+}
+
+
+def weights(part):
+    """A second for each weight: products this small take no longer than larger ones."""
+    return sum(product.weights for product in (*part.first, *([part.last] if part.last else [])))
+
+
+@pytest.mark.parametrize(
+    ("family", "measure"), cells(["t5", "qwen2", "modernbert", "gpt2", "mpnet"], list(MEASURES))
+)
+def test_a_budget_is_met_and_what_was_reached_is_said(family, measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(latency, "seconds_of", lambda parts, on, threads: [weights(part) for part in parts])
+    source = every_family.of_layers(family, 3)
+    settings = PruneSettings(budget=MEASURES[measure], rows=4, compensate=False, round_to=4)
+    ctx = every_family.run(Prune(), settings, source, family, tmp_path / "out")
+    said = ctx.facts["budget"]
+    assert (said["measure"], said["asked"]) == (measure, 0.75)
+    assert 0.6 < said["left"] <= 0.75
+    assert said["reached"] == pytest.approx(said["left"] * said["before"], rel=1e-3)
+    model, _ = load_model(ctx.out)
+    assert stored_parameters(model) < stored_parameters(load_model(source)[0])
+    if measure == "parameters":
+        assert said["reached"] == stored_parameters(model) == ctx.facts["parameters_after"]
+
+
+@pytest.mark.parametrize("importance", ["random", "magnitude", "taylor"])
+def test_units_compete_by_any_importance(importance, tmp_path):
+    what = ["ffn"] if importance == "magnitude" else ["heads", "ffn"]
+    settings = PruneSettings(
+        budget={"parameters": 0.8}, importance=importance, what=what, rows=4, compensate=False
+    )
+    ctx = every_family.run(Prune(), settings, every_family.of_layers("bert", 3), "bert", tmp_path / "out")
+    assert 0.75 < ctx.facts["budget"]["left"] <= 0.8
+
+
+def test_heads_alone_cannot_be_the_half_of_a_model(tmp_path):
+    half = {"parameters": 0.5}
+    settings = PruneSettings(budget=half, what=["heads"], importance="random", compensate=False)
+    with pytest.raises(InputError, match=r"parameters: 0\.5 of the model's parameters cannot.*Say at least"):
+        every_family.run(Prune(), settings, every_family.of_layers("bert", 3), "bert", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"budget": {}}, "give one of parameters, operations, latency, read none"),
+        ({"budget": {"parameters": 0.5, "latency": 0.5}}, "read parameters and latency"),
+        ({"budget": {"parameters": 1.0}}, "less than 1"),
+        ({"budget": {"parameters": 0.5, "length": 9}}, "length means nothing"),
+        ({"budget": {"operations": 0.5, "on": "torch"}}, "on is for a budget of latency"),
+        ({"budget": {"parameters": 0.5}, "keep": 0.5, "scope": "global"}, "remove keep and scope"),
+        ({"budget": {"parameters": 0.5}, "importance": "magnitude"}, "worth beside a neuron"),
+    ],
+)
+def test_what_says_nothing_is_refused(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        PruneSettings.model_validate(settings)
+
+
+def test_a_budget_looks_at_squared_gradients_unless_told_otherwise():
+    assert PruneSettings.model_validate({"budget": {"parameters": 0.5}}).importance == "fisher"
+    said = {"budget": {"parameters": 0.5}, "importance": "taylor"}
+    assert PruneSettings.model_validate(said).importance == "taylor"
+    assert PruneSettings.model_validate({}).importance == "taylor"
+
+
+def test_a_recipe_without_a_budget_has_the_key_that_it_had():
+    assert "budget" not in PruneSettings().model_dump(mode="json")
+    given = PruneSettings.model_validate({"budget": {"operations": 0.5, "length": 8}})
+    said = given.model_dump(mode="json")["budget"]
+    assert (said["operations"], said["length"]) == (0.5, 8)
+    assert PruneSettings.model_validate(given.model_dump(mode="json")) == given

@@ -1,0 +1,207 @@
+"""Masks that are learned: their distribution, the budget, and a cut that changes nothing any more."""
+
+import math
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune import learned
+from smelt.compress.prune.learned import LearnedMasks, draw_mask, open_chance
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.train.settings import MasksSettings
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model
+
+
+def masks_of(family, **settings):
+    model, edits = load_model(every_family.of_layers(family, 2))
+    found = LearnedMasks(model, MasksSettings(round_to=1, **settings), edits)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for log_alpha in found.log_alphas:
+            log_alpha.copy_(torch.randn(len(log_alpha)) * 4)
+    return found, model
+
+
+def test_a_mask_is_the_hard_concrete_of_its_draw(monkeypatch):
+    """Louizos et al. 2018, equations 10 and 11, with numbers."""
+    monkeypatch.setattr(torch, "rand_like", lambda x: torch.tensor([0.1, 0.5, 0.6, 0.9]))
+    found = draw_mask(torch.tensor([0.0, 0.3, -0.2, 2.0]))
+    wanted = []
+    for u, log_alpha in zip((0.1, 0.5, 0.6, 0.9), (0.0, 0.3, -0.2, 2.0), strict=True):
+        s = 1 / (1 + math.exp(-(math.log(u / (1 - u)) + log_alpha) / (2 / 3)))
+        wanted.append(min(1.0, max(0.0, s * 1.2 - 0.1)))
+    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+    assert 0.0 == wanted[0] < wanted[1] < 1.0 == wanted[3]
+
+
+def test_a_mask_is_open_as_often_as_is_said():
+    torch.manual_seed(0)
+    log_alpha = torch.tensor([-4.0, -2.0, 0.0, 2.0])
+    seen = (draw_mask(log_alpha.expand(40_000, 4)) > 0).float().mean(dim=0)
+    torch.testing.assert_close(open_chance(log_alpha), seen, atol=4 * 0.5 / 200, rtol=0)
+
+
+def test_the_expected_part_is_that_of_the_parameters():
+    """BERT: a head of 8 has 3 x 8 rows of 32 with biases and 8 columns of 32; a neuron 32 + 1 and 32."""
+    masks, model = masks_of("bert")
+    config = model.config
+    head = (
+        config.hidden_size // config.num_attention_heads * (3 * (config.hidden_size + 1) + config.hidden_size)
+    )
+    neuron = 2 * config.hidden_size + 1
+    assert set(masks.costs) == {head, neuron}
+    with torch.no_grad():
+        for log_alpha, cost in zip(masks.log_alphas, masks.costs, strict=True):
+            log_alpha.fill_(50.0 if cost == head else -50.0)
+    heads, neurons = config.num_attention_heads * head, config.intermediate_size * neuron
+    assert float(masks.expected().detach()) == pytest.approx(heads / (heads + neurons), abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "llama"])
+def test_the_cut_computes_what_the_masks_did(family):
+    masks, model = masks_of(family)
+    with masks._around():
+        masked = harness.logits(model)
+        with masks.stored():
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    whole = sum(p.numel() for p in model.parameters())
+    plain, _ = load_model(every_family.of_layers(family, 2))
+    plain.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(harness.logits(plain), masked, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(harness.logits(model), masked, atol=1e-3)
+    stay = [len(masks.kept(number)) for number in range(len(masks.groups))]
+    ctx = harness.context(every_family.of_layers(family, 2))
+    masks.settle(ctx, "finetune")
+    torch.testing.assert_close(harness.logits(model), masked, rtol=1e-4, atol=1e-4)
+    assert list(ctx.facts["masks"]["units"].values()) == stay
+    assert sum(p.numel() for p in model.parameters()) < whole
+
+
+def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
+    masks, _model = masks_of("bert")
+    with torch.no_grad():
+        masks.log_alphas[0].copy_(torch.tensor([5.0, -9.0, 0.0, -1.6]))
+    # 0.9986 + 0.0006 + 0.8318 + 0.4998: 2.33 of 4
+    assert masks.kept(0).tolist() == [0, 2]
+    assert masks.values(0).tolist() == pytest.approx([1.0, 0.0, 0.5, 0.0])
+    masks.settings = MasksSettings(round_to=8)
+    number = len(masks.groups) - 1
+    assert len(masks.kept(number)) % 8 == 0
+    with torch.no_grad():
+        masks.log_alphas[number].fill_(-50.0)
+        masks.log_alphas[0].fill_(-50.0)
+    assert len(masks.kept(number)) == 8
+    assert len(masks.kept(0)) == 1
+
+
+def test_widths_that_end_equal_are_said_in_the_config():
+    masks, model = masks_of("bert", what=["ffn"])
+    masks.settings = MasksSettings(what=["ffn"], round_to=8)
+    with torch.no_grad():
+        for log_alpha in masks.log_alphas:
+            log_alpha.fill_(-50.0)
+    masks.settle(harness.context(every_family.of_layers("bert", 2)), "finetune")
+    assert model.config.intermediate_size == 8
+    assert masks.edits == []
+
+
+def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
+    masks, _ = masks_of("bert", keep=0.5, warmup=0.5)
+    with torch.no_grad():
+        for log_alpha in masks.log_alphas:
+            log_alpha.fill_(learned._OPEN)
+    found = []
+    for step in (1, 49, 50, 99, 100):
+        masks._before(step, 100)
+        found.append(masks._eligible(step))
+    assert found == [False, False, False, False, True]
+    assert not masks._eligible(0)
+    with torch.no_grad():
+        for log_alpha in masks.log_alphas:
+            log_alpha.fill_(-1.7)  # open with a chance of 0.47
+    found = []
+    for step in (1, 49, 50, 99):
+        masks._before(step, 100)
+        found.append(masks._eligible(step))
+    assert found == [False, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    home = tmp_path_factory.mktemp("rows")
+    return read_split(str(tiny.pairs(home / "rows.jsonl")), "translation", Columns(), home)
+
+
+def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_path):
+    source = tiny.marian(tmp_path / "model", num_layers=1)
+    settings = FinetuneSettings(
+        max_steps=60, batch_size=4, learning_rate=3e-3, precision="fp32", evals=4,
+        masks={"keep": 0.5, "warmup": 0.3, "learning_rate": 0.3, "round_to": 4},
+    )  # fmt: skip
+    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
+    assert ctx.facts["masks"]["kept"] == pytest.approx(0.5, abs=0.06)
+    assert ctx.facts["training"]["kept_step"] >= 30
+    assert "budget" in ctx.facts["training"]["train_losses"]
+    model = harness.model_of(ctx)
+    before, _ = load_model(source)
+    assert sum(p.numel() for p in model.parameters()) < 0.9 * sum(p.numel() for p in before.parameters())
+    again = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", evals=1)
+    later = harness.run(Finetune(), again, ctx.out, tmp_path / "again", data=rows)
+    told = {v["step"]: v["loss"] for v in ctx.facts["training"]["validations"]}
+    kept = told[ctx.facts["training"]["kept_step"]]
+    assert later.facts["training"]["validations"][0]["loss"] == pytest.approx(kept, rel=1e-3)
+
+
+def test_multipliers_rise_while_more_stays_than_is_asked_for():
+    masks, model = masks_of("bert", keep=0.5, warmup=0.5)
+    with torch.no_grad():
+        for log_alpha in masks.log_alphas:
+            log_alpha.fill_(learned._OPEN)
+    masks._before(10, 10)
+    model.train()
+    terms = masks.objective(lambda model, batch: torch.zeros(()))(model, {})
+    terms["budget"].value.backward()
+    below = 0.5 - (1 - float(open_chance(torch.tensor(learned._OPEN))))  # sparsity that lacks
+    assert masks.multipliers.grad.tolist() == pytest.approx([-below, below**2], abs=1e-5)
+    (group,) = [g for g in masks.extension().groups if g.maximize]
+    assert group.parameters[0] is masks.multipliers
+    model.eval()
+    assert float(masks.objective(lambda model, batch: torch.zeros(()))(model, {})) == 0.0
+
+
+def test_a_budget_that_few_updates_do_not_reach_is_said(rows, tmp_path):
+    source = tiny.marian(tmp_path / "model", num_layers=1)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", evals=0, masks={"keep": 0.1})
+    ctx = harness.run(Finetune(), settings, source, tmp_path / "out", data=rows)
+    (said,) = [text for text in ctx.warnings if "masks" in text]
+    assert "100.0% of the units' parameters stay where 10.0% were asked for" in said
+
+
+def test_codes_are_refused(rows, tmp_path):
+    source = tiny.marian(tmp_path / "model", num_layers=1)
+    codes = harness.run(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "q", data=rows)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", masks={})
+    with pytest.raises(InputError, match=r"LatentLinear.*before 'quantize'"):
+        harness.run(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
+    short = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", evals=0, lora={"rank": 2})
+    beside = harness.run(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
+    with pytest.raises(InputError, match=r"^masks: .*AdaptedLinear.*before 'quantize'"):
+        harness.run(Finetune(), settings, beside.out, tmp_path / "again", data=rows)
+
+
+def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
+    masks, _model = masks_of("bert", keep=0.9)
+    with torch.no_grad():
+        for log_alpha in masks.log_alphas:
+            log_alpha.fill_(-1.7)  # open with a chance of 0.47
+    ctx = harness.context(tmp_path / "out")
+    masks.settle(ctx, "finetune")
+    (said,) = ctx.warnings
+    assert "of the units' parameters stay, fewer than the 90.0% that were asked for" in said

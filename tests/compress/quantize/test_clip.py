@@ -1,0 +1,54 @@
+"""Grids whose ranges are shrunk where that has the smaller error, against a plain loop."""
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compress.quantize.clip import searched_grid
+from smelt.compress.quantize.coding import nearest_on
+from smelt.runtime.schemes.registry import SCHEMES, defaults, find
+
+HEAVY = torch.distributions.StudentT(3.0)
+
+
+def drawn(*shape):
+    torch.manual_seed(0)
+    return HEAVY.sample(shape)
+
+
+def test_it_is_the_search_of_gptqs_quantizer():
+    """For p = 1, 0.99, ... 0.21: scale and zero of (p min, p max), sum of |error|^2.4, the least wins."""
+    groups = drawn(3, 2, 32)
+    options = defaults(find("int4")) | {"group_size": 32, "symmetric": False}
+    found = searched_grid(groups, 64, find("int4"), options)
+    for row in range(3):
+        for group in range(2):
+            w = groups[row, group].double().numpy()
+            best = (np.inf, 0.0, 0.0)
+            for i in range(80):
+                low, high = min(0.0, w.min() * (1 - i / 100)), max(0.0, w.max() * (1 - i / 100))
+                scale = float(np.float16((high - low) / 15))  # as smelt stores it
+                zero = float(np.clip(np.round(-low / scale), 0, 15))
+                codes = np.clip(np.round(w / scale) + zero, 0, 15)
+                error = (np.abs((codes - zero) * scale - w) ** 2.4).sum()
+                best = min(best, (error, scale, zero))
+            assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
+            assert float(found["zeros"][row, group]) == best[2]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_group_has_a_larger_error_than_with_the_schemes_own_grid(name):
+    scheme, weight = find(name), drawn(8, 256)
+    options = defaults(scheme)
+
+    def errors(fit):
+        codes = nearest_on(fit, weight, scheme, options)
+        size = scheme.group(256, options)
+        values = scheme.values(codes.codes, codes.grid, options)
+        return (values - weight.unflatten(1, (-1, size))).abs().pow(2.4).sum(dim=-1)
+
+    plain = errors(lambda groups, width, scheme, options: scheme.fit(groups, width, options))
+    searched = errors(searched_grid)
+    assert bool((searched <= plain * (1 + 1e-6)).all())
+    if name == "int4":  # of heavy tails most groups gain
+        assert float((searched < 0.999 * plain).float().mean()) > 0.5

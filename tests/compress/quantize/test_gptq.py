@@ -1,0 +1,239 @@
+"""GPTQ against its paper's equations with inverses written out, and as a part of the stage."""
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import tiny
+import torch
+from pydantic import ValidationError
+
+from smelt.compress.calibration.inverse import inverse_factor
+from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.calibration.statistics import collected, empty_statistics
+from smelt.compress.quantize import gptq as module
+from smelt.compress.quantize.coding import plain_fit, round_to_nearest
+from smelt.compress.quantize.gptq import gptq_codes
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core.data import Columns, read_split
+from smelt.core.stage import needs_of
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.schemes.registry import defaults, find
+
+SCHEMES = {
+    "int4": {"group_size": 16},
+    "int8-groupwise": {"group_size": 32, "symmetric": False},
+    "int8-dynamic": {},
+    "binary": {"group_size": 32},
+    "bnb-nf4": {},
+}
+
+
+def drawn(inputs=40, tokens=200, outputs=6):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, inputs, generator=draw) @ torch.randn(inputs, inputs, generator=draw)
+    found = empty_statistics(inputs, second=True)
+    found.see(x)
+    return torch.randn(outputs, inputs, generator=draw), x, found
+
+
+def by_the_equations(weight, x, scheme, options):
+    """Column by column, with the inverse of what is left of H each time (equations 2 and 3 of the paper)."""
+    k = weight.shape[1]
+    size = scheme.group(k, options)
+    grid = round_to_nearest(weight, scheme, options).grid
+    h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
+    dead = np.diag(h) == 0
+    h[dead, dead] = 1
+    h += 0.01 * np.diag(h).mean() * np.eye(k)
+    new, values = weight.double().numpy().copy(), np.zeros(weight.shape)
+    new[:, dead] = 0
+    for j in range(k):
+        inverse = np.linalg.inv(h[j:, j:])
+        group = {name: t[:, j // size : j // size + 1] for name, t in grid.items()}
+        column = torch.tensor(new[:, j], dtype=torch.float32)[:, None, None]
+        rounded = scheme.values(scheme.nearest(column, group, options), group, options)
+        values[:, j] = rounded[:, 0, 0].double().numpy()
+        new[:, j:] -= np.outer((new[:, j] - values[:, j]) / inverse[0, 0], inverse[:, 0])
+    return values
+
+
+def of(codes, scheme, options, width):
+    return scheme.values(codes.codes, codes.grid, options).flatten(1)[:, :width].double().numpy()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_it_is_what_the_equations_of_the_paper_give(name, monkeypatch):
+    monkeypatch.setattr(module, "_COLUMNS", 24)  # two blocks; 40 inputs: the last group is filled up
+    weight, x, found = drawn()
+    scheme = find(name)
+    options = defaults(scheme) | SCHEMES[name]
+    codes, damp = gptq_codes(weight, found, scheme, options, plain_fit)
+    wanted = by_the_equations(weight, x, scheme, options)
+    # a weight that lies between two codes may become either in float32
+    assert np.isclose(of(codes, scheme, options, 40), wanted, rtol=1e-5, atol=1e-6).mean() > 0.99
+    assert damp == 0.01
+    nearest = of(round_to_nearest(weight, scheme, options), scheme, options, 40)
+    plain, moment = weight.double().numpy(), (x.double().T @ x.double()).numpy()
+
+    def error(values):
+        return float((((values - plain) @ moment) * (values - plain)).sum())
+
+    assert error(wanted) < 0.95 * error(nearest)
+
+
+def test_an_input_that_is_never_fed_moves_nothing():
+    weight, x, _ = drawn()
+    x[:, 3] = 0
+    found = empty_statistics(40, second=True)
+    found.see(x)
+    scheme, options = find("int4"), defaults(find("int4")) | {"group_size": 16}
+    codes, _ = gptq_codes(weight, found, scheme, options, plain_fit)
+    values = of(codes, scheme, options, 40)
+    assert (values[:, 3] == 0).all()
+    assert np.isclose(values, by_the_equations(weight, x, scheme, options), atol=1e-5).mean() > 0.99
+
+
+def test_a_moment_that_cannot_be_inverted_is_damped_further():
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moment = x.T @ x
+    moment[0, 1] = moment[1, 0] = 1.08 * float((moment[0, 0] * moment[1, 1]).sqrt())  # no moment at all
+    factor, damp = inverse_factor(moment)
+    assert damp > 0.01
+    damped = moment + damp * moment.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped))
+    with pytest.raises(ValueError, match="cannot be inverted"):
+        inverse_factor(moment * torch.nan)
+
+
+def stage(family, out, **settings):
+    source = every_family.of_layers(family, 2)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, **settings)
+    return source, every_family.run(Quantize(), made, source, family, out)
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "gpt2"])
+def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
+    source, ctx = stage(family, tmp_path / "out")
+    model = harness.model_of(ctx)
+    plain, _ = load_model(source)
+    names = list(ctx.facts["gptq_error"])
+    last = [n for n in names if ".1." in n][-1]  # the last product of the last block
+    # the model as it was when the block was reached: all blocks before it quantized
+    place = last[: last.index(".1.") + 3]
+    with torch.no_grad():
+        for name in names:
+            if not name.startswith(place) and model.get_submodule(name) is not model.get_output_embeddings():
+                plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.values())
+    rows = calibration_rows(plain, tiny.artifact(source, ctx.task), 8, ctx, "quantize")
+    with collected(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as found:
+        scheme, matrix = find("int4"), model.get_submodule(last).matrix
+        weight = plain.get_submodule(last).weight.detach()
+        codes, _ = gptq_codes(weight, found[last], scheme, matrix.options, plain_fit)
+    values = of(codes, scheme, matrix.options, weight.shape[1])
+    assert np.isclose(values, matrix.values().double().numpy(), atol=1e-5).mean() > 0.99
+    nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
+    assert not np.isclose(values, nearest, atol=1e-5).all()
+    assert sum(ctx.facts["gptq_error"].values()) / len(names) < 0.9
+    linears = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
+    head = plain.get_output_embeddings()
+    tied = head is not None and head.weight is plain.get_input_embeddings().weight
+    assert set(names) == {n for n in linears if not (tied and plain.get_submodule(n) is head)}
+
+
+def test_zeros_that_are_to_stay_stay_and_the_others_make_up_for_them(tmp_path):
+    """SparseGPT's published code, with quantization: masked weights are 0, and their error is passed on."""
+    pattern = SparsifySettings(method="magnitude", pattern="2:4")
+    sparse = every_family.run(Sparsify(), pattern, every_family.of_layers("bert", 2), "bert", tmp_path / "s")
+    before = harness.model_of(sparse)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8)
+    ctx = every_family.run(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    model = harness.model_of(ctx)
+    for name in sparse.facts["sparsity_by_layer"]:
+        values = model.get_submodule(name).matrix.values()
+        zeros = before.get_submodule(name).weight == 0
+        assert int(zeros.sum()) == zeros.numel() // 2
+        assert not bool(values[zeros].any())
+        assert not torch.equal(values, before.get_submodule(name).weight)
+        assert ctx.facts["gptq_error"][name] < 1
+
+
+class Elsewhere:
+    """Statistics on another device: of no use until they are brought to the CPU."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def to(self, device):
+        assert device == "cpu"
+        return self.found
+
+
+def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_cpu(tmp_path, monkeypatch):
+    asked, collector = [], module.Collector
+
+    class Far(collector):
+        def __post_init__(self):
+            asked.append(self.device)
+            super().__post_init__()
+
+        @property
+        def see(self):
+            return lambda key, x: self.found[key].found.see(x)
+
+    def made(widths, **said):
+        assert said["device"] == "cpu"  # as a default it would be so on a GPU too
+        new = Far(widths, **said)
+        new.found = {name: Elsewhere(seen) for name, seen in new.found.items()}
+        return new
+
+    monkeypatch.setattr(module, "Collector", made)
+    source, ctx = stage("bert", tmp_path / "out")
+    assert asked == ["cpu"] * load_model(source)[0].config.num_hidden_layers
+    assert ctx.facts["gptq_error"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_it_decides_on_a_gpu_what_it_decides_on_the_cpu(tmp_path):
+    source, found = every_family.of_layers("bert", 2), []
+    data = read_split(str(tiny.labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path)
+    for device in ("cpu", "cuda"):
+        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8)
+        ctx = harness.run(
+            Quantize(), made, source, tmp_path / device, "text-classification", data, device=device
+        )
+        found.append(ctx.facts["gptq_error"])
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def test_a_matrix_that_is_looked_up_too_is_rounded_to_nearest(tmp_path):
+    source, ctx = stage("gpt2", tmp_path / "out")
+    model, plain = harness.model_of(ctx), load_model(source)[0]
+    matrix, weight = model.get_output_embeddings().matrix, plain.get_output_embeddings().weight.detach()
+    assert matrix is model.get_input_embeddings().matrix
+    codes = round_to_nearest(weight, matrix.scheme, matrix.options)
+    wanted = of(codes, matrix.scheme, matrix.options, weight.shape[1])
+    np.testing.assert_allclose(matrix.values().double().numpy(), wanted, atol=1e-6)
+
+
+def test_few_rows_are_said(tmp_path):
+    made = QuantizeSettings(scheme="int4", method="gptq", rows=1)
+    ctx = every_family.run(Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / "out")
+    assert any("tokens of" in text and "are few for layers of" in text for text in ctx.warnings)
+
+
+def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
+    plain = QuantizeSettings(scheme="int4")
+    assert {"method", "clip"}.isdisjoint(plain.model_dump())
+    assert needs_of(Quantize, plain, {"train"}) == frozenset()
+    gptq = QuantizeSettings(scheme="int4", method="gptq", rows=16)
+    assert gptq.model_dump()["method"] == "gptq"
+    assert needs_of(Quantize, gptq, {"train"}) == {"train"}
+    assert needs_of(Quantize, gptq, {"train", "calibration"}) == {"calibration"}
+    with pytest.raises(ValidationError, match="damage_rows: nothing looks"):
+        QuantizeSettings(scheme="int4", method="gptq", damage_rows=4)
+    with pytest.raises(ValidationError, match="rows: nothing looks"):
+        QuantizeSettings(scheme="int4", rows=4)

@@ -1,0 +1,55 @@
+"""What Optimum itself exported starts a recipe, and gives what the model in torch gives."""
+
+import json
+import shutil
+from pathlib import Path
+
+import causal
+import others
+import pytest
+import tiny
+
+import smelt
+
+TEXTS = tiny.SENTENCES[:4]
+TASKS = {
+    "marian": ("text2text-generation-with-past", "translation"),
+    "gpt2": ("text-generation-with-past", "language-modeling"),
+}
+
+
+@pytest.mark.peers
+def test_graphs_that_optimum_exported_write_what_the_model_writes(tmp_path: Path) -> None:
+    tiny.marian(tmp_path / "marian")
+    causal.model(tmp_path / "gpt2", "gpt2")
+    asked = [
+        {"source": str(tmp_path / kind), "out": str(tmp_path / f"{kind}-onnx"), "task": task}
+        for kind, (task, _) in TASKS.items()
+    ]
+    names = others.optimum("export_by_optimum.py", {"models": asked})
+    assert set(names[0]) >= {"encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"}
+    shutil.copytree(tmp_path / "marian-onnx", tmp_path / "merged-onnx")
+    for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
+        (tmp_path / "merged-onnx" / name).unlink()
+    rows = {
+        "translation": tiny.pairs(tmp_path / "d.jsonl", 6).name,
+        "language-modeling": causal.lines(tmp_path / "d.txt", 1).name,
+    }
+    for kind, source in (("marian", "marian"), ("merged", "marian"), ("gpt2", "gpt2")):
+        task = TASKS[source][1]
+        answers, scores = [], []
+        for model in (f"{kind}-onnx\ntokenizer: {source}", source):
+            recipe = tmp_path / "r.yaml"
+            recipe.write_text(
+                f"model: {model}\ntask: {task}\ndata: {{test: {rows[task]}}}\nstages: []\n"
+                "score: {latency: false, generation: {max_new_tokens: 6}}\n"
+            )
+            out = tmp_path / f"run-{kind}-{len(answers)}"
+            smelt.run(recipe, out=out, quiet=True)
+            step = json.loads((out / "report.json").read_text())["steps"][0]
+            scores.append({name: round(s["value"], 2) for name, s in step["quality"].items()})
+            with smelt.load(out / "artifacts/model") as opened:
+                found = [opened.generate(TEXTS, beams=beams, max_new_tokens=6) for beams in (1, 3)]
+            answers.append(found)
+        assert answers[0] == answers[1]
+        assert scores[0] == scores[1]

@@ -1,0 +1,132 @@
+"""Recipes that start from graphs which generate: what smelt packages for Optimum, it reads back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import causal
+import exported
+import harness
+import numpy as np
+import once
+import onnx
+import pytest
+import sentences
+import tiny
+
+import smelt
+from smelt.core.artifact import read_artifact
+from smelt.export.package.form import Origin
+from smelt.export.package.optimum import Optimum
+from smelt.export.package.write import write_package
+
+TEXTS = tiny.SENTENCES[:4]
+RECIPE = """
+model: MODEL
+task: TASK
+data: {test: DATA, calibration: DATA}
+stages: STAGES
+score: {latency: false, generation: {max_new_tokens: 6}}
+"""
+
+
+def write(here: Path, kind: str, task: str, stages: str = "[]") -> Path:
+    """Put the package of a model and rows into `here`; return a recipe that starts from it."""
+
+    def make(home: Path) -> None:
+        write_package(Optimum(), read_artifact(exported.artifact(kind)), Origin(generation={}), home)
+
+    shutil.copytree(once.made_once(f"taken-{kind}", make), here / "p")
+    data = causal.lines(here / "d.txt", 1) if task == "language-modeling" else tiny.pairs(here / "d.jsonl", 6)
+    text = RECIPE.replace("MODEL", "p").replace("TASK", task).replace("STAGES", stages)
+    (here / "r.yaml").write_text(text.replace("DATA", data.name))
+    return here / "r.yaml"
+
+
+def generated(folder: Path | str) -> list[str]:
+    with smelt.load(folder) as model:
+        return list(model.generate(list(TEXTS), max_new_tokens=6))
+
+
+@pytest.mark.parametrize(("kind", "task"), [("translator", "translation"), ("gpt2", "language-modeling")])
+def test_it_writes_what_the_artifact_wrote_and_is_scored_and_made_smaller(
+    kind: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = write(tmp_path, kind, task, "[simplify, quantize, {fp16: {}, from: simplify}]")
+    harness.smelt("run", recipe, code=0)
+    steps = {s["name"]: s for s in json.loads((tmp_path / "runs/r/report.json").read_text())["steps"]}
+    assert [name for name, step in steps.items() if step["status"] != "done"] == []
+    assert steps["model"]["quality"] == steps["simplify"]["quality"]
+    graphs = [onnx.load(path) for path in (tmp_path / "runs/r/artifacts/model").glob("*.onnx")]
+    weights = sum(np.prod(t.dims) for g in graphs for t in g.graph.initializer if t.data_type == 1)
+    assert weights <= steps["model"]["parameters"] < 1.05 * weights
+    metric = "perplexity" if task == "language-modeling" else "chrf"
+    assert all(metric in step["quality"] for step in steps.values())
+    assert steps["quantize"]["size_bytes"] < 0.6 * steps["simplify"]["size_bytes"]
+    wanted = generated(exported.artifact(kind))
+    assert generated("runs/r/artifacts/model") == generated("runs/r/artifacts/simplify") == wanted
+    assert len(generated("runs/r/artifacts/quantize")) == len(TEXTS)
+    harness.smelt("package", "runs/r/artifacts/model", "--for", "optimum", "--out", "again", code=0)
+    told = harness.smelt("package", "runs/r/artifacts/model", "--out", "alone", code=2).output
+    assert "start from the folder with weights" in " ".join(told.split())
+
+
+@pytest.mark.parametrize(
+    ("remove", "task", "said"),
+    [
+        (
+            ("decoder_with_past_model.onnx", "decoder_model_merged.onnx"),
+            "translation",
+            "without caches from step",
+        ),
+        (("encoder_model.onnx",), "translation", "laid out language models before 1.14"),
+        (("config.json",), "translation", "there is no config.json"),
+        (("vocab.json",), "translation", "vocab.json"),
+        ((), "language-modeling", "a marian model is not supported for language-modeling"),
+        ((), "text-classification", "graphs that generate text"),
+    ],
+)
+def test_what_is_missing_is_said_before_any_work(
+    remove: tuple[str, ...], task: str, said: str, tmp_path: Path
+) -> None:
+    recipe = write(tmp_path, "translator", "translation")
+    for name in remove:
+        (tmp_path / "p" / name).unlink()
+    recipe.write_text(recipe.read_text().replace("task: translation", f"task: {task}"))
+    assert said in " ".join(harness.smelt("plan", recipe, code=2).output.split())
+
+
+def test_one_graph_of_several_is_no_model(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "translator", "translation")
+    recipe.write_text(recipe.read_text().replace("model: p", "model: p/encoder_model.onnx"))
+    assert "Name their folder" in " ".join(harness.smelt("plan", recipe, code=2).output.split())
+
+
+def test_no_engine_is_promised(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "translator", "translation", "[simplify, tensorrt]")
+    told = " ".join(harness.smelt("plan", recipe, code=2).output.split())
+    assert "no engine is built of graphs that generate" in told
+
+
+def test_hidden_states_are_pooled_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimum's feature extraction gives no vectors; smelt's package for it gives both."""
+    monkeypatch.chdir(tmp_path)
+    source = exported.artifact("embedder")
+    write_package(Optimum(), read_artifact(source), Origin(generation={}), tmp_path / "p")
+    model = onnx.load(tmp_path / "p/model.onnx")
+    del model.graph.output[0]
+    assert [output.name for output in model.graph.output] == ["last_hidden_state"]
+    onnx.save(model, tmp_path / "p/model.onnx")
+    shutil.rmtree(tmp_path / "p/1_Pooling")
+    (tmp_path / "p/modules.json").unlink()
+    data = sentences.rows(tmp_path / "d.jsonl", 6)
+    text = RECIPE.replace("MODEL", "p").replace("TASK", sentences.TASK).replace("STAGES", "[]")
+    text = text.replace("DATA", data.name).replace(", generation: {max_new_tokens: 6}", "")
+    (tmp_path / "r.yaml").write_text(text)
+    told = harness.smelt("plan", tmp_path / "r.yaml", code=2).output
+    assert "Name it: embedding: {pooling: mean | cls | max}" in " ".join(told.split())
+    (tmp_path / "r.yaml").write_text(f"{text}embedding: {{pooling: mean, normalize: true}}\n")
+    harness.smelt("run", tmp_path / "r.yaml", code=0)
+    with smelt.load("runs/r/artifacts/model") as one, smelt.load(source) as other:
+        np.testing.assert_allclose(one.embed(TEXTS), other.embed(TEXTS), atol=1e-5)

@@ -1,0 +1,118 @@
+"""Whole recipes of images: trained, cut, coded, exported, asked; what a family cannot do is refused."""
+
+import json
+from pathlib import Path
+
+import harness
+import images
+import pytest
+from PIL import Image
+
+import smelt
+from smelt.core.errors import InputError
+
+TRAIN = "max_steps: 2, batch_size: 4, evals: 1, precision: fp32"
+CUT = [
+    "depth: {layers: 1, rows: 4}",
+    "prune: {what: [heads, ffn], keep: 0.5, rows: 4}",
+    f"distill: {{{TRAIN}}}",
+    "factorize: {rank: 6, aim: size, rows: 4}",
+]
+CODED = {"dynamic": "quantize: {scheme: int8-dynamic}", "static": "quantize: {scheme: int8-static, rows: 8}"}
+
+
+def recipe(folder: Path, stages: list[str], family: str = "vit", score: str = "latency: false") -> Path:
+    images.model(folder / "model", family)
+    images.rows(folder / "train.jsonl")
+    images.classes(folder / "test")
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f'model: "model"\ntask: {images.TASK}\nthreads: 1\nscore: {{{score}}}\n'
+        "data: {train: train.jsonl, validation: train.jsonl, test: ./test}\n"
+        "stages:\n" + "".join(f"  - {line}\n" for line in stages)
+    )
+    return path
+
+
+def finished(path: Path) -> dict:
+    result = smelt.run(path, out=path.parent / "run")
+    steps = result.report["steps"]
+    assert [s["status"] for s in steps] == ["done"] * len(steps), [s["error"] for s in steps]
+    return {step["name"]: step for step in steps}
+
+
+@pytest.mark.parametrize("coded", CODED)
+def test_a_vision_transformer_is_cut_coded_and_exported(coded, tmp_path):
+    steps = finished(recipe(tmp_path, [*CUT, CODED[coded], "onnx: {target: ort-cpu}"]))
+    sizes = [steps[name]["parameters"] for name in ("model", "depth", "prune", "distill", "factorize")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[-1]
+    last = steps["onnx"]
+    assert {"accuracy", "f1"} <= set(last["quality"])
+    assert last["facts"]["parity"]["model"]["operators"] > 4
+    folder, picture = tmp_path / "run" / last["artifact"], tmp_path / "test" / "light" / "1.png"
+    with smelt.load(folder) as model:
+        found = model.classify([picture, Image.open(picture)])
+        assert found[0].label in images.LABELS
+        assert found[0].probabilities == pytest.approx(dict(found[1].probabilities))
+        with pytest.raises(InputError, match="use classify"):
+            model.predict(["text"])
+    line = json.loads(harness.smelt("predict", folder, picture, "--json", code=0).output)
+    assert line["image"] == str(picture)
+    assert line["label"] == found[0].label
+    harness.smelt("predict", folder, tmp_path / "nothing.png", code=2)
+    assert "cp -rL" in harness.smelt("package", folder, code=2).output
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino", "tensorrt"])
+def test_a_residual_network_is_trained_and_exported(target, tmp_path):
+    if target == "openvino":
+        pytest.importorskip("openvino")
+    dtype = ", dtype: fp16" if target == "tensorrt" else ""
+    path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", f"onnx: {{target: {target}{dtype}}}"], "resnet")
+    onnx = finished(path)["onnx"]
+    # batch norms are part of the convolutions before them
+    assert "BatchNormalization" not in onnx["facts"]["graphs"]["model"]["operators"]
+    assert onnx["facts"]["graphs"]["model"]["operators"]["Conv"] == 6
+    if target == "tensorrt":
+        said = harness.smelt("tensorrt-check", tmp_path / "run" / onnx["artifact"]).output
+        assert "nothing found that TensorRT would reject" in said
+
+
+def test_an_untrained_model_learns_and_says_how_large_its_images_are(tmp_path):
+    path = recipe(
+        tmp_path,
+        [f"finetune: {{{TRAIN}}}"],
+        score="latency: {batch_sizes: [1], texts: 2, rounds: 3, seconds: 1}",
+    )
+    config = tmp_path / "small.json"
+    config.write_text(json.dumps({"model_type": "resnet"} | images.CONFIGS["resnet"]))
+    text = path.read_text()
+    path.write_text(text.replace('model: "model"', "model: {config: small.json}"))
+    plan = harness.smelt("plan", path, code=2).output
+    assert "recipe.yaml:1: model.image_size: missing; say how large its images are, image_size: 224" in plan
+    path.write_text(text.replace('model: "model"', "model: {config: small.json, image_size: 16}"))
+    steps = finished(path)
+    row = steps["finetune"]["latency"][0]
+    assert row["unit"] == "images/s"
+    assert row["parts"]["tokenizing_ms"] > 0
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "From image file to label: reading, decoding and resizing files are part of it" in report
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("prune: {}", "a resnet model has convolutions and no blocks of attention"),
+        ("depth: {}", "a resnet model has convolutions and no blocks of attention"),
+        ("share: {}", "a resnet model has convolutions and no blocks of attention"),
+        ("sparsify: {}", "a resnet model has convolutions and no blocks of attention"),
+        ("quantize: {}", "it codes linear layers alone"),
+        ("vocabulary: {}", "vocabulary"),
+        ("distill: {losses: {hidden: 1}}", "compares logits; leave the inner losses out"),
+        ("factorize: {method: svd}", "take tucker or cp, for its convolutions"),
+        ("onnx: {tune: true}", "what is chosen by measuring is of texts"),
+    ],
+)
+def test_what_convolutions_cannot_do_is_refused_before_any_work(stage, said, tmp_path):
+    assert said in " ".join(harness.smelt("plan", recipe(tmp_path, [stage], "resnet"), code=2).output.split())

@@ -1,0 +1,106 @@
+"""Tiny random models of images, and small images that are made in the test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+TASK = "image-classification"
+SIDE = 16
+CONFIGS: dict[str, dict[str, Any]] = {
+    "vit": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+        "image_size": SIDE, "patch_size": 4,
+    },
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+}  # fmt: skip
+LABELS = ("dark", "light")
+
+
+def model(folder: Path, family: str = "vit", **config: Any) -> Path:
+    """Write a random model with its image processor into `folder`, weights drawn widely; return it."""
+    import torch
+
+    from smelt.core.files import write_json
+    from smelt.runtime.images.processor import FILE, default_settings
+    from smelt.runtime.models.checkpoint import load_model, save_model
+    from smelt.runtime.models.new_model import make_model
+
+    drawn = folder.with_name(f"{folder.name}-drawn")
+    for new in (folder, drawn):
+        new.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FILE, default_settings(SIDE))
+    values = {"model_type": family} | CONFIGS[family] | config
+    make_model(values, folder, drawn, task=TASK, seed=0, labels=LABELS)
+    made, edits = load_model(drawn)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in made.state_dict().items():
+            if tensor.dim() > 1:
+                tensor.normal_(0, 0.3)
+            elif name.endswith(("running_mean", "normalization.bias")):
+                tensor.normal_(0, 0.5)
+            elif name.endswith(("running_var", "normalization.weight")):
+                tensor.uniform_(0.5, 1.5)
+    (folder / FILE).unlink()
+    save_model(made, edits, folder, drawn)
+    shutil.rmtree(drawn)
+    return folder
+
+
+def picture(number: int, size: tuple[int, int] = (SIDE, SIDE), mode: str = "RGB") -> Any:
+    """Return an image of Pillow's `size`, noise around a grey that is dark for even numbers."""
+    draw = np.random.default_rng(number)
+    depth = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
+    values = draw.integers(0, 120, (size[1], size[0], depth)) + 130 * (number % 2)
+    return Image.fromarray(values.astype(np.uint8).squeeze(), mode)
+
+
+def rows(path: Path, count: int = 8, columns: Sequence[str] = ("image", "label")) -> Path:
+    """Write `count` images beside `path`, and rows of JSON that name them; return `path`."""
+    folder = path.parent / f"{path.stem}-images"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number in range(count):
+        picture(number).save(folder / f"{number}.png")
+        values = (f"{folder.name}/{number}.png", LABELS[number % 2])
+        lines.append(json.dumps(dict(zip(columns, values, strict=True))))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def classes(folder: Path, count: int = 8) -> Path:
+    """Write `count` images into `folder`, one folder for each label; return it."""
+    for number in range(count):
+        place = folder / LABELS[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        picture(number).save(place / f"{number}.png")
+    return folder
+
+
+def archive(path: Path, count: int = 8) -> Path:
+    """Write `count` images into an archive as `shared/data/cifar10_jpeg` has it; return it."""
+    import io
+
+    parts = []
+    for number in range(count):
+        stream = io.BytesIO()
+        picture(number).save(stream, "JPEG")
+        parts.append(stream.getvalue())
+    offsets = np.cumsum([0, *map(len, parts)])
+    labels = np.arange(count, dtype=np.uint8) % 2
+    np.savez(path, jpeg=np.frombuffer(b"".join(parts), np.uint8), offsets=offsets, label=labels)
+    return path
+
+
+def split(path: Path) -> Any:
+    """Return the rows that `path` holds."""
+    from smelt.core.data import Columns, read_split
+
+    return read_split(str(path), TASK, Columns(), path.parent)

@@ -72,6 +72,7 @@ ROOMS: dict[str, str] = {
     "runtime/generate": "test_rules test_sampling test_settings test_shortlist",
     "runtime/images": "test_processor",
     "runtime/layers": "test_quantized",
+    "runtime/models/coded": "test_said",
     "runtime/models": "test_conv1d test_structure",
     "runtime/schemes": "test_registry test_int8_dynamic",
     "runtime/schemes/parts": "test_groups test_integers test_packing",

@@ -91,8 +91,8 @@ class _Found:
 
     def is_norm(self, name: str) -> bool:
         """Say whether a norm stands there; a place that is left out has no weight."""
-        module = self.model.get_submodule(name)
-        return hasattr(module, "weight") and module.weight.dim() == 1
+        weight = getattr(self.model.get_submodule(name), "weight", None)  # None: a low-rank pair
+        return weight is not None and weight.dim() == 1
 
     def add(self, norm: str, readers: list[str], only: bool) -> None:
         module = self.model.get_submodule(norm)

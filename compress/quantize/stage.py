@@ -126,9 +126,11 @@ def _look(
     from smelt.compress.calibration.rows import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
     from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
+    from smelt.compress.quantize.planned import require_weights
     from smelt.compress.quantize.smooth import smooth
     from smelt.runtime.models.stored_dtype import stored_types
 
+    require_weights(layers)
     rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     ranges: dict[int, float] = {}

@@ -22,8 +22,9 @@ from smelt.core.errors import InputError
 from smelt.core.stage import needs_of
 from smelt.export.onnx_stage import Onnx, OnnxSettings
 from smelt.runtime.layers.scaled import ScaledLinear
-from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model, save_model
 
+DENSE = "bert.encoder.layer.0.intermediate.dense"
 AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "rows": 8}
 
 
@@ -171,3 +172,16 @@ def test_settings():
         QuantizeSettings(scheme="int4", percentile=99.9)
     assert QuantizeSettings(scheme="int4", clip="percentile", percentile=99.9).percentile == 99.9
     assert not QuantizeSettings(scheme="int4", method="hqq").reads_rows
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_weights_that_are_no_numbers_are_refused_before_any_method_looks_at_them(method, tmp_path):
+    """The layer that has them is named, not the one that is fed what comes of them."""
+    model, edits = load_model(every_family.of_layers("bert", 2))
+    with torch.no_grad():
+        model.get_submodule(DENSE).weight[0, 0] = float("inf")
+    (tmp_path / "bad").mkdir()
+    save_model(model, edits, tmp_path / "bad", every_family.of_layers("bert", 2))
+    settings = QuantizeSettings(**AWQ | {"method": method})
+    with pytest.raises(InputError, match=f"quantize: {DENSE}: its largest weight is inf"):
+        every_family.run(Quantize(), settings, tmp_path / "bad", "bert", tmp_path / "out")

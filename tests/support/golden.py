@@ -81,6 +81,7 @@ CASES: dict[str, Case] = {
     "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
     "depth bert": Case("depth", "bert", {"importance": "block-influence"}),
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
+    "depth bert, of parts": Case("depth", "bert", {"what": ["attention", "ffn"], "keep": 0.75}),
     "prune bert": Case("prune", "bert", allowed=REFIT),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}, allowed=REFIT),
     "prune bert, across layers by Fisher": Case(

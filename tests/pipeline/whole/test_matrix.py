@@ -68,6 +68,7 @@ STAGES = {
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
     "vocabulary": ["vocabulary: {coverage: 0.8}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
+    "depth-parts": ["depth: {what: [attention, ffn], keep: 0.75, importance: block-influence, rows: 4}"],
     "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
     "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "masks": [f"finetune: {{masks: {{learning_rate: 5, warmup: 0.5, round_to: 4}}, {TRAIN}}}"],
@@ -97,6 +98,7 @@ STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finet
 STAGES["chain-inside"] = [*STAGES["prune"], *STAGES["lora"], *STAGES["distill-inside"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-parts"] = [*STAGES["depth-parts"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
@@ -116,12 +118,23 @@ FAST |= {
 }
 FAST |= {("phi3", "chain-learned"), ("mbart", "chain-learned")}
 FAST |= {("bart", "bnb-nf4"), ("qwen2", "bnb-int8"), ("t5", "chain-qlora"), ("bert", "chain-qlora")}
-FAST |= {("t5-gated", "chain-deep"), ("qwen2", "chain-deep"), ("modernbert", "depth")}
+FAST |= {("t5-gated", "chain-deep"), ("qwen2", "chain-deep"), ("modernbert", "depth"), ("t5", "chain-parts")}
 FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
-OF_IMAGES = {"finetune", "depth", "lora", "prune", "prune-global", "factorize", "sparsify", "share"}
+OF_IMAGES = {
+    "finetune",
+    "depth",
+    "depth-parts",
+    "chain-parts",
+    "lora",
+    "prune",
+    "prune-global",
+    "factorize",
+    "sparsify",
+    "share",
+}
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "binary"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says

@@ -28,6 +28,7 @@ EDITS = st.fixed_dictionaries(
         "ranks": st.lists(NUMBERS, max_size=3) | NUMBERS,
         "kind": st.sampled_from(["tucker", "cp", "svd", None]),
         "heads": NUMBERS,
+        "part": NUMBERS,
         "value": NUMBERS,
         "group": NUMBERS,
         "bits": NUMBERS,

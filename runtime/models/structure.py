@@ -8,6 +8,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "low_rank_table", "module": m, "rank": r}                     Embedding -> LowRankEmbedding
     {"op": "tie", "module": m, "with": n}                                Linear m multiplies with the table n
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
+    {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
@@ -33,6 +34,7 @@ from smelt.core.files import write_json
 from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
+from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.models.edits.skip import skip
 
 Edit: TypeAlias = dict[str, Any]
@@ -247,6 +249,13 @@ def _adapter(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], AdaptedLinear(coded, edit["rank"]))
 
 
+def _scale(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    replace_module(model, edit["module"], ScaledLinear(old))
+
+
 def _share(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], model.get_submodule(edit["with"]))
 
@@ -278,6 +287,7 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "tie": _tie,
     "quantize": _quantize,
     "adapter": _adapter,
+    "scale": _scale,
     "share": _share,
     "own_bias": _own_bias,
     "mask": _mask,

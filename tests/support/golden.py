@@ -111,6 +111,10 @@ CASES: dict[str, Case] = {
     "quantize marian, int8-groupwise": Case("quantize", "marian", GROUPWISE),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
+    "quantize bert, int4 by awq": Case(
+        "quantize", "bert", INT4 | {"method": "awq", "clip": "awq", "rows": 8}
+    ),
+    "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),

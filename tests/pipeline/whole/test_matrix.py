@@ -84,6 +84,8 @@ STAGES = {
     "int8-smooth": ["quantize: {scheme: int8-static, smooth: 0.5, rows: 8, damage_rows: 1}"],
     "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
+    "awq": ["quantize: {scheme: int4, group_size: 32, method: awq, clip: awq, rows: 4}"],
+    "hqq": ["quantize: {scheme: int4, group_size: 16, symmetric: false, method: hqq}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -102,6 +104,7 @@ STAGES["chain-parts"] = [*STAGES["depth-parts"], *STAGES["prune"], *STAGES["fine
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
+STAGES["chain-awq"] = [*STAGES["factorize"], *STAGES["awq"], *STAGES["lora"]]
 STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each family, and each chain with each kind of model for which a stage of it is written otherwise
 FAST = {("mistral", "chain"), ("mbart", "chain"), ("distilbert", "chain")}
@@ -118,6 +121,7 @@ FAST |= {
 }
 FAST |= {("phi3", "chain-learned"), ("mbart", "chain-learned")}
 FAST |= {("bart", "bnb-nf4"), ("qwen2", "bnb-int8"), ("t5", "chain-qlora"), ("bert", "chain-qlora")}
+FAST |= {("bart", "chain-awq")}
 FAST |= {("t5-gated", "chain-deep"), ("qwen2", "chain-deep"), ("modernbert", "depth"), ("t5", "chain-parts")}
 FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
@@ -136,6 +140,7 @@ OF_IMAGES = {
     "share",
 }
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "binary"}
+OF_IMAGES |= {"awq", "hqq"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

@@ -32,6 +32,8 @@ DEFAULT = Int8Dynamic.name
 OF_GRAPHS = tuple(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 # of them, the one whose ranges are found before, on rows of data
 OBSERVING = next(name for name in OF_GRAPHS if SCHEMES[name].observes)
+# what the 4-bit codes of other tools' checkpoints become: whole numbers in groups, with a zero point
+TAKEN = Int4.name
 # a width of which every group size is a divisor
 _WIDTH = 4096
 

@@ -72,6 +72,7 @@ ROOMS: dict[str, str] = {
     "runtime/generate": "test_rules test_sampling test_settings test_shortlist",
     "runtime/images": "test_processor",
     "runtime/layers": "test_quantized",
+    "runtime/models/coded": "test_said",
     "runtime/models": "test_conv1d test_structure",
     "runtime/models/edits": "test_skip::test_an_edit_that_does_not_fit_is_refused",
     "runtime/schemes": "test_registry test_int8_dynamic",

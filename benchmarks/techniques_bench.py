@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,19 @@ from smelt.core.stage import Context
 
 # Raised whenever the same arm is scored in another way.
 _VERSION = 1
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an arm's stages leave: the last torch model, and the last artifact of any form.
+
+    seconds: processor time of the stages. facts: what each told, but long lists.
+    """
+
+    model: Artifact
+    last: Artifact
+    seconds: float
+    facts: list[dict[str, Any]]
 
 
 class Bench:
@@ -47,25 +61,23 @@ class Bench:
     ) -> dict[str, Any]:
         """Run an arm, and return its scores by row with its parameters and processor time, seconds."""
         with tempfile.TemporaryDirectory() as space:
-            made, seconds, facts = self.run(stages, seed, Path(space), train)
-            nats, tokens, parameters = self.losses(made.path)
-            bleu = {str(count): self.texts(made, count) for count in beams}
+            made = self.run(stages, seed, Path(space), train)
+            nats, tokens, parameters = self.losses(made.model.path)
+            bleu = {str(count): self.texts(made.model, count) for count in beams}
         return {
             "parameters": parameters,
-            "seconds": round(seconds, 1),
+            "seconds": round(made.seconds, 1),
             "nats": nats,
             "tokens": tokens,
             "bleu": bleu,
-            "facts": facts,
+            "facts": made.facts,
         }
 
-    def run(
-        self, stages: Sequence[Any], seed: int, space: Path, train: int | None = None
-    ) -> tuple[Artifact, float, list[Any]]:
-        """Return the torch model that an arm's stages leave, their processor time in seconds, and facts."""
+    def run(self, stages: Sequence[Any], seed: int, space: Path, train: int | None = None) -> Made:
+        """Run an arm's stages, which leave their results below `space`."""
         from smelt.recipe.stage_table import load_stage
 
-        source = artifact(self.model, self.task, self.of_model)
+        source = made = artifact(self.model, self.task, self.of_model)
         ancestors, spent, facts = {"model": source}, 0.0, []
         data: Any = self.data | {"train": self._train(train)}
         for number, (word, settings) in enumerate(stages):
@@ -84,7 +96,7 @@ class Bench:
             facts.append({"stage": word, **{k: v for k, v in _plain(ctx.facts).items() if _short(v)}})
             ancestors[word] = made
             source = made if stage.produces == "torch" else source
-        return source, spent, facts
+        return Made(source, made, spent, facts)
 
     def losses(self, folder: Path) -> tuple[list[float], list[int], int]:
         """Return each row's summed cross-entropy, nats, its tokens (labels), and the model's parameters."""

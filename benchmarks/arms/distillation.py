@@ -41,6 +41,7 @@ ARMS: dict[str, Arm] = {
     "whole, logits": _distill(_LOGITS, _GENTLE),
 }
 AGAINST = {
+    "student, labels": "whole, labels",
     "student, logits": "student, labels",
     "student, teacher's texts": "student, labels",
     "whole, logits": "whole, labels",

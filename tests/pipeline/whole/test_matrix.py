@@ -86,6 +86,9 @@ STAGES = {
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "awq": ["quantize: {scheme: int4, group_size: 32, method: awq, clip: awq, rows: 4}"],
     "hqq": ["quantize: {scheme: int4, group_size: 16, symmetric: false, method: hqq}"],
+    "int3": ["quantize: {scheme: int3, group_size: 32, symmetric: false}"],
+    "int2": ["quantize: {scheme: int2, group_size: 32}"],
+    "ternary": ["quantize: {scheme: ternary, group_size: 32, granularity: row, vocabulary: ternary}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -124,6 +127,7 @@ FAST |= {("bart", "bnb-nf4"), ("qwen2", "bnb-int8"), ("t5", "chain-qlora"), ("be
 FAST |= {("bart", "chain-awq")}
 FAST |= {("t5-gated", "chain-deep"), ("qwen2", "chain-deep"), ("modernbert", "depth"), ("t5", "chain-parts")}
 FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
+FAST |= {("llama", "int3"), ("t5-gated", "ternary")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
@@ -139,8 +143,8 @@ OF_IMAGES = {
     "sparsify",
     "share",
 }
-OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "binary"}
-OF_IMAGES |= {"awq", "hqq"}
+OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
+OF_IMAGES |= {"awq", "hqq", "ternary", "binary"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

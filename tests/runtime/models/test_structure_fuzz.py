@@ -35,7 +35,7 @@ EDITS = st.fixed_dictionaries(
         "attribute": st.sampled_from(
             ["num_heads", "all_head_size", "__class__", "forward", "training", None, 3]
         ),
-        "scheme": st.sampled_from(["int8-dynamic", "int4", "binary", "int9", None, 4]),
+        "scheme": st.sampled_from(["int8-dynamic", "int4", "int3", "ternary", "binary", "int9", None, 4]),
     },
 )
 KEYS = st.just("edits") | st.text(max_size=3)

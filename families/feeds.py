@@ -50,8 +50,9 @@ def _of_block(model: Any, block: Block, config: dict[str, Any]) -> Iterator[Feed
         own = (attention.query, attention.key, attention.value)[: 1 if attention.cross else 3]
         yield Feed(tuple(dict.fromkeys(own)))
         yield _of_values(model, attention)
-    yield Feed(block.feed_forward.inputs)
-    yield _of_neurons(model, block.feed_forward, config)
+    if block.feed_forward is not None:  # the part may be gone
+        yield Feed(block.feed_forward.inputs)
+        yield _of_neurons(model, block.feed_forward, config)
 
 
 def _of_values(model: Any, attention: Attention) -> Feed:

@@ -39,6 +39,8 @@ class Quantize:
         - quantize: {scheme: int4, method: gptq, clip: mse}
         - quantize: {scheme: int4, method: awq, clip: awq}
         - quantize: {scheme: int4, method: hqq}
+        - quantize: {scheme: int2, method: gptq, group_size: 32, symmetric: false}
+        - quantize: {scheme: ternary, granularity: row}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
         - quantize: {scheme: int8-static, smooth: 0.5}

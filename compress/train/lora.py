@@ -42,10 +42,11 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
     """
     chosen: dict[str, None] = {}
     for block in blocks_of(model):
+        feed = block.feed_forward
         if "attention" in targets:
             chosen |= {name: None for part in block.attentions for name in part.products}
-        if "ffn" in targets:
-            chosen |= dict.fromkeys(block.feed_forward.products)
+        if "ffn" in targets and feed is not None:
+            chosen |= dict.fromkeys(feed.products)
     if not chosen:
         raise InputError(
             f"lora: smelt does not know the layers of a {model.config.model_type} model."

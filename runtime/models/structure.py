@@ -13,6 +13,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
+    {"op": "skip", "module": b, "part": p}                               a part of the block b is gone
 
 Edits only make room; the values come from the tensors. A mask is not stored either: the zeros of the weight
 are the mask. It belongs to the module and goes with it, so that `mask` edits are written last, of the layers
@@ -34,6 +35,7 @@ from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
 from smelt.runtime.layers.scaled import ScaledLinear
+from smelt.runtime.models.edits.skip import skip
 
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
@@ -272,6 +274,10 @@ def _mask(model: nn.Module, edit: Edit) -> None:
     keep_zeros(module)
 
 
+def _skip(model: nn.Module, edit: Edit) -> None:
+    skip(model, edit["module"], edit["part"])
+
+
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
@@ -285,4 +291,5 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "share": _share,
     "own_bias": _own_bias,
     "mask": _mask,
+    "skip": _skip,
 }

@@ -24,6 +24,9 @@ from smelt.runtime.schemes.registry import defaults, find
 
 SCHEMES = {
     "int4": {"group_size": 16},
+    "int3": {"group_size": 16},
+    "int2": {"group_size": 32, "symmetric": False},
+    "ternary": {"group_size": 32},
     "int8-groupwise": {"group_size": 32, "symmetric": False},
     "int8-dynamic": {},
     "binary": {"group_size": 32},

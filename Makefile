@@ -2,6 +2,8 @@
 # make lint         ruff                                              make types   mypy, strict
 # make peers        what is packaged, opened by the tools that it is for: fetches them into build/
 # make bench        the speeds that the documentation promises        make clean   remove what was built
+# make matrix       every two techniques one behind the other, on every family: three quarters of an hour,
+#                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
 # make golden       what each stage makes of fixed input, written anew; refused where no version was raised
 #
 # make PYTHON=python3.12 ...   takes another Python for a new environment
@@ -21,7 +23,7 @@ DEV_READY := $(VENV)/.smelt-dev
 # setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help environment quickstart test peers lint types bench golden clean
+.PHONY: help environment quickstart test peers lint types bench matrix golden clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +54,9 @@ types: $(DEV_READY)
 
 bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
+
+matrix: $(DEV_READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/every_pair.py $(ARGS)
 
 golden: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/graphs $(BIN)/python tests/support/golden.py $(ARGS)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from smelt.compress.train.run import scores_lacking, train
-from smelt.compress.train.settings import TrainingSettings, training_needs
+from smelt.compress.train.settings import (
+    TrainingSettings,
+    check_training,
+    left_by_training,
+    lost_by_training,
+    training_needs,
+)
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.stage import Context, Need
@@ -36,19 +42,31 @@ class Finetune:
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
         " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def leaves(cls, settings: FinetuneSettings) -> frozenset[str]:
         """Return what later steps may lose: what was learned."""
-        return frozenset({"training"})
+        return left_by_training(settings)
+
+    @classmethod
+    def spoils(cls, settings: FinetuneSettings) -> Mapping[str, str]:
+        """Return what is lost of the work of steps before it: codes that were chosen with care."""
+        return lost_by_training(settings)
 
     @classmethod
     def needs_with(cls, settings: FinetuneSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs with these settings."""
         return training_needs(settings)
+
+    @classmethod
+    def check_model(
+        cls, settings: FinetuneSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        return check_training(settings, config), config
 
     @classmethod
     def check_rows(

@@ -14,7 +14,12 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.unlabelled import check_unlabelled, needs_of_rows, with_rows
 from smelt.compress.distill.weights import INNER
 from smelt.compress.train.run import train
-from smelt.compress.train.settings import training_needs
+from smelt.compress.train.settings import (
+    check_training,
+    left_by_training,
+    lost_by_training,
+    training_needs,
+)
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import IMAGES, SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
 from smelt.core.stage import Context, Need
@@ -55,14 +60,19 @@ class Distill:
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
         " sequences: Kim & Rush 2016, arXiv:1606.07947"
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
     def leaves(cls, settings: DistillSettings) -> frozenset[str]:
         """Return what later steps may lose: what was learned."""
-        return frozenset({"training"})
+        return left_by_training(settings)
+
+    @classmethod
+    def spoils(cls, settings: DistillSettings) -> Mapping[str, str]:
+        """Return what is lost of the work of steps before it: codes that were chosen with care."""
+        return lost_by_training(settings)
 
     @classmethod
     def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:
@@ -82,6 +92,7 @@ class Distill:
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
             found = [(f"student.{setting}", message) for setting, message in wrong]
+        found += check_training(settings, config)
         # the layers of a student that cannot be are not counted
         return found + ([] if found else check_losses(settings, after)), after
 

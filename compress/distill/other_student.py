@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.compress.distill.settings import StudentSettings
+from smelt.compress.vocabulary.kept import read_kept
 from smelt.core.artifact import Artifact
 from smelt.core.data import CLASSIFICATION, IMAGES
 from smelt.core.errors import InputError
@@ -85,6 +86,7 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
             config_of(student) | ({} if words is None else {"vocab_size": words}), src.path, space,
             task=ctx.task, seed=ctx.seed, labels=labels, problem=problem, sentences=sentences,
         )  # fmt: skip
+        copy_tokenizer(src.path, space)  # what lies beside it too: shortlist, words that stayed
         ctx.warnings.extend(f"distill: student: {note}" for note in notes)
         return
     source = Path(student.model or "")
@@ -98,6 +100,9 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
 def require_same_words(own: Path, other: Path, whose: str) -> None:
     """Require that two folders' tokenizers know the same tokens by the same numbers.
 
+    A teacher may know more, where the words of `other` were trimmed: those that stayed it must call by the
+    numbers that they had before (see `smelt.compress.vocabulary.kept`).
+
     whose: what the model in `own` is, for the message; `other` is what the step gets.
 
     Raises:
@@ -106,6 +111,11 @@ def require_same_words(own: Path, other: Path, whose: str) -> None:
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     ours, theirs = load_tokenizer(own).get_vocab(), load_tokenizer(other).get_vocab()
+    kept = read_kept(other)
+    if whose == "teacher" and kept is not None and read_kept(own) != kept:
+        before = {word: kept.ids[at] for word, at in theirs.items() if at < len(kept.ids)}
+        if all(ours.get(word) == at for word, at in before.items()):
+            return
     strange = [word for word in ours if theirs.get(word) != ours[word]]
     if strange or len(ours) != len(theirs):
         word = strange[0] if strange else next(word for word in theirs if word not in ours)

@@ -40,12 +40,14 @@ class Read:
 
     states: float [B, S, D], as transformers gives them. scores: of each block its attentions, in order.
     products: of each block's own attention queries, keys and values, float [B, S, width of all heads].
+    calls: how often each block was called, less one. now: the block that computes, or did last.
     """
 
     states: dict[Place, Tensor] = field(default_factory=dict)
     scores: dict[Place, list[Scores]] = field(default_factory=dict)
     products: dict[Place, dict[str, Tensor]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
+    now: int | None = None
 
     def clear(self) -> None:
         """Forget it, before the next forward."""
@@ -99,6 +101,7 @@ def _count(block: Block, read: Read, undo: contextlib.ExitStack) -> None:
 
     def begin(*_: Any) -> None:
         read.calls[key] = read.calls.get(key, -1) + 1
+        read.now = key
 
     undo.callback(block.module.register_forward_pre_hook(begin).remove)
 
@@ -140,6 +143,8 @@ def _read_products(model: Any, block: Block, wanted: Wanted, read: Read, undo: c
     for name in dict.fromkeys(names.values()):
 
         def keep(_: Any, given: Any, result: Tensor, name: str) -> None:
+            if read.now != id(block.module):  # blocks may share a product, which computes for one of them
+                return
             place = _place(block, read)
             if place not in wanted.products:
                 return

@@ -49,10 +49,15 @@ def factorize_convolutions(
         InputError: the patterns choose no convolution.
     """
     layers = dict(candidates(model, settings))
+    if not layers and (thin := sum(isinstance(module, LowRankConv) for module in model.modules())):
+        ctx.warnings.append(
+            f"factorize: left the model alone: include {settings.include}, exclude {settings.exclude} choose"
+            f" no convolution but those that are thin ones already ({thin} in the model)"
+        )
+        return
     if not layers:
         raise InputError(
-            f"factorize: include {settings.include}, exclude {settings.exclude} choose no convolution; those"
-            " that are thin already are none."
+            f"factorize: include {settings.include}, exclude {settings.exclude} choose no convolution."
         )
     size = processor.shape or (_USUAL_SIDE, _USUAL_SIDE)
     ctx.facts["operations_before"] = operations_of(model, size)

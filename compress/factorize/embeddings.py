@@ -43,12 +43,13 @@ def factorize_tables(
         ctx: rows, facts, warnings.
 
     Raises:
-        InputError: an embedding is a pair already, or no plain table; there are no rows to count.
+        InputError: an embedding is no plain table; there are no rows to count.
     """
     counts = _counted(model, src, settings, ctx) if _counts(settings, ctx) else None
     ranks: dict[str, int] = {}
     errors: dict[str, float] = {}
     alone: dict[str, str] = {}
+    thin = [names[0] for module, names in names_of(model).items() if isinstance(module, LowRankEmbedding)]
     for tables, heads in _found(model):
         weight = model.get_submodule(tables[0]).weight.detach()
         directions, sigma = _directions(weight, counts)
@@ -65,7 +66,9 @@ def factorize_tables(
         squares = sigma.square()
         errors[tables[0]] = round(float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt()), 4)
     ctx.facts.update(ranks=ranks, relative_error=errors, left_alone=alone)
-    if not ranks:
+    if thin:
+        ctx.warnings.append(f"factorize: left {', '.join(thin)} alone: a thin table and a product already")
+    if alone and not ranks:
         ctx.warnings.append(
             "factorize: left the embeddings alone, because no rank saves values at these settings: "
             + "; ".join(f"{name}: {why}" for name, why in alone.items())
@@ -92,6 +95,8 @@ def _found(model: Any) -> list[tuple[list[str], list[str]]]:
     matrices: dict[int, tuple[list[str], list[str]]] = {}
     names = names_of(model)
     for table in input_tables(model):
+        if isinstance(table, LowRankEmbedding):
+            continue
         if not is_table(table):
             raise InputError(
                 f"factorize: what: embeddings: {names[table][0]} is {article(type(table).__name__)}, which is"

@@ -141,6 +141,12 @@ class Factorize:
         from smelt.compress.factorize.ranks import find_ranks, limits_of
 
         chosen = dict(candidates(model, settings))
+        if not chosen and (thin := _thin(model, settings)):
+            ctx.warnings.append(
+                f"factorize: left all {thin} layers that include and exclude choose alone, because they are"
+                " two thin ones already"
+            )
+            return
         if not chosen:
             raise InputError(
                 f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
@@ -220,6 +226,19 @@ def candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[nn.Lin
     for module, names in names_of(model).items():
         if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:
             continue
-        wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
-        if wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):
+        if _chooses(settings, names):
             yield module, names
+
+
+def _chooses(settings: FactorizeSettings, names: Sequence[str]) -> bool:
+    wanted = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
+    return wanted and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude)
+
+
+def _thin(model: Any, settings: FactorizeSettings) -> int:
+    """Return how many layers the patterns choose that an earlier step has factorized."""
+    from smelt.runtime.layers.low_rank import LowRankLinear
+    from smelt.runtime.models.structure import names_of
+
+    found = names_of(model).items()
+    return sum(isinstance(m, LowRankLinear) and _chooses(settings, names) for m, names in found)

@@ -8,6 +8,7 @@ from typing import Any
 from smelt.core.errors import InputError
 from smelt.core.text import article
 from smelt.families.registry import blockless, find_family
+from smelt.runtime.text.limits import position_limit
 
 
 def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -24,6 +25,22 @@ def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[st
         return [("", f"{lack}, which it cuts in. Its convolutions become smaller with factorize.")]
     reason = _fixed_heads(config)
     return [("what", f"{reason} Say what: [ffn].")] if reason and set(what) == {"heads"} else []
+
+
+def check_length(length: int | None, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Compare the tokens of a text that a budget is for with those that a model has places for.
+
+    Args:
+        length: tokens; None where the model's own limit decides.
+        config: as in `check_units`.
+
+    Returns:
+        (setting, what is wrong with it), or nothing.
+    """
+    places = position_limit(config)
+    if length is None or places is None or length <= places:
+        return []
+    return [("budget.length", f"{length:,} tokens, and the model has places for {places:,}.")]
 
 
 def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.float_model import load_float, stored_parameters
-from smelt.compress.prune.fit import check_units, heads_that_stay
+from smelt.compress.prune.fit import check_length, check_units, heads_that_stay
 from smelt.compress.prune.settings import LOOK, PruneSettings
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
@@ -57,6 +57,12 @@ class Prune:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
+    def leaves(cls, settings: PruneSettings) -> frozenset[str]:
+        """Return what later steps cannot work with: layers that were cut by different amounts."""
+        uneven = settings.budget is not None or settings.scope == "global"
+        return frozenset({"widths"} if uneven else ())
+
+    @classmethod
     def spoils(cls, settings: PruneSettings) -> Mapping[str, str]:
         """Return what is lost of the work of steps before it: inputs that go move their neighbours."""
         why = "inputs that go move their neighbours, and the n:m pattern of '{step}' no longer holds"
@@ -89,7 +95,8 @@ class Prune:
         cls, settings: PruneSettings, config: Mapping[str, Any]
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
-        return check_units(settings.what, config), config
+        length = settings.budget.length if settings.budget is not None else None
+        return check_units(settings.what, config) or check_length(length, config), config
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""

@@ -71,6 +71,11 @@ class Quantize:
         return "\n\n".join([scheme_table(), *(_help_of(scheme) for scheme in SCHEMES.values())])
 
     @classmethod
+    def leaves(cls, settings: QuantizeSettings) -> frozenset[str]:
+        """Return what later steps may lose: codes that were chosen on rows, and are not the nearest."""
+        return frozenset() if settings.method == "nearest" else frozenset({"codes"})
+
+    @classmethod
     def needs_with(cls, settings: QuantizeSettings, given: Collection[str]) -> frozenset[Need]:
         """Return what it needs: rows where activations are looked at, for calibration if there are any."""
         if not settings.reads_rows:

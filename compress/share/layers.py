@@ -80,6 +80,14 @@ class Share:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
+    def spoils(cls, settings: ShareSettings) -> Mapping[str, str]:
+        """Return what of the steps before it is in its way: layers of different sizes are not shared."""
+        return {
+            "widths": "'{step}' leaves layers of different sizes, which stay apart; share before '{step}',"
+            " which then cuts those that are shared as one"
+        }
+
+    @classmethod
     def check_model(
         cls, settings: ShareSettings, config: Mapping[str, Any]
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
@@ -187,6 +195,8 @@ def _share(model: Any, edits: list[Edit], parts: list[tuple[str, ...]], take: st
     reason = _reason(model, parts, take)
     if reason is not None:
         return [f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}."]
+    if all(len({id(model.get_submodule(name)) for name in names}) == 1 for names in zip(*parts, strict=True)):
+        return [f"share: {parts[0][0]} ... {parts[-1][-1]} share already; nothing changes there."]
     for names in zip(*parts, strict=True):
         owner = model.get_submodule(names[0])
         _fill(owner, [model.get_submodule(name) for name in names], take)

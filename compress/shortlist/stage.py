@@ -67,6 +67,11 @@ class ShortlistStage:
     settings_type: ClassVar[type[ShortlistSettings]] = ShortlistSettings
     tasks: ClassVar[frozenset[Task]] = TEXT_TO_TEXT
 
+    @classmethod
+    def leaves(cls, settings: ShortlistSettings) -> frozenset[str]:
+        """Return what later steps may lose: which words go with which."""
+        return frozenset({"shortlist"})
+
     def __call__(self, src: Artifact, settings: ShortlistSettings, ctx: Context) -> None:
         """Learn a shortlist for the model of `src` and write both into `ctx.out`."""
         from smelt.runtime.generate.shortlist import write_shortlist

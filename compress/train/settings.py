@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
 
 from smelt.compress.sparsify.pattern import read_pattern
 from smelt.core.stage import Need, Settings, StoredDtype
+from smelt.families.registry import blockless
 
 LOSS = "loss"  # what `select` says where no metric decides
 
@@ -214,3 +216,33 @@ class TrainingSettings(Settings):
 def training_needs(settings: TrainingSettings) -> frozenset[Need]:
     """Return what a stage that trains needs: rows to learn from; where a metric chooses, some to score."""
     return frozenset({"train"} if settings.select == LOSS else {"train", "validation"})
+
+
+def left_by_training(settings: TrainingSettings) -> frozenset[str]:
+    """Return what a stage that trains leaves that later ones may lose, or cannot work with."""
+    return frozenset({"training"} if settings.masks is None else {"training", "widths"})
+
+
+def lost_by_training(settings: TrainingSettings) -> Mapping[str, str]:
+    """Return what a stage that trains loses of the work of steps before it."""
+    if settings.lora is not None:  # beside codes, which stay as they are
+        return {}
+    units = {
+        "pattern": "inputs that go move their neighbours, and the n:m pattern of '{step}' no longer holds;"
+        " cut units before '{step}'"
+    }
+    return (units if settings.masks is not None else {}) | {
+        "codes": "training goes on from float weights and ends at the codes nearest to them, so that those"
+        " which '{step}' chose on rows are lost; train with lora, which leaves them as they are, or leave"
+        " method out in '{step}'"
+    }
+
+
+def check_training(settings: TrainingSettings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong) where what changes besides weights is nothing that a model has.
+
+    config: the Hugging Face config of the model that the step gets, as a dict.
+    """
+    lack = blockless(config)
+    words = [word for word in ("lora", "sparsify", "masks") if getattr(settings, word) is not None]
+    return [(word, f"{lack}; leave it out, which trains all weights.") for word in words if lack]

@@ -46,6 +46,14 @@ class Vocabulary:
     tasks: ClassVar[frozenset[Task]] = frozenset(TEXT_TASKS)
 
     @classmethod
+    def spoils(cls, settings: VocabularySettings) -> Mapping[str, str]:
+        """Return what is lost of the work of steps before it: what a shortlist says of words that go."""
+        return {
+            "shortlist": "words that go take what the shortlist of '{step}' learned of them along, and of"
+            " those that texts are cut into afterwards it learned little; put vocabulary before '{step}'"
+        }
+
+    @classmethod
     def check_model(
         cls, settings: VocabularySettings, config: Mapping[str, Any]
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
@@ -94,7 +102,12 @@ class Vocabulary:
             vocabulary_before=size, vocabulary_after=len(kept), tokenizer=words.kind,
             parameters_before=before, parameters_after=stored_parameters(model),
         )  # fmt: skip
-        if ctx.task == "language-modeling":
+        if len(kept) == size:
+            ctx.warnings.append(
+                f"vocabulary: nothing goes: all {size:,} tokens come in the training rows, or must stay so"
+                " that nothing becomes unknown"
+            )
+        elif ctx.task == "language-modeling":
             ctx.warnings.append(
                 "vocabulary: perplexity counts by token, and tokens are others now; compare bits_per_byte."
             )

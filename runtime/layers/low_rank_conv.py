@@ -22,6 +22,12 @@ class LowRankConv(nn.Module):
         super().__init__()
         self.steps = nn.ModuleList(steps)
 
+    @property
+    def weight(self) -> Tensor:
+        """That of the first, which says the type: ViT asks its patches' convolution for it."""
+        found: Tensor = self.steps[0].get_parameter("weight")
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
         """Map float [B, S, h, w] to [B, T, h', w']."""
         for step in self.steps:

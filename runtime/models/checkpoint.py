@@ -382,7 +382,8 @@ def _packed(edits: list[Edit]) -> dict[str, int]:
         scheme, options = find(edit.get("scheme")), scheme_options(edit)
         check_options(scheme, options)
         for name, stored in scheme.storage(1, 1, options).items():
-            found[f"{edit.get('module')}.matrix.{name}"] = stored.packs
+            for place in ("matrix", "coded.matrix"):  # the second where an adapter stands beside the codes
+                found[f"{edit.get('module')}.{place}.{name}"] = stored.packs
     return found
 
 

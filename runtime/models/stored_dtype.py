@@ -25,12 +25,16 @@ _TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _WORDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+_OF_CODES = ".matrix."  # in the names of a quantized matrix's tensors
 _HALF_OF_A_PAIR = re.compile(r"\.(up|down)(\.(?:weight|bias))$")
 
 
 @dataclass(frozen=True)
 class StoredTypes:
-    """The float type of each tensor by name, and the one that most values have (for new tensors)."""
+    """The float type of each tensor by name, and the one that most values have (for new tensors).
+
+    What belongs to codes does not count there: their scales have the type that the scheme wants.
+    """
 
     names: Mapping[str, torch.dtype]
     common: torch.dtype
@@ -66,11 +70,13 @@ def stored_types(folder: Path, wanted: StoredDtype = "keep") -> StoredTypes:
         return StoredTypes({}, _WORDS[wanted])
     names: dict[str, torch.dtype] = {}
     values: Counter[torch.dtype] = Counter()
+    of_codes: Counter[torch.dtype] = Counter()
     for _, name, entry in weight_tensors(folder) if has_weights(folder) else ():
         if entry["dtype"] in _FLOATS:
             names[_OLD_NORM.sub(_as_now, name)] = kind = _TYPES.get(entry["dtype"], torch.float32)
-            values[kind] += values_in(entry)
-    return StoredTypes(names, values.most_common(1)[0][0] if values else torch.float32)
+            (of_codes if _OF_CODES in name else values)[kind] += values_in(entry)
+    counted = values or of_codes
+    return StoredTypes(names, counted.most_common(1)[0][0] if counted else torch.float32)
 
 
 def _as_now(found: re.Match[str]) -> str:

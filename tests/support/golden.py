@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import causal
+import images
 import numpy as np
 import seq2seq
 import tiny
@@ -39,6 +40,7 @@ MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "bert": (tiny.bert, "text-classification"),
     "gpt2": (lambda folder: causal.model(folder, "gpt2", n_embd=64), "language-modeling"),
     "qwen2": (lambda folder: causal.model(folder, "qwen2"), "language-modeling"),
+    "resnet": (lambda folder: images.model(folder, "resnet"), images.TASK),
 }
 
 
@@ -104,6 +106,12 @@ CASES: dict[str, Case] = {
     "factorize bert, plain, by energy": Case(
         "factorize", "bert", {"method": "svd", "energy": 0.5, "aim": "size"}
     ),
+    "factorize resnet, tucker": Case(
+        "factorize", "resnet", {"method": "tucker", "ratio": 0.5}, allowed=TURNED
+    ),
+    "factorize resnet, cp by energy": Case(
+        "factorize", "resnet", {"method": "cp", "energy": 0.8}, allowed=TURNED
+    ),
     "share bert": Case("share", "bert"),
     "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
     "shortlist marian": Case("shortlist", "marian", LISTED),
@@ -121,6 +129,7 @@ CASES: dict[str, Case] = {
     "quantize bert, int3": Case("quantize", "bert", INT3),
     "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
+    "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
@@ -225,6 +234,8 @@ def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: P
     rows = out.parent / "rows"
     if task == "language-modeling":
         split: Split = read_split(str(causal.lines(rows.with_suffix(".txt"), 30)), task, Columns(), out)
+    elif task == images.TASK:
+        split = images.split(images.rows(rows.with_suffix(".jsonl")))
     else:
         write = tiny.labelled if task == "text-classification" else tiny.pairs
         split = read_split(str(write(rows.with_suffix(".jsonl"), 16)), task, Columns(), out)
@@ -265,6 +276,9 @@ def _of_model(out: Path, trained_from: Path | None) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if re.search(r"\b(k_proj|key|k_lin)\.bias$", name) or ".first." in name or ".second." in name:
             continue  # no gradient but rounding; factors, whose signs are free
+        if ".steps." in name:  # those of a convolution, whose signs are free too
+            values[name] = np.abs(tensor)
+            continue
         old = before.get(name)
         changed = old is not None and old.shape == tensor.shape and tensor.dtype.kind == "f"
         values[name] = tensor - old if changed and old is not None else tensor

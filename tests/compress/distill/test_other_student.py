@@ -12,8 +12,10 @@ from pydantic import ValidationError
 import smelt
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings, StudentSettings
+from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
+from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.models.checkpoint import load_model
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
@@ -56,6 +58,17 @@ def test_a_trained_student_of_another_family_is_taken_with_its_weights(tmp_path,
     assert made.config.model_type == "distilbert"
     for name, parameter in made.named_parameters():
         assert (parameter - before.get_parameter(name)).abs().max() < 1e-6
+
+
+def test_a_student_of_a_config_keeps_the_shortlist(tmp_path):
+    """It reads and writes the same words as the model that the list was learned for."""
+    source = tiny.marian(tmp_path / "model")
+    rows = read_split(str(tiny.pairs(tmp_path / "pairs.jsonl")), "translation", Columns(), tmp_path)
+    learned = ShortlistSettings(per_token=3, frequent=6)
+    listed = harness.run(ShortlistStage(), learned, source, tmp_path / "listed", data=rows).out
+    settings = DistillSettings(student=StudentSettings(config=str(source)), **SHORT | {"max_steps": 1})
+    ctx = harness.run(Distill(), settings, listed, tmp_path / "out", data=rows)
+    assert (ctx.out / SHORTLIST).read_bytes() == (listed / SHORTLIST).read_bytes()
 
 
 def test_a_student_with_another_tokenizer_is_refused(tmp_path, rows):

@@ -122,3 +122,27 @@ def test_a_layer_in_two_places_is_read_in_both():
             torch.testing.assert_close(read.states["layers", number], out.hidden_states[number])
         assert set(read.scores) == set(read.products) == places
         assert not torch.equal(read.products["layers", 1]["key"], read.products["layers", 2]["key"])
+
+
+def test_of_a_product_that_blocks_share_each_is_read_where_it_computes():
+    """`share` lets blocks multiply with the same matrices, and each block still has inputs of its own."""
+    model, _ = load_model(every_family.of_layers("bert", 2))
+    one, two = (model.bert.encoder.layer[at].attention.self for at in (0, 1))
+    for word in ("query", "key", "value"):
+        getattr(two, word).load_state_dict(getattr(one, word).state_dict())
+    places = frozenset({("layers", 1), ("layers", 2)})
+
+    def products():
+        read = Read()
+        with torch.no_grad(), reading(model, Wanted(products=places), read):
+            model(**batch(model))
+            return {place: dict(found) for place, found in read.products.items()}
+
+    apart = products()
+    for word in ("query", "key", "value"):
+        setattr(two, word, getattr(one, word))
+    together = products()
+    assert set(together) == places
+    for place in places:
+        for word, value in apart[place].items():
+            assert torch.equal(together[place][word], value), (place, word)

@@ -14,6 +14,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.models.checkpoint import load_model
 
 WIDE = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 1]}
 CONVS = {
@@ -131,8 +132,35 @@ def test_it_is_saved_trained_and_exported(method, source, tmp_path):
     third = harness.run(Onnx(), OnnxSettings(), second.out, tmp_path / "3", images.TASK, rows)
     assert third.facts["graphs"]["model"]["operators"]["Conv"] > 6 + len(first.facts["ranks"])
     if not first.facts["left_alone"]:
-        with pytest.raises(InputError, match="those that are thin already are none"):
-            harness.run(Factorize(), settings, first.out, tmp_path / "4", images.TASK, rows)
+        again = harness.run(Factorize(), settings, first.out, tmp_path / "4", images.TASK, rows)
+        assert "left the model alone" in again.warnings[0]
+        structures = [(ctx.out / "structure.json").read_text() for ctx in (first, again)]
+        assert structures[0] == structures[1]
+    with pytest.raises(InputError, match="choose no convolution"):
+        harness.run(
+            Factorize(),
+            settings.model_copy(update={"include": ["*.fc"]}),
+            source,
+            tmp_path / "5",
+            images.TASK,
+        )
+
+
+def test_a_vit_reads_its_patches_through_thinner_convolutions(tmp_path):
+    """Its forward asks the convolution of its patches for a weight, whose type it takes."""
+    source = images.model(tmp_path / "vit")
+    settings = FactorizeSettings(method="tucker", ratio=0.5)
+    thin = harness.run(Factorize(), settings, source, tmp_path / "thin", images.TASK)
+    name = "vit.embeddings.patch_embeddings.projection"
+    assert list(thin.facts["ranks"]) == [name]
+    pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    before, after = load_model(source)[0], harness.model_of(thin)
+    read = []
+    after.get_submodule(name).register_forward_hook(lambda m, args, result: read.append(result))
+    with torch.no_grad():
+        assert after(pixels).logits.shape == before(pixels).logits.shape
+        whole = before.get_submodule(name)(pixels)
+    assert 0 < float((read[0] - whole).norm() / whole.norm()) < 1
 
 
 def test_a_layer_that_gains_nothing_is_left_alone(source, tmp_path):

@@ -16,7 +16,6 @@ from smelt.compress.quantize.planned import plan_layers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.compress.vocabulary.stage import Vocabulary
-from smelt.core.errors import InputError
 from smelt.core.stage import needs_of
 from smelt.export.graph_files import read_graph, tensors_of
 from smelt.export.onnx_stage import Onnx, OnnxSettings
@@ -208,12 +207,13 @@ def test_energy_and_ratio_say_the_rank(tmp_path):
     assert isinstance(model.get_output_embeddings(), torch.nn.Linear)  # a matrix of its own
 
 
-def test_a_pair_is_no_table_to_make_a_pair_of(tmp_path):
+def test_a_pair_is_left_alone_and_that_is_said(tmp_path):
     _, ctx = thin("bert", tmp_path / "out", rank=9)
-    with pytest.raises(InputError, match=r"word_embeddings is a LowRankEmbedding, which is no table"):
-        every_family.run(
-            Factorize(), FactorizeSettings(what="embeddings", rank=4), ctx.out, "bert", tmp_path / "again"
-        )
+    settings = FactorizeSettings(what="embeddings", rank=4)
+    again = every_family.run(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
+    assert table_of(harness.model_of(again)).rank == 9
+    (said,) = (text for text in again.warnings if "left" in text)
+    assert said == "factorize: left bert.embeddings.word_embeddings alone: a thin table and a product already"
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,16 @@ def test_a_second_factorization_does_not_split_the_halves(source, tmp_path):
     ctx = context(tmp_path)
     Factorize()(source, FactorizeSettings(method="svd", aim="size", rank=8), ctx)
     again = context(tmp_path / "out")
+    made = Artifact(ctx.out, source.manifest)
+    Factorize()(made, FactorizeSettings(method="svd", rank=4), again)
+    assert again.warnings == [
+        f"factorize: left all {len(ctx.facts['ranks'])} layers that include and exclude choose alone, because"
+        " they are two thin ones already"
+    ]
+    assert (again.out / "structure.json").read_text() == (ctx.out / "structure.json").read_text()
+    nothing = FactorizeSettings(method="svd", rank=4, include=["*.nowhere"])
     with pytest.raises(InputError, match="choose no linear layer"):
-        Factorize()(Artifact(ctx.out, source.manifest), FactorizeSettings(method="svd", rank=4), again)
+        Factorize()(made, nothing, context(tmp_path / "none"))
 
 
 def test_all_layers_left_alone_is_a_warning_and_changes_nothing(source, tmp_path):

@@ -163,3 +163,6 @@ def test_sharing_twice_goes_on_from_what_is_shared(tmp_path):
     twice = every_family.run(Share(), ShareSettings(groups=1), once, "bert", tmp_path / "twice").out
     model, _ = load_model(twice)
     assert len({model.get_submodule(names[0]) for names in products(model)["layers", "ffn", 0]}) == 1
+    same = every_family.run(Share(), ShareSettings(), once, "bert", tmp_path / "same")
+    assert [text for text in same.warnings if text.endswith("share already; nothing changes there.")]
+    assert same.facts["parameters_after"] == same.facts["parameters_before"]

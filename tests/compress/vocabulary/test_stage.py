@@ -12,8 +12,10 @@ import tiny
 import torch
 import transformers
 from every_family import OF_TEXTS
+from safetensors.torch import load_file
 
 from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.distill.settings import TeacherSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
@@ -201,6 +203,18 @@ def test_a_teacher_with_all_words_teaches_a_student_with_some(tmp_path):
         ancestors={"model": tiny.artifact(source, "translation")},
     )  # fmt: skip
     assert found.facts["words_of_teacher"] == ctx.facts["vocabulary_after"]
+    in_a_folder = settings.model_copy(update={"teacher": (TeacherSettings(model=str(source)),)})
+    same = harness.run(Distill(), in_a_folder, ctx.out, tmp_path / "by-folder", data=rows)
+    assert same.facts["words_of_teacher"] == ctx.facts["vocabulary_after"]
+    for name, tensor in load_file(same.out / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(found.out / "model.safetensors")[name])
+    other = tiny.marian(tmp_path / "other")
+    words = json.loads((other / "vocab.json").read_text())
+    first, second = [word for word in words if len(word) == 1][:2]
+    (other / "vocab.json").write_text(json.dumps(words | {first: words[second], second: words[first]}))
+    strange = settings.model_copy(update={"teacher": (TeacherSettings(model=str(other)),)})
+    with pytest.raises(InputError, match=r"the tokenizer of the teacher .* is another one than the model's"):
+        harness.run(Distill(), strange, ctx.out, tmp_path / "strange", data=rows)
 
 
 @pytest.mark.parametrize("family", ["marian", "llama", "bert"])

@@ -1,6 +1,7 @@
 """Recipes that cannot be: each is refused in words, with exit code 2, before any work."""
 
 import json
+import shutil
 import time
 
 import every_family
@@ -67,10 +68,15 @@ def test_stages_that_do_not_fit_the_model(home, stages, words):
             "[{distill: {student: {layers: [1]}}}]",
             "stages[0].distill.student.layers: a modernbert student keeps the first layer",
         ),
+        (
+            "bert",
+            "[{prune: {budget: {operations: 0.6, length: 4000}}}]",
+            "stages[0].prune.budget.length: 4,000 tokens, and the model has places for 32.",
+        ),
     ],
 )
 def test_stages_that_do_not_fit_the_family(home, family, stages, words):
-    every_family.make(home / "other", family)
+    shutil.copytree(every_family.of_layers(family, 1 if family == "bert" else 2), home / "other")
     recipe = f"{HEAD}stages: {stages}\n".replace("model: m", "model: other")
     refused(home, recipe, "recipe.yaml:4: ", words)
 

@@ -115,6 +115,16 @@ def test_new_tensors_take_the_type_of_what_they_came_from_or_the_common_one(tmp_
     assert types.of(["transformer.a.up.weight"]) == torch.float32
 
 
+def test_scales_of_codes_do_not_say_what_floats_are_stored_in(tmp_path):
+    """They are float16 in many schemes: what trains beside codes would be rounded to it."""
+    scales = {"a.matrix.scales": torch.zeros(99).half(), "b.matrix.codes": torch.zeros(9, dtype=torch.uint8)}
+    save_file({**scales, "norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert stored_types(tmp_path).of(["a.adapter.up.weight"]) == torch.float32
+    assert stored_types(tmp_path).of(["a.matrix.scales"]) == torch.float16
+    save_file(scales, tmp_path / "model.safetensors")
+    assert stored_types(tmp_path).common == torch.float16  # nothing else says it
+
+
 def test_a_folder_without_weights_means_32_bits(tmp_path):
     assert stored_types(tmp_path) == StoredTypes({}, torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"no header")

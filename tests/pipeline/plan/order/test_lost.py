@@ -21,6 +21,9 @@ def told(*steps):
 
 
 PATTERN = ("sparsify", {"pattern": "2:4"})
+UNEVEN = ("prune", {"scope": "global"})
+MASKS = ("finetune", {"masks": {}})
+GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,14 @@ PATTERN = ("sparsify", {"pattern": "2:4"})
         (("finetune", "depth"), "what 'finetune-0' trained with them, and nothing trains afterwards"),
         (("distill", "prune", "depth"), "what 'distill-0' trained"),
         (("finetune", "distill", "depth"), "what 'distill-1' trained"),
+        (("shortlist", "vocabulary"), "put vocabulary before 'shortlist-0'."),
+        (
+            ("prune", UNEVEN, "finetune", "share"),
+            "'prune-1' leaves layers of different sizes, which stay apart",
+        ),
+        ((MASKS, "share"), "'finetune-0' leaves layers of different sizes"),
+        ((PATTERN, MASKS), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
+        ((GPTQ, "distill"), "those which 'quantize-0' chose on rows are lost; train with lora"),
     ],
 )
 def test_work_that_is_lost_is_told_once(steps, said):
@@ -47,6 +58,13 @@ def test_work_that_is_lost_is_told_once(steps, said):
         ("finetune", "depth", "finetune"),
         ("finetune", "depth", "prune", "distill"),
         ("depth", "finetune"),
+        ("vocabulary", "shortlist"),
+        ("shortlist", "vocabulary", "shortlist"),
+        ("share", UNEVEN),
+        ("prune", "share"),
+        (MASKS, PATTERN),
+        ("quantize", "finetune"),
+        (GPTQ, ("finetune", {"lora": {}})),
     ],
 )
 def test_what_is_not_lost_or_made_anew_is_not_told(steps):

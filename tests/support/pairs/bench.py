@@ -1,0 +1,136 @@
+"""Two stages one behind the other on a tiny model: planned as a recipe is, done as a run does them.
+
+    bench = Bench("t5", folder)
+    refusal = bench.plan("prune", "int4")    # None, or what the plan says
+    bench.do("prune", "int4")                # raises where something does not hold
+
+The steps are those of the plan, done by the workshop of a run into a store: settings, keys, ancestors and
+manifests are what a run has. Nothing is scored. What goes first is made once for all that follow it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import promises
+from techniques import MODELS, TECHNIQUES, write_recipe
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.plan.plan import Plan, Step
+
+
+class Bench:
+    """A tiny model with its data and a store, in a folder."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        MODELS[model].make(folder / "model")
+        self._seen: dict[str, promises.Seen] = {}
+        self._shop: Any = None
+        self._root: Artifact | None = None
+
+    def plan(self, *stages: str, target: str | None = None) -> Plan:
+        """Return the plan of these techniques, one behind the other.
+
+        Raises:
+            InputError: the plan refuses them.
+        """
+        from smelt.plan.load import load_plan
+
+        return load_plan(write_recipe(self.folder, self.model, list(stages), target))
+
+    def do(self, *stages: str, export: bool = False) -> list[Artifact]:
+        """Do these techniques one behind the other and check each; return what they made.
+
+        export: to ONNX besides, which compares each graph with the model.
+        """
+        plan = self.plan(*stages, target="ort-cpu" if export else None)
+        made = {"model": self._begin(plan)}
+        found = []
+        for step, stage in zip(plan.steps, [*stages, *["onnx"] * export], strict=True):
+            above = {name: made[name] for name in plan.above(step)}
+            made[step.name] = new = self._step(step, above)
+            found.append(new)
+            if stage in TECHNIQUES:
+                lost = [text for text in plan.warnings if text.startswith(f"line {step.line}:")]
+                promises.promises(TECHNIQUES[stage], made[step.parent], new, self._seen, lost)
+        return found
+
+    def foretold(self, *stages: str) -> list[str]:
+        """Return what the plan says of the last of these techniques: a poor order, work that is lost."""
+        plan = self.plan(*stages)
+        return [text for text in plan.warnings if text.startswith(f"line {plan.steps[-1].line}:")]
+
+    def forget(self, *artifacts: Artifact) -> None:
+        """Remove what was made."""
+        for artifact in artifacts:
+            self._seen.pop(artifact.key, None)
+            shutil.rmtree(artifact.path, ignore_errors=True)
+
+    def _begin(self, plan: Plan) -> Artifact:
+        if self._root is None:
+            from smelt.core.store.store import Store
+            from smelt.execute.display import Display
+            from smelt.execute.head import settle_head
+            from smelt.execute.scoring import Scorer
+            from smelt.execute.steps import Workshop
+
+            recipe, data = plan.recipe, plan.read_data()
+            store, score = Store(self.folder / ".store"), recipe.score
+            scorer = Scorer(
+                store, recipe.task, score.quality, score.generation, score.batch_size, 1, False, "cpu"
+            )
+            windows = recipe.data.windows if recipe.task == "language-modeling" else None
+            display = Display(self.folder / "log.txt", quiet=True)
+            self._shop = Workshop(
+                store, recipe.task, data, 0, 1, scorer, display, device="cpu", windows=windows
+            )
+            settled = settle_head(plan, data, scorer.metrics)
+            self._root, _ = self._shop.import_root(settled.folder, settled.head, False)
+        return self._root
+
+    def _step(self, step: Step, above: Mapping[str, Artifact]) -> Artifact:
+        assert step.unavailable is None, step.unavailable
+        with saved_models() as saved:
+            made, cached = self._shop.run_step(step, above, False)
+        artifact: Artifact = made
+        if step.cls.produces == "torch" and not cached:
+            assert len(saved) == 1, "one model is saved, by save_model"
+            self._seen[artifact.key] = seen = promises.look(artifact.path)
+            off = (seen.outputs - saved[0]).abs().max() / saved[0].abs().max()
+            assert off <= promises.NEAR, f"the model in its folder is another one than that in memory: {off}"
+        return artifact
+
+
+@contextmanager
+def saved_models() -> Iterator[list[Any]]:
+    """Give a list that gets the outputs of each model that is saved meanwhile, as it is in memory."""
+    from smelt.runtime.models import checkpoint
+
+    found: list[Any] = []
+    save = checkpoint.save_model
+
+    def watched(model: Any, *arguments: Any, **more: Any) -> list[str]:
+        found.append(promises.outputs_of(model.eval()))
+        return save(model, *arguments, **more)
+
+    checkpoint.save_model = watched
+    try:
+        yield found
+    finally:
+        checkpoint.save_model = save
+
+
+def refused(bench: Bench, *stages: str) -> str | None:
+    """Return what the plan says against these techniques; None where it takes them."""
+    try:
+        bench.plan(*stages)
+    except InputError as error:
+        return str(error).replace(f"{bench.folder}/", "")
+    return None

@@ -1,0 +1,83 @@
+"""Which pairs of techniques there are on which models, by what stages say of themselves; few and all.
+
+What is left out here is what the plan refuses: `every_pair.py` asks it of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from zlib import crc32
+
+from techniques import MODELS, TECHNIQUES, Model, Technique
+
+from smelt.core.stage import Settings
+from smelt.recipe.stage_table import load_stage
+
+Cell = tuple[str, str, str]
+"""A model, what goes first, and what follows it."""
+
+
+def takes(model: Model, technique: Technique) -> bool:
+    """Say whether a technique can do something with a model, by task and config."""
+    stage, settings = load_stage(technique.word), _settings(technique, model)
+    if model.task not in stage.tasks:
+        return False
+    check = getattr(stage, "check_model", None)
+    return not (check and check(settings, {"model_type": model.kind})[0])
+
+
+def follows(first: Technique, second: Technique) -> bool:
+    """Say whether `second` can go on from what `first` leaves: what changes float weights needs some."""
+    floats = getattr(load_stage(second.word), "needs_float", False)
+    return first.word != "quantize" or not (floats or {"masks", "sparsify"} & second.settings.keys())
+
+
+def every_cell() -> list[Cell]:
+    """Return all pairs that the plan takes, model by model."""
+    behind = {
+        name: [other for other, second in TECHNIQUES.items() if follows(first, second)]
+        for name, first in TECHNIQUES.items()
+    }
+    found = []
+    for name, model in MODELS.items():
+        possible = [word for word, technique in TECHNIQUES.items() if takes(model, technique)]
+        found += [(name, a, b) for a in possible for b in behind[a] if b in possible]
+    return found
+
+
+def few_cells() -> list[Cell]:
+    """Return few pairs in which each stage meets each model, and each technique is once first and second.
+
+    One after the other that pair is taken which has most of what no other has; of equals the first in an
+    order that nobody chose.
+    """
+    cells = sorted(every_cell(), key=lambda cell: crc32(" ".join(cell).encode()))
+    places: dict[tuple[str, str], int] = {}
+    bits = {}
+    for cell in cells:
+        model, first, second = cell
+        met = ((model, TECHNIQUES[first].word), (model, TECHNIQUES[second].word), ("first", first))
+        bits[cell] = sum({1 << places.setdefault(w, len(places)) for w in (*met, ("second", second))})
+    missing, found = (1 << len(places)) - 1, []
+    while missing:
+        best = max(cells, key=lambda cell: (missing & bits[cell]).bit_count())
+        found.append(best)
+        missing &= ~bits[best]
+    return sorted(found)
+
+
+def exported(cell: Cell, part: int) -> bool:
+    """Say whether the graph of a pair is looked at too: of one in `part`."""
+    return crc32(" ".join(("graph", *cell)).encode()) % part == 0
+
+
+def refused_pairs() -> Iterator[tuple[str, str]]:
+    """Yield the pairs that no model makes possible: the plan says so of each."""
+    for first in TECHNIQUES:
+        for second in TECHNIQUES:
+            if not follows(TECHNIQUES[first], TECHNIQUES[second]):
+                yield first, second
+
+
+def _settings(technique: Technique, model: Model) -> Settings:
+    return load_stage(technique.word).settings_type.model_validate(technique.on(model))

@@ -1,0 +1,126 @@
+"""All pairs of techniques on all models, one after the other: `make matrix`.
+
+Each line of the log (build/matrix/pairs.jsonl) tells of one pair: what the plan said against it, or that it
+was done and what it took, or what broke. A run goes on where the last one ended; what broke is tried again,
+and all of it where `--fresh` is given. Of one pair in PART the graph is made and compared as well.
+
+    make matrix ARGS="bert t5"          # these models
+    make matrix ARGS="--first share"    # these first (`--second` likewise)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from bench import Bench, refused
+from cells import Cell, every_cell, exported
+from techniques import MODELS, TECHNIQUES
+
+from smelt.core.errors import InputError
+
+LOG = Path("build/matrix/pairs.jsonl")
+PART = 25
+
+
+def main(arguments: list[str]) -> int:
+    """Work through the pairs; return 1 where one broke."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []])
+    for place in ("first", "second"):
+        parser.add_argument(f"--{place}", action="append", choices=list(TECHNIQUES))
+    parser.add_argument("--fresh", action="store_true")
+    said = parser.parse_args(arguments)
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    if said.fresh:
+        LOG.unlink(missing_ok=True)
+    known = _read()
+    possible = set(every_cell())
+    broken = 0
+    for model in said.models:
+        cells = [
+            (model, first, second)
+            for first in said.first or TECHNIQUES
+            for second in said.second or TECHNIQUES
+            if known.get((model, first, second), {}).get("broke", True)
+        ]
+        if cells:
+            broken += _model(model, cells, possible)
+    print(f"{broken} broke; {LOG} tells of all")
+    return int(broken > 0)
+
+
+def _model(model: str, cells: list[Cell], possible: set[Cell]) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="smelt-matrix-"))
+    began, broken = time.process_time(), 0
+    bench = Bench(model, folder / "bench")
+    gc.collect()
+    gc.freeze()  # what libraries made stays, and each training would look through it again
+    for cell in cells:
+        line = _tell(bench, cell, cell in possible)
+        broken += "broke" in line
+        if "broke" in line:
+            print(f"{' '.join(cell)}: {line['broke']}", flush=True)
+        with LOG.open("a", encoding="utf-8") as log:
+            log.write(json.dumps({"cell": cell, **line}) + "\n")
+    took = time.process_time() - began
+    print(f"{model}: {len(cells)} pairs, {broken} broke, {took:.0f} s of processor time", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return broken
+
+
+def _tell(bench: Bench, cell: Cell, possible: bool) -> dict[str, Any]:
+    """Try a pair; return its line of the log."""
+    _, first, second = cell
+    began = time.process_time()
+    said: dict[str, Any] = {}
+    try:
+        against = refused(bench, first, second)
+        if against is not None:
+            said["refused"] = against
+            assert not possible, f"the plan refuses what the stages take: {against}"
+        else:
+            assert possible, "the plan takes what the stages refuse"
+            _do(bench, cell, said)
+    except Exception as error:
+        said["broke"] = f"{type(error).__name__}: {error}"[:600]
+        said["traceback"] = traceback.format_exc()[-3000:]
+    return {**said, "seconds": round(time.process_time() - began, 3)}
+
+
+def _do(bench: Bench, cell: Cell, said: dict[str, Any]) -> None:
+    _, first, second = cell
+    foretold = bench.foretold(first, second)
+    said["graph"] = exported(cell, PART) and second != "bnb-int8" and first != "bnb-int8"
+    try:
+        made = bench.do(first, second, export=said["graph"])
+    except InputError as error:
+        if not foretold:
+            raise
+        said["foretold"] = [*foretold, str(error)]
+        return
+    said["warned"] = foretold
+    bench.forget(*made[1:])
+
+
+def _read() -> dict[Cell, dict[str, Any]]:
+    found: dict[Cell, dict[str, Any]] = {}
+    for text in LOG.read_text(encoding="utf-8").splitlines() if LOG.exists() else ():
+        with contextlib.suppress(ValueError):  # the last line of a run that was killed
+            line = json.loads(text)
+            model, first, second = line.pop("cell")
+            found[model, first, second] = {"broke": False, **line}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

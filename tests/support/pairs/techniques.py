@@ -1,0 +1,171 @@
+"""One small setting of each technique, and a tiny model of each kind: what pairs of stages are made of.
+
+A stage or scheme that is new gets its line in `TECHNIQUES`; `tests/pipeline/whole/test_pairs.py` says which
+has none. Which of them go on which model, and behind which other, nobody writes down: the plan says it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import causal
+import classifiers
+import every_family
+import images
+import sentences
+import seq2seq
+import tiny
+
+from smelt.core.data import IMAGES, SIMILARITY, Task
+from smelt.families.registry import FAMILIES
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny random model. kind: the name of its family."""
+
+    kind: str
+    task: Task
+    make: Callable[[Path], Any]
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether it has an encoder and a decoder."""
+        return FAMILIES[self.kind].kind == "seq2seq"
+
+
+def _by_config() -> dict[str, Model]:
+    return {
+        name: Model(name, FAMILIES[name].tasks[0], partial(every_family.make, family=name))
+        for name in every_family.CONFIGS
+    }
+
+
+MODELS: dict[str, Model] = {
+    "marian": Model("marian", "translation", tiny.marian),
+    "t5": Model("t5", "summarization", partial(seq2seq.t5, gated=True)),
+    "bart": Model("bart", "summarization", seq2seq.bart),
+    "mbart": Model("mbart", "translation", partial(seq2seq.bart, kind="mbart")),
+    "bert": Model("bert", "text-classification", tiny.bert),
+    "distilbert": Model("distilbert", "text-classification", classifiers.distilbert),
+    "roberta": Model("roberta", "text-classification", classifiers.roberta),
+    "gpt2": Model("gpt2", "language-modeling", partial(causal.model, family="gpt2")),
+    "llama": Model("llama", "language-modeling", partial(causal.model, family="llama")),
+    "qwen2": Model("qwen2", "language-modeling", partial(causal.model, family="qwen2")),
+    "embedder": Model("bert", SIMILARITY, sentences.embedder),
+    **_by_config(),
+    "vit": Model("vit", images.TASK, images.model),
+    "resnet": Model("resnet", images.TASK, partial(images.model, family="resnet")),
+}
+"""Each family, and an embedder, which is trained otherwise."""
+LANGUAGES = {
+    "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
+    "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
+}
+DATA: dict[str, Callable[[Path], Any]] = {
+    "translation": tiny.pairs,
+    "summarization": tiny.pairs,
+    "text-classification": tiny.labelled,
+    images.TASK: images.rows,
+    "language-modeling": lambda path: causal.lines(path, 1),
+    SIMILARITY: sentences.rows,
+}
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A stage with one small setting.
+
+    shrinks: whether fewer parameters, or for codes fewer bytes, must be left of a tiny model.
+    """
+
+    word: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    shrinks: bool = False
+
+    def on(self, model: Model) -> dict[str, Any]:
+        """Return the settings for `model`.
+
+        A student's layers are called otherwise where there are two stacks, of models of images nothing inside
+        is compared, and an embedder gives vectors.
+        """
+        found = dict(self.settings)
+        if "student" in found and model.in_pieces:
+            found["student"] = {"decoder_layers": found["student"]["layers"]}
+        if model.task == IMAGES:
+            found.pop("losses", None)
+        if model.task == SIMILARITY and "losses" in found:
+            found["losses"] = {"embedding": 1, **INSIDE}
+        elif "losses" in found:
+            found["losses"] = {"logits": 1, **INSIDE}
+        return found
+
+
+TRAIN: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "evals": 0, "precision": "fp32"}
+FEW: dict[str, Any] = {"rows": 4}
+STATIC: dict[str, Any] = {"scheme": "int8-static", "rows": 8, "damage_rows": 1}
+INSIDE = {"hidden": 1, "embeddings": 1, "relations": 1}
+TECHNIQUES: dict[str, Technique] = {
+    "finetune": Technique("finetune", TRAIN),
+    "lora": Technique("finetune", {"lora": {"rank": 2}, **TRAIN}),
+    "masks": Technique(
+        "finetune", {"masks": {"learning_rate": 5, "warmup": 0.5, "round_to": 4}, **TRAIN}, True
+    ),
+    "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAIN}),
+    "distill": Technique("distill", TRAIN),
+    "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),
+    "vocabulary": Technique("vocabulary", {"coverage": 0.5, "round_to": 1}, True),
+    "depth": Technique("depth", {"keep": 0.5, **FEW}, True),
+    "prune": Technique("prune", {"keep": 0.5, **FEW}, True),
+    "prune-budget": Technique("prune", {"budget": {"parameters": 0.8}, "importance": "fisher", **FEW}, True),
+    "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW}),
+    "factorize": Technique("factorize", {"rank": 12, "aim": "size", **FEW}, True),
+    "factorize-embeddings": Technique("factorize", {"what": "embeddings", "rank": 12}, True),
+    "tucker": Technique("factorize", {"method": "tucker", "ratio": 0.5}, True),
+    "share": Technique("share", {}, True),
+    "shortlist": Technique("shortlist", {"per_token": 3, "frequent": 6}),
+    "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
+    "int8-static": Technique("quantize", {"smooth": 0.5, **STATIC}, True),
+    "int8-groupwise": Technique(
+        "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
+    ),
+    "int4": Technique("quantize", {"scheme": "int4", "group_size": 32}, True),
+    "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW}, True),
+    "binary": Technique("quantize", {"scheme": "binary", "group_size": 32}, True),
+    "bnb-nf4": Technique("quantize", {"scheme": "bnb-nf4"}, True),
+    "bnb-int8": Technique("quantize", {"scheme": "bnb-int8"}, True),
+}
+
+
+def write_recipe(folder: Path, name: str, stages: list[str], target: str | None = None) -> Path:
+    """Write a recipe for the model in `folder / "model"` with small data; return it.
+
+    Args:
+        folder: gets the recipe and the data.
+        name: of the model, in `MODELS`.
+        stages: techniques.
+        target: of an `onnx` behind them; None: none.
+    """
+    model = MODELS[name]
+    file = folder / ("data.txt" if model.task == "language-modeling" else "data.jsonl")
+    if not file.exists():
+        DATA[model.task](file)
+    data: dict[str, Any] = dict.fromkeys(("train", "validation", "test"), file.name)
+    if model.task == "language-modeling":
+        data["windows"] = {"length": 32}
+    if FAMILIES[model.kind].languages == "codes":
+        data |= LANGUAGES[model.kind]
+    steps = [{TECHNIQUES[stage].word: TECHNIQUES[stage].on(model)} for stage in stages]
+    steps += [{"onnx": {"target": target}}] if target else []
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"model: model\ntask: {model.task}\ndata: {json.dumps(data)}\nthreads: 1\n"
+        "score: {latency: false, generation: {max_new_tokens: 6}}\n"
+        "stages:\n" + "".join(f"  - {json.dumps(step)}\n" for step in steps)
+    )
+    return recipe

@@ -35,7 +35,7 @@ def damages(
         ctx: its `progress` is told.
     """
     whole = [out.clone() for out in outputs(model, rows.batches)]
-    spread = _variance(whole)
+    spread = variance_of(whole)
     products = [layer for layer in layers if layer.product]
     found = {}
     for done, layer in enumerate(products, start=1):
@@ -53,7 +53,7 @@ def damages(
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _variance(parts: Sequence[Tensor]) -> float:
+def variance_of(parts: Sequence[Tensor]) -> float:
     """Return the variance of all numbers of `parts`; 1 where they are all the same."""
     count = sum(part.numel() for part in parts)
     mean = sum(float(part.sum(dtype=torch.float64)) for part in parts) / count

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, WIDTHS, bits_per_weight, options_of_all
 from smelt.runtime.schemes.scheme import Option, Scheme, Value
 
 # among the patterns of `skip`: what is most sensitive
@@ -73,6 +73,33 @@ class Budget(Settings):
     )
 
 
+class Bits(Settings):
+    """How many bits each layer gets, the worst the most: one of budget and max_drop."""
+
+    budget: float | None = Field(
+        default=None, gt=0, description="bits a weight on average, with scales and zero points"
+    )
+    max_drop: float | None = Field(
+        default=None, ge=0, description="what the metric may lose on validation data, against the float model"
+    )
+    metric: str | None = Field(
+        default=None, description="for max_drop; unless given, the first that the recipe scores"
+    )
+    widths: list[Literal[tuple(WIDTHS)]] = Field(  # type: ignore[valid-type]
+        default=sorted(WIDTHS), min_length=2, description="what is chosen between"
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.budget is None) == (self.max_drop is None):
+            raise ValueError("give one of budget and max_drop")
+        if self.metric is not None and self.max_drop is None:
+            raise ValueError("metric is for max_drop; add that, or remove it")
+        if len(set(self.widths)) < len(self.widths):
+            raise ValueError(f"widths {self.widths} names one twice")
+        return self
+
+
 class QuantizeSettings(_FromSchemes):
     """What is quantized, and how.
 
@@ -89,6 +116,11 @@ class QuantizeSettings(_FromSchemes):
         default="none",
         description="ends of each range that are cut off: none; mse: as much as has the least error;"
         " percentile: what lies above it; awq: as much as has the least error of the outputs on rows",
+    )
+    bits: Bits | None = Field(
+        default=None,
+        description="mixed precision: of each layer as many bits as its damage on rows asks for, in place of"
+        " scheme",
     )
     skip: list[str] = Field(
         default_factory=list,
@@ -117,21 +149,21 @@ class QuantizeSettings(_FromSchemes):
     rows: int = Field(
         default=128,
         ge=1,
-        description=f"{_OBSERVING}, gptq, awq, smooth, skip: auto: rows that are looked at (calibration, else"
-        " train)",
+        description=f"{_OBSERVING}, gptq, awq, smooth, skip: auto, bits: rows that are looked at"
+        " (calibration, else train)",
     )
     damage_rows: int = Field(
         default=8,
         ge=0,
-        description=f"{_OBSERVING}, smooth, skip: auto: of them, those on which the damage of each layer is"
-        " measured",
+        description=f"{_OBSERVING}, smooth, skip: auto, bits: of them, those on which the damage of each"
+        " layer is measured",
     )
     embeddings: bool = Field(default=True, description="quantize word embeddings")
     head: bool = Field(default=True, description="quantize the output layer")
     vocabulary: TableScheme | None = Field(default=None, description=_vocabulary())
 
     # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
-    unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip", "bits"})
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -146,6 +178,7 @@ class QuantizeSettings(_FromSchemes):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        self._check_bits()
         self._check_rows()
         schemes = [SCHEMES[name] for name in self.schemes()]
         used = {option.name for scheme in schemes for option in scheme.settings}
@@ -161,6 +194,33 @@ class QuantizeSettings(_FromSchemes):
                         option.others or f"{option.name} {value} is not for scheme {scheme.name}; {allowed}"
                     )
         return self
+
+    def _check_bits(self) -> None:
+        """Refuse a budget that no choice of widths can have, and settings that choose widths themselves.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if self.bits is None:
+            return
+        for name, why in (
+            ("scheme", "the widths"),
+            ("vocabulary", "the widths, also of embeddings and head"),
+            ("smooth", "widths of codes in groups, whose activations share no scale"),
+        ):
+            if name in self.model_fields_set:
+                raise ValueError(f"bits chooses {why}; remove {name}")
+        if AUTO in self.skip:
+            raise ValueError("bits and skip: auto both choose by damage; remove one")
+        if not self.damage_rows:
+            raise ValueError("bits chooses by the damage of each layer; damage_rows must be 1 or more")
+        taken = {b: bits_per_weight(WIDTHS[b], self.options(WIDTHS[b].name)) for b in self.bits.widths}
+        least, most = min(taken.values()), max(taken.values())
+        if self.bits.budget is not None and not least <= self.bits.budget < most:
+            raise ValueError(
+                f"bits: budget {self.bits.budget:g}: with their scales the widths take {least:g} to {most:g}"
+                " bits a weight; expected a number between"
+            )
 
     def _check_rows(self) -> None:
         """Refuse settings that need another one, or speak of rows that nobody looks at.
@@ -206,7 +266,7 @@ class QuantizeSettings(_FromSchemes):
 
     @property
     def _measures(self) -> bool:
-        return self.observes or self.smooth is not None or AUTO in self.skip
+        return self.observes or self.smooth is not None or AUTO in self.skip or self.bits is not None
 
     @property
     def patterns(self) -> list[str]:
@@ -220,6 +280,8 @@ class QuantizeSettings(_FromSchemes):
 
     def schemes(self) -> tuple[str, ...]:
         """Return the schemes that are used, the one of the linear layers first."""
+        if self.bits is not None:
+            return tuple(WIDTHS[width].name for width in self.bits.widths)
         return tuple(dict.fromkeys((self.scheme, self.table_scheme)))
 
     def packages(self) -> dict[str, str]:

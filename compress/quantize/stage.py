@@ -45,12 +45,13 @@ class Quantize:
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
         - quantize: {scheme: int8-static, smooth: 0.5}
         - quantize: {scheme: bnb-nf4}
+        - quantize: {bits: {budget: 4.5}, method: gptq}
     """
 
     name: ClassVar[str] = "quantize"
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration", "validation"})
     source: ClassVar[str] = "; ".join(
         [
             *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
@@ -80,7 +81,8 @@ class Quantize:
         """Return what it needs: rows where activations are looked at, for calibration if there are any."""
         if not settings.reads_rows:
             return frozenset()
-        return frozenset({"calibration"} if "calibration" in given else {"train"})
+        scored: set[Need] = {"validation"} if settings.bits and settings.bits.max_drop is not None else set()
+        return frozenset(scored | ({"calibration"} if "calibration" in given else {"train"}))
 
     @classmethod
     def check_model(
@@ -158,7 +160,12 @@ def _look(
         if unseen:
             ctx.warnings.append(f"quantize: no row reaches {', '.join(unseen)}, which stay float")
             layers = [layer for layer in layers if layer.name not in unseen]
-    if settings.damage_rows and (settings.observes or settings.smooth is not None or AUTO in settings.skip):
+    if settings.bits is not None:
+        from smelt.compress.quantize.sensitivity.mixed import choose_widths
+
+        few, plain = rows.some(settings.damage_rows), _coders(settings, {})
+        layers = choose_widths(model, layers, few, src, settings, plain, ctx)
+    elif settings.damage_rows and (settings.observes or settings.smooth is not None or AUTO in settings.skip):
         few = rows.some(settings.damage_rows)
         found = damages(model, layers, ranges, few, ctx)
         ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in found.items()}

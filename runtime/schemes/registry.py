@@ -33,6 +33,8 @@ _ALL: tuple[Scheme, ...] = (
     BnbInt8(),
 )
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
+# those that differ in the bits of their codes alone, by these
+WIDTHS: dict[int, Scheme] = {scheme.bits: scheme for scheme in _ALL if scheme.bits}
 DEFAULT = Int8Dynamic.name
 # those that ONNX Runtime's own quantizers make of a graph: one scale for all activations of a product
 OF_GRAPHS = tuple(name for name, scheme in SCHEMES.items() if scheme.one_scale)

@@ -120,6 +120,8 @@ class Scheme(Protocol):
     """One way to code the weights of a matrix. Methods that have a body here need not be written.
 
     name: the word in recipes.
+    bits: of a code, where schemes differ in nothing else, so that layers of one model may have different ones
+        (mixed precision); 0 in all others.
     summary: weights, scales and activations in a sentence without a full stop, for the help.
     source: the paper or reference code that it follows.
     pays: where it gains something, in a few words, for the table of schemes.
@@ -149,6 +151,7 @@ class Scheme(Protocol):
     """
 
     name: ClassVar[str]
+    bits: ClassVar[int] = 0
     summary: ClassVar[str]
     source: ClassVar[str]
     pays: ClassVar[str] = ""

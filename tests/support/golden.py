@@ -130,6 +130,7 @@ CASES: dict[str, Case] = {
     "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
+    "quantize gpt2, mixed precision": Case("quantize", "gpt2", {"bits": {"budget": 4.5}, "damage_rows": 2}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),

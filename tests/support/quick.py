@@ -22,6 +22,7 @@ ROOMS: dict[str, str] = {
     "compress/prune/importance": "test_fisher::test_rows_in_one_batch_give_less",
     "compress/quantize": "test_coding test_settings",
     "compress/quantize/methods": "test_clip",
+    "compress/quantize/sensitivity": "test_choice",
     "compress/share": "test_layers::test_groups_are_neighbours",
     "compress/shortlist": "test_word_table",
     "compress/sparsify": "test_pattern test_wanda test_sparsegpt",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from smelt.compress.candidate import candidate
 from smelt.compress.quantize.through_codes import settled
 from smelt.compress.train.settings import TrainingSettings
-from smelt.core.artifact import Artifact, FileRecord, Manifest
+from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.errors import InputError, nearest
-from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
 from smelt.runtime.models.checkpoint import save_model
 from smelt.runtime.models.structure import Edit
@@ -48,7 +48,7 @@ class CheckpointScore:
             folder = Path(space)
             with settled(self.model):
                 save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
-            scores = self.ctx.score(self._artifact(folder), self.split)
+            scores = self.ctx.score(candidate(folder, self.src, self.ctx), self.split)
         metric = self.settings.select
         if metric not in scores:
             known = ", ".join(scores)
@@ -57,27 +57,6 @@ class CheckpointScore:
                 f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss."
             )
         return float(scores[metric])
-
-    def _artifact(self, folder: Path) -> Artifact:
-        files = {
-            path.relative_to(folder).as_posix(): FileRecord(
-                sha256=sha256_of(path), size_bytes=path.stat().st_size
-            )
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        manifest = Manifest(
-            key=hash_of({name: record.sha256 for name, record in files.items()}),
-            format="torch",
-            task=self.ctx.task,
-            stage="checkpoint",
-            settings={},
-            seed=self.ctx.seed,
-            parent=self.src.key,
-            versions=dict(self.src.manifest.versions),
-            files=files,
-        )
-        return Artifact(folder, manifest)
 
 
 def _same_draws() -> Any:

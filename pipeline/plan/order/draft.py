@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from smelt.core.artifact import Format
 from smelt.core.stage import Need, Settings, Stage
@@ -58,6 +58,8 @@ def done(draft: Draft) -> Done | None:
 
 def scheme_of(draft: Draft) -> str:
     """Return the scheme of a quantize step, or `quantized` where that is not known."""
+    if getattr(draft.settings, "bits", None) is not None:
+        return " and ".join(cast(Any, draft.settings).schemes())
     return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", DEFAULT))
 
 

@@ -81,6 +81,15 @@ def advice(made: Plan) -> list[str]:
         ("[quantize: {group_size: 64}]", "group_size means nothing to scheme int8-dynamic; remove it"),
         ("[quantize: {scheme: binary, group_size: 16}]", "binary groups hold 32, 64 or 128 weights"),
         ("[quantize: {scheme: int4, group_size: 48}]", "expected one of 16, 32, 64, 128"),
+        (
+            "[quantize: {bits: {budget: 1.5}}]",
+            "the widths take 2.25 to 8.25 bits a weight; expected a number",
+        ),
+        (
+            "[quantize: {bits: {budget: 4}}, prune: {}]",
+            "prune cannot work after 'quantize', which left int2 and int3 and int4 and int8-groupwise codes;",
+        ),
+        ("[quantize: {bits: {max_drop: 0.5}}]", "validation"),
         ("[quantize: {scheme: itn4}]", "Did you mean 'int4'?"),
     ],
 )

@@ -89,6 +89,7 @@ STAGES = {
     "int3": ["quantize: {scheme: int3, group_size: 32, symmetric: false}"],
     "int2": ["quantize: {scheme: int2, group_size: 32}"],
     "ternary": ["quantize: {scheme: ternary, group_size: 32, granularity: row, vocabulary: ternary}"],
+    "mixed": ["quantize: {bits: {budget: 4.5}, group_size: 32, rows: 8, damage_rows: 1}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -128,7 +129,7 @@ FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
 FAST |= {("bart", "chain-awq"), ("t5", "chain-parts")}
-FAST |= {("llama", "int3"), ("t5-gated", "ternary")}
+FAST |= {("llama", "int3"), ("t5-gated", "ternary"), ("gpt2", "mixed")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
@@ -145,7 +146,7 @@ OF_IMAGES = {
     "share",
 }
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
-OF_IMAGES |= {"awq", "hqq", "ternary", "binary"}
+OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

@@ -1,0 +1,172 @@
+"""Mixed precision as a part of the stage: bits within a budget, or as few as validation allows."""
+
+import itertools
+import json
+
+import every_family
+import harness
+import pytest
+import tiny
+from pydantic import ValidationError
+
+from smelt.compress.quantize.planned import plan_layers, quantize_layers
+from smelt.compress.quantize.sensitivity.widths import units_of
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.data import Columns, read_split
+from smelt.core.errors import InputError
+from smelt.core.stage import needs_of
+from smelt.runtime.layers.quantized import is_quantized
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.schemes.registry import WIDTHS
+
+FEW = {"skip": ["*.layer.1.*", "*.attention.*", "*.pooler.*"], "group_size": 32, "rows": 4, "damage_rows": 2}
+
+
+def run(out, **settings):
+    source = every_family.of_layers("bert", 2)
+    made = QuantizeSettings(**settings)
+    return source, made, every_family.run(Quantize(), made, source, "bert", out)
+
+
+@pytest.mark.parametrize("budget", [3.0, 4.5])
+def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path, budget):
+    source, made, ctx = run(tmp_path / "out", bits={"budget": budget}, **FEW)
+    model, _ = load_model(source)
+    units = units_of(plan_layers(model, made), made, sorted(WIDTHS))
+    told = ctx.facts["mixed"]
+    assert len(units) == 4  # the embedding, two products of the first layer, the classifier
+    total = sum(unit.weights for unit in units)
+    best = min(
+        (sum(told["damage"][u.name][str(b)] for u, b in zip(units, picks, strict=True)), picks)
+        for picks in itertools.product(sorted(WIDTHS), repeat=len(units))
+        if sum(u.costs[b] for u, b in zip(units, picks, strict=True)) <= budget * total
+    )
+    assert told["bits"] == {u.name: b for u, b in zip(units, best[1], strict=True)}
+    assert len(set(told["bits"].values())) > 1
+    assert told["average_bits"] == pytest.approx(ctx.facts["bits_per_weight"], abs=2e-3)
+    assert told["average_bits"] <= budget
+    layers = {n: m for n, m in harness.model_of(ctx).named_modules() if is_quantized(m)}
+    assert {n: m.matrix.scheme.bits for n, m in layers.items()} == told["bits"]
+    worst = [damage["2"] for damage in told["damage"].values()]
+    assert worst == sorted(worst, reverse=True)
+
+
+def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
+    import torch
+
+    source, made, ctx = run(tmp_path / "out", bits={"budget": 4.5, "widths": [2, 8]}, **FEW)
+    from smelt.compress.calibration.rows import calibration_rows, outputs
+
+    model, _ = load_model(source)
+    rows = calibration_rows(model, tiny.artifact(source, ctx.task), 4, ctx, "quantize").some(2)
+    whole = torch.cat([o.flatten() for o in outputs(model, rows.batches)])
+    name, found = next(iter(ctx.facts["mixed"]["damage"].items()))
+    unit = next(u for u in units_of(plan_layers(model, made), made, [2]) if u.name == name)
+    quantize_layers(model, unit.at(2, made), {})
+    off = torch.cat([o.flatten() for o in outputs(model, rows.batches)]) - whole
+    assert found["2"] == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
+
+
+def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
+    source = every_family.of_layers("gpt2", 1)
+    made = QuantizeSettings(
+        bits={"budget": 4.0}, group_size=32, rows=2, damage_rows=1, method="gptq", skip=["*.c_attn"]
+    )
+    ctx = every_family.run(Quantize(), made, source, "gpt2", tmp_path / "out")
+    model = harness.model_of(ctx)
+    assert model.get_output_embeddings().matrix is model.get_input_embeddings().matrix
+    assert "lm_head" not in ctx.facts["mixed"]["bits"]
+    assert ctx.facts["gptq_error"]
+    assert ctx.facts["bits_per_weight"] <= 4.0
+
+
+def scored_by_bits(artifact, *rows):
+    """A score that falls by what the average lacks of eight bits; the float model has 8."""
+    edits = (
+        json.loads((artifact.path / "structure.json").read_text())["edits"]
+        if (artifact.path / "structure.json").is_file()
+        else []
+    )
+    bits = [WIDTHS_BY_NAME[e["scheme"]] for e in edits if e["op"] == "quantize"]
+    return {"bleu": 8.0 if not bits else sum(bits) / len(bits)}
+
+
+WIDTHS_BY_NAME = {scheme.name: bits for bits, scheme in WIDTHS.items()}
+
+
+def dropped(out, **bits):
+    path = tiny.labelled(out / "rows.jsonl")
+    data = read_split(str(path), "text-classification", Columns(), out)
+    made = QuantizeSettings(bits=bits, **FEW)
+    source = every_family.of_layers("bert", 2)
+    return harness.run(
+        Quantize(), made, source, out / "out", "text-classification", data, score=scored_by_bits
+    )
+
+
+def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
+    ctx = dropped(tmp_path, max_drop=3.0)
+    told = ctx.facts["mixed"]
+    picked = list(told["bits"].values())
+    assert sum(picked) / len(picked) >= 5
+    worse = [s for s in told["scores"] if s["bleu"] < 5]
+    assert worse  # fewer bits were tried, and lost more
+    assert all(told["average_bits"] > s["average_bits"] for s in worse)
+    assert told["metric"] == "bleu"
+    assert min(s["average_bits"] for s in told["scores"] if s["bleu"] >= 5) == told["average_bits"]
+
+
+def test_what_even_the_widest_codes_lose_is_said(tmp_path):
+    ctx = dropped(tmp_path, max_drop=0.5, widths=[2, 4])
+    told = ctx.facts["mixed"]
+    for name, damage in told["damage"].items():
+        assert damage[str(told["bits"][name])] == min(damage.values())
+    said = f"least damage ({told['average_bits']:.3g} bits a weight) loses more than max_drop 0.5 of bleu"
+    assert any(said in text for text in ctx.warnings)
+
+
+def test_a_metric_that_nobody_scores_is_refused(tmp_path):
+    with pytest.raises(InputError, match="metric 'chrf' is not among those that this recipe scores: bleu"):
+        dropped(tmp_path, max_drop=0.5, metric="chrf")
+
+
+def test_a_budget_that_padded_groups_cannot_meet_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"budget 2.2 cannot be met: 2 bits throughout take .* a weight"):
+        run(tmp_path / "out", bits={"budget": 2.2}, **(FEW | {"group_size": 128}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bits": {}}, "give one of budget and max_drop"),
+        ({"bits": {"budget": 4, "max_drop": 1}}, "give one of budget and max_drop"),
+        (
+            {"bits": {"budget": 1.5}},
+            "budget 1.5: with their scales the widths take 2.25 to 8.25 bits a weight",
+        ),
+        ({"bits": {"budget": 9}}, "budget 9: with their scales the widths take 2.25 to 8.25"),
+        ({"bits": {"budget": 0}}, "greater than 0"),
+        ({"bits": {"budget": 4, "widths": [4]}}, "at least 2 items"),
+        ({"bits": {"budget": 4, "widths": [4, 4]}}, "names one twice"),
+        ({"bits": {"budget": 4, "widths": [4, 5]}}, "Input should be"),
+        ({"bits": {"budget": 4, "metric": "bleu"}}, "metric is for max_drop"),
+        ({"bits": {"budget": 4}, "scheme": "int4"}, "bits chooses the widths; remove scheme"),
+        ({"bits": {"budget": 4}, "vocabulary": "int4"}, "also of embeddings and head; remove vocabulary"),
+        ({"bits": {"budget": 4}, "smooth": 0.5}, "remove smooth"),
+        ({"bits": {"budget": 4}, "skip": "auto"}, "both choose by damage"),
+        ({"bits": {"budget": 4}, "damage_rows": 0}, "damage_rows must be 1 or more"),
+        ({"bits": {"budget": 4}, "group_size": 16}, "no fast 2-bit product of 16"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, message):
+    with pytest.raises(ValidationError, match=message):
+        QuantizeSettings(**given)
+
+
+def test_rows_are_needed_and_validation_for_what_is_scored():
+    budget, drop = (QuantizeSettings(bits=bits) for bits in ({"budget": 4}, {"max_drop": 1}))
+    assert needs_of(Quantize, budget, {"train"}) == {"train"}
+    assert needs_of(Quantize, drop, {"train", "calibration"}) == {"calibration", "validation"}
+    assert "bits" not in QuantizeSettings().model_dump()
+    assert QuantizeSettings(bits={"budget": 5, "widths": [4, 8]}).schemes() == ("int4", "int8-groupwise")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,12 +15,13 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
 from smelt.core.text import count
 from smelt.families.registry import blockless
-from smelt.runtime.schemes.registry import SCHEMES
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight
 from smelt.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
     from smelt.compress.calibration.rows import CalibrationRows
     from smelt.compress.quantize.coding import Coder, Fit
+    from smelt.compress.quantize.low_rank import Joint
     from smelt.compress.quantize.planned import Planned
     from smelt.runtime.schemes.scheme import Codes
 
@@ -37,6 +39,7 @@ class Quantize:
         - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: int4, method: gptq, clip: mse}
+        - quantize: {scheme: int4, low_rank: {rank: 32, iterations: 5}}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
         - quantize: {scheme: int8-static, smooth: 0.5}
@@ -52,6 +55,8 @@ class Quantize:
             *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
             "smooth: Xiao et al. 2023, arXiv:2211.10438",
             "gptq: Frantar et al. 2023, arXiv:2210.17323",
+            "low_rank: LoftQ, Li et al. 2023, arXiv:2310.08659; LQER, Zhang et al. 2024, arXiv:2402.02446;"
+            " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
     version: ClassVar[int] = 2
@@ -94,12 +99,15 @@ class Quantize:
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
         layers = plan_layers(model, settings)
-        ranges: dict[int, float] = {}
-        codes: dict[int, Codes] = {}
+        found = _Found(layers, {}, {}, {})
         with threads(ctx.threads):
             if settings.reads_rows and layers:
-                layers, ranges, codes = _look(model, layers, src, settings, ctx)
-            new = quantize_layers(model, layers, ranges, _coders(settings, codes))
+                found = _look(model, layers, src, settings, ctx)
+            elif settings.beside is not None:
+                found.pairs = _pairs(model, found, None, src, settings, ctx)
+            codes = found.codes | {weight: pair.codes for weight, pair in found.pairs.items()}
+            products = {weight: (pair.up, pair.down) for weight, pair in found.pairs.items()}
+            new = quantize_layers(model, found.layers, found.ranges, _coders(settings, codes), products)
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
         kept = unused_patterns(model, settings.patterns)
@@ -109,14 +117,29 @@ class Quantize:
         ctx.facts.update(
             facts_of(model), bytes_before=weight_bytes(src.path), bytes_after=weight_bytes(ctx.out)
         )
+        if found.pairs:
+            _tell_of_pairs(found, src, settings, ctx)
+
+
+@dataclass
+class _Found:
+    """The layers to quantize, and what was decided of them, by `Planned.weight`.
+
+    ranges: of their activations. codes: that are not nearest. pairs: with the codes that they stand beside.
+    """
+
+    layers: list[Planned]
+    ranges: dict[int, float]
+    codes: dict[int, Codes]
+    pairs: dict[int, Joint]
 
 
 def _look(
     model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
-) -> tuple[list[Planned], dict[int, float], dict[int, Codes]]:
+) -> _Found:
     """Run `model` over real rows; return the layers to quantize, the ranges of their activations, and codes.
 
-    Where codes were decided, the weights of `model` are what they stand for.
+    Where codes were decided by gptq, the weights of `model` are what they stand for.
     """
     from smelt.compress.calibration.rows import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
@@ -139,17 +162,46 @@ def _look(
             layers = [layer for layer in layers if layer.name not in unseen]
     if settings.damage_rows and (settings.observes or settings.smooth is not None or AUTO in settings.skip):
         few = rows.some(settings.damage_rows)
-        found = damages(model, layers, ranges, few, ctx)
-        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in found.items()}
+        harm = damages(model, layers, ranges, few, ctx)
+        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
         ctx.facts["damage_rows"] = few.rows
-        stay = sensitive(found, settings.budget or Budget()) if AUTO in settings.skip else []
+        stay = sensitive(harm, settings.budget or Budget()) if AUTO in settings.skip else []
         layers = [layer for layer in layers if layer.name not in stay]
-    codes: dict[int, Codes] = {}
+    found = _Found(layers, ranges, {}, {})
     if settings.method == "gptq":
         from smelt.compress.quantize.gptq import gptq
 
-        codes = gptq(model, layers, rows, _fit(settings), ctx)
-    return layers, ranges, codes
+        found.codes, found.pairs = gptq(model, layers, rows, _fit(settings), ctx, settings.beside)
+    elif settings.beside is not None:
+        found.pairs = _pairs(model, found, rows, src, settings, ctx)
+    return found
+
+
+def _pairs(
+    model: Any,
+    found: _Found,
+    rows: CalibrationRows | None,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> dict[int, Joint]:
+    """Return codes and pairs of the layers that get one, by `Planned.weight`."""
+    from smelt.compress.quantize.coding import nearest_on
+    from smelt.compress.quantize.low_rank import pairs_beside
+
+    return pairs_beside(model, found.layers, settings, partial(nearest_on, _fit(settings)), rows, src, ctx)
+
+
+def _tell_of_pairs(found: _Found, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
+    """Say in the facts and warnings what stands beside the codes."""
+    from smelt.compress.quantize.low_rank import facts_of_pairs, pairs_that_save_nothing
+    from smelt.runtime.models.stored_dtype import stored_types
+
+    assert settings.beside is not None
+    ctx.facts["low_rank"] = facts_of_pairs(found.layers, found.pairs, settings.beside.rank)
+    stored = 8 * stored_types(src.path).common.itemsize
+    coded = bits_per_weight(SCHEMES[settings.scheme], settings.options(settings.scheme))
+    ctx.warnings.extend(pairs_that_save_nothing(found.layers, found.pairs, coded, stored))
 
 
 def _fit(settings: QuantizeSettings) -> Fit:
@@ -202,8 +254,10 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
+    from smelt.runtime.layers.adapted import AdaptedLinear
     from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized, matrix_bytes
 
+    beside = {id(h) for m in model.modules() if isinstance(m, AdaptedLinear) for h in m.adapter.modules()}
     layers = [(name, m) for name, m in model.named_modules() if is_quantized(m)]
     linears = [(name, m) for name, m in layers if isinstance(m, QuantizedLinear)]
     matrices = {id(m.matrix): m.matrix for _, m in layers}
@@ -212,7 +266,9 @@ def facts_of(model: Any) -> dict[str, Any]:
     return {
         "linear_layers": len(linears),
         "embeddings": len(layers) - len(linears),
-        "float_linear_layers": [n for n, m in model.named_modules() if isinstance(m, nn.Linear)],
+        "float_linear_layers": [
+            n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in beside
+        ],
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
         "bits_per_weight": round(bits / weights, 3),
     }

@@ -77,12 +77,14 @@ STAGES = {
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
+    "share-difference": ["share: {take: mean, difference: {rank: 3}}"],
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
     "int8-smooth": ["quantize: {scheme: int8-static, smooth: 0.5, rows: 8, damage_rows: 1}"],
     "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
+    "int4-pairs": ["quantize: {scheme: int4, group_size: 32, low_rank: {rank: 3, error: outputs}, rows: 4}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -100,6 +102,7 @@ STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"],
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
+STAGES["chain-divided"] = [*STAGES["share-difference"], *STAGES["finetune"], *STAGES["int4-pairs"]]
 STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each family, and each chain with each kind of model for which a stage of it is written otherwise
 FAST = {("mistral", "chain"), ("mbart", "chain"), ("distilbert", "chain")}
@@ -115,6 +118,7 @@ FAST |= {
     ("gemma", "chain-smooth"),
 }
 FAST |= {("phi3", "chain-learned"), ("mbart", "chain-learned")}
+FAST |= {("bart", "chain-divided")}
 FAST |= {("bart", "bnb-nf4"), ("qwen2", "bnb-int8"), ("t5", "chain-qlora"), ("bert", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep"), ("qwen2", "chain-deep"), ("modernbert", "depth")}
 FAST |= {("pegasus", "chain-words"), ("llama", "chain-words"), ("roberta", "vocabulary")}
@@ -122,6 +126,7 @@ FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune"
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 OF_IMAGES = {"finetune", "depth", "lora", "prune", "prune-global", "factorize", "sparsify", "share"}
+OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "binary"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says

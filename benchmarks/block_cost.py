@@ -37,10 +37,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 5632,
     },
 }
+# of the largest shape few blocks, for what grows with their number
+SHAPES |= {f"1.1B/{n}": SHAPES["1.1B"] | {"num_hidden_layers": n} for n in (1, 2, 4)}
 VOCABULARY = {"10M": 8000, "100M": 32000, "1.1B": 32000}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "wanda": ("sparsify", {"method": "wanda"}),
     "sparsegpt": ("sparsify", {"method": "sparsegpt"}),
+    "whitened-svd": ("factorize", {"ratio": 0.8, "aim": "size"}),
     "prune": ("prune", {"what": ["ffn"], "importance": "magnitude"}),
 }
 
@@ -58,8 +61,9 @@ def make(shape: str, text: Path, folder: Path) -> tuple[int, int]:
     lines = gzip.decompress(text.read_bytes()).decode().splitlines()[:2000]
     train_tokenizer(lines, folder, family="llama", kind="bpe", vocab_size=2000, max_length=WINDOW)
     config = transformers.LlamaConfig(
-        **SHAPES[shape], num_key_value_heads=4, vocab_size=VOCABULARY[shape], max_position_embeddings=WINDOW,
-        tie_word_embeddings=shape != "1.1B", architectures=["LlamaForCausalLM"], dtype="bfloat16",
+        **SHAPES[shape], num_key_value_heads=4, vocab_size=VOCABULARY[shape.partition("/")[0]],
+        max_position_embeddings=WINDOW, tie_word_embeddings=not shape.startswith("1.1B"),
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(folder)
     with init_empty_weights():

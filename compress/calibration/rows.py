@@ -9,7 +9,7 @@ Shapes: B = batch, L = source length, T = target length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +146,7 @@ def _tokens(batch: TensorBatch) -> int:
 
 
 @torch.inference_mode()
-def outputs(model: Any, batches: Iterable[TensorBatch]) -> Iterator[Tensor]:
+def outputs(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Yield what `model` makes of each batch: logits or vectors, float [..., V]."""
     plain = model.can_generate() and {"use_cache": False}
     for batch in batches:

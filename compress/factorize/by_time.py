@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from smelt.families.walk import blocks_of
+from smelt.runtime.layers.shared import SharedLinear
 
 # What one product more costs, in weights
 STEP = 100_000
@@ -42,6 +43,7 @@ def reading_texts(model: Any) -> set[str]:
     text. A decoder's get one token a step, most of the time; a head behind the blocks, one a text or a step.
     """
     found: set[str] = set()
+    divided = {n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, SharedLinear)}
     for block in blocks_of(model):
         for attention in block.attentions:
             if attention.cross:
@@ -51,4 +53,4 @@ def reading_texts(model: Any) -> set[str]:
         feed = block.feed_forward
         if feed is not None and not block.stack.causal:
             found |= set(feed.products)
-    return found
+    return found | {f"{name}.shared" for name in found & divided}

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from smelt.compress.factorize.cp import cp
-from smelt.compress.factorize.cp import product as cp_product
+from smelt.compress.factorize.kernels.cp import cp
+from smelt.compress.factorize.kernels.cp import product as cp_product
+from smelt.compress.factorize.kernels.tucker import product as tucker_product
+from smelt.compress.factorize.kernels.tucker import tucker, unfolded
+from smelt.compress.factorize.kernels.vbmf import vbmf
 from smelt.compress.factorize.operations import of_cp, of_tucker, of_whole, operations_of, weights_of
 from smelt.compress.factorize.ranks import rank_of_energy
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, VBMF, FactorizeSettings
-from smelt.compress.factorize.tucker import product as tucker_product
-from smelt.compress.factorize.tucker import tucker, unfolded
-from smelt.compress.factorize.vbmf import vbmf
 from smelt.compress.float_model import stored_parameters
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

@@ -19,12 +19,15 @@ from smelt.compress.calibration.statistics import InputStatistics
 from smelt.compress.factorize.asvd import activation_aware
 from smelt.compress.factorize.fisher import fisher_weighted
 from smelt.compress.factorize.settings import FactorizeSettings
-from smelt.compress.factorize.svd import Metric
+from smelt.compress.factorize.svd import Decomposed, Metric, decomposed
 from smelt.compress.factorize.whitened import whitened
 from smelt.compress.train.loop import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
+
+# Memory for singular vectors that are asked for again.
+KEPT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Metrics:
     rows: CalibrationRows | None = None
     inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
     information: Mapping[str, Tensor] = field(default_factory=dict)
+    _known: dict[str, Decomposed] = field(default_factory=dict)
 
     @property
     def unseen(self) -> list[str]:
@@ -56,6 +60,19 @@ class Metrics:
             return activation_aware(seen.magnitudes / seen.tokens, self.settings.alpha)
         assert seen.second is not None
         return whitened(seen.second, seen.sums, seen.tokens, bias=layer.bias is not None)
+
+    def decomposed(self, name: str, layer: nn.Linear) -> Decomposed:
+        """Return the singular values and vectors of the layer `name`, whose weights do not change.
+
+        They are kept for the next who asks, as far as memory of KEPT_BYTES lasts.
+        """
+        if name in self._known:
+            return self._known[name]
+        found = decomposed(layer.weight, self.of(name, layer))
+        held = sum(one.basis.nbytes for one in self._known.values())
+        if held + found.basis.nbytes <= KEPT_BYTES:
+            self._known[name] = found
+        return found
 
 
 @contextmanager
@@ -84,12 +101,17 @@ def found_metrics(
         second = settings.method == "whitened-svd"
         single = {name: [layer] for name, layer in layers.items()}
         with kept_statistics(model, rows, single, ctx, of=src.key, second=second) as inputs:
-            _require_finite(inputs, rows)
-            _warn_of_few(inputs, rows, ctx)
+            require_finite(inputs, rows)
+            warn_of_few(few_of(inputs), rows, ctx)
             yield Metrics(settings, rows, inputs=inputs)
 
 
-def _require_finite(inputs: Mapping[str, InputStatistics], rows: CalibrationRows) -> None:
+def require_finite(inputs: Mapping[str, InputStatistics], rows: CalibrationRows) -> None:
+    """Refuse inputs that are not finite.
+
+    Raises:
+        InputError: a layer is fed some.
+    """
     for name, seen in inputs.items():
         if seen.tokens and not bool(seen.squares.isfinite().all()):
             raise InputError(
@@ -98,13 +120,22 @@ def _require_finite(inputs: Mapping[str, InputStatistics], rows: CalibrationRows
             )
 
 
-def _warn_of_few(inputs: Mapping[str, InputStatistics], rows: CalibrationRows, ctx: Context) -> None:
+def few_of(inputs: Mapping[str, InputStatistics]) -> dict[str, tuple[int, int]]:
+    """Return the layers that have more inputs than tokens were seen: by name both numbers."""
+    return {
+        name: (seen.tokens, seen.width)
+        for name, seen in inputs.items()
+        if seen.second is not None and 0 < seen.tokens < seen.width
+    }
+
+
+def warn_of_few(few: Mapping[str, tuple[int, int]], rows: CalibrationRows, ctx: Context) -> None:
     """Say where a layer has more inputs than tokens were seen: what it lacks was never fed to it."""
-    few = [name for name, seen in inputs.items() if seen.second is not None and 0 < seen.tokens < seen.width]
     if few:
+        first, (tokens, width) = next(iter(few.items()))
         ctx.warnings.append(
             f"factorize: {rows.origin}: the rows that it looked at ({rows.rows}) have fewer tokens than"
-            f" layers have inputs ({few[0]}: {inputs[few[0]].tokens} of {inputs[few[0]].width}, and so"
+            f" layers have inputs ({first}: {tokens} of {width}, and so"
             f" {len(few)} layers), so other texts may lose more. Raise rows, or name more rows with"
             " data: {calibration: FILE}."
         )

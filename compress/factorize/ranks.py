@@ -14,20 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.factorize.by_time import largest_rank, reading_texts
 from smelt.compress.factorize.metrics import Metrics
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, FactorizeSettings
-from smelt.compress.factorize.svd import spectrum, thin_pair
+from smelt.compress.factorize.svd import thin_pair
 from smelt.compress.train.data import IGNORE, TensorBatch
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import replace_layer
 
-# Where damage is measured: each layer alone at half of its weights, on so many rows.
+# Where damage is measured: each layer alone at half of its weights, on so many rows, in so many batches: a
+# batch costs a run of the model for each layer, and those of other lengths say other things.
 _DAMAGE_RATIO = 0.5
-_DAMAGE_ROWS = 32
+_DAMAGE_ROWS = 8
+_DAMAGE_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -63,22 +66,29 @@ def find_ranks(
         settings: rank, ratio, energy or budget.
         ctx: its `progress` is told; `facts["damage"]` says what the layers did alone, if that was measured.
     """
-    if settings.rank is not None or settings.ratio is not None:
-        sizes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-        return {name: _given_rank(*size, settings) for name, size in sizes.items()}
+    if settings.budget is None:
+        ranks = {}
+        for at, (name, layer) in enumerate(layers.items(), start=1):
+            ranks[name] = rank_alone(name, layer, metrics, settings)
+            ctx.progress(at, len(layers), f"rank of {name}")
+        return ranks
     found: dict[str, Spectrum] = {}
     for at, (name, layer) in enumerate(layers.items(), start=1):
-        sigma = spectrum(layer.weight, metrics.of(name, layer))
+        sigma = metrics.decomposed(name, layer).sigma
         found[name] = Spectrum(sigma, layer.out_features, layer.in_features, limits[name])
         ctx.progress(at, len(layers), f"spectrum of {name}")
-    if settings.budget is None:
-        energy = settings.energy or DEFAULT_ENERGY
-        return {name: rank_of_energy(seen.sigma, energy) for name, seen in found.items()}
     if settings.budget.by == "damage":
         damage = damages(model, layers, found, metrics, ctx)
         ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in damage.items()}
         found = {name: replace(seen, weight=damage[name]) for name, seen in found.items()}
     return shared_budget(found, settings.budget.parameters)
+
+
+def rank_alone(name: str, layer: nn.Linear, metrics: Metrics, settings: FactorizeSettings) -> int:
+    """Return the rank of the layer `name` where there is no budget: given, or by energy."""
+    if settings.rank is not None or settings.ratio is not None:
+        return _given_rank(layer.out_features, layer.in_features, settings)
+    return rank_of_energy(metrics.decomposed(name, layer).sigma, settings.energy or DEFAULT_ENERGY)
 
 
 def saving(rows: int, columns: int) -> float:
@@ -132,19 +142,22 @@ def damages(
     perplexity for its choice of ranks).
     """
     assert metrics.rows is not None
-    batches = _few(metrics.rows, _DAMAGE_ROWS)
+    batches = _few(metrics.rows, _DAMAGE_ROWS, _DAMAGE_BATCHES)
+    encoded = _encoded(model, batches)
+    inside = _of_encoder(model) if encoded else set()
     whole = list(_of_tokens(model, batches))
     values = sum(out.numel() for out in whole)
     damage = {}
     for at, (name, layer) in enumerate(layers.items(), start=1):
         size = found[name].rows * found[name].columns
         rank = max(1, int(_DAMAGE_RATIO * size / (found[name].rows + found[name].columns)))
-        pair, error = thin_pair(layer, rank, metrics.of(name, layer))
+        pair, error = thin_pair(layer, rank, metrics.of(name, layer), metrics.decomposed(name, layer))
+        read = batches if layer in inside or not encoded else encoded
         replace_layer(model, [], name, pair, {})
         try:
             off = sum(
                 float((out - right).square().sum(dtype=torch.float64))
-                for out, right in zip(_of_tokens(model, batches), whole, strict=True)
+                for out, right in zip(_of_tokens(model, read), whole, strict=True)
             )
         finally:
             replace_layer(model, [], name, layer, {})
@@ -153,14 +166,33 @@ def damages(
     return damage
 
 
-def _few(rows: CalibrationRows, wanted: int) -> list[TensorBatch]:
-    """Return about `wanted` rows, the first ones of every batch (of many batches, of some)."""
-    batches = rows.batches[:: max(1, len(rows.batches) // wanted)]
-    each = -(-wanted // len(batches))
+def _few(rows: CalibrationRows, wanted: int, runs: int) -> list[TensorBatch]:
+    """Return about `wanted` rows, the first ones of `runs` batches, which lie as far apart as can be."""
+    count = min(runs, len(rows.batches))
+    batches = [rows.batches[(2 * at + 1) * len(rows.batches) // (2 * count)] for at in range(count)]
+    each = -(-wanted // count)
     return [{name: value[:each] for name, value in batch.items()} for batch in batches]
 
 
-def _of_tokens(model: Any, batches: Sequence[TensorBatch]) -> Iterator[Tensor]:
+@torch.inference_mode()
+def _encoded(model: Any, batches: Sequence[TensorBatch]) -> list[dict[str, Any]]:
+    """Return `batches` as a decoder alone needs them, with what the encoder gives; empty without one."""
+    if not model.config.is_encoder_decoder:
+        return []
+    found = []
+    for batch in batches:
+        read = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        states = model.get_encoder()(**read).last_hidden_state
+        rest = {name: value for name, value in batch.items() if name != "input_ids"}
+        found.append({**rest, "encoder_outputs": BaseModelOutput(last_hidden_state=states)})
+    return found
+
+
+def _of_encoder(model: Any) -> set[nn.Module]:
+    return set(model.get_encoder().modules())
+
+
+def _of_tokens(model: Any, batches: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Yield what `model` makes of each batch, logits of padding left out, float [..., V]."""
     for batch, out in zip(batches, outputs(model, batches), strict=True):
         labels = batch.get("labels")

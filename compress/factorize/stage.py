@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smelt.compress.factorize.metrics import Metrics
+    from smelt.runtime.models.streamed import StreamedModel
 
 
 class Factorize:
@@ -57,7 +58,7 @@ class Factorize:
         " 2015, arXiv:1412.6553; vbmf: Nakajima et al. 2013, JMLR 14; embeddings: ALBERT, Lan et al. 2020,"
         " arXiv:1909.11942"
     )
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[FactorizeSettings]] = FactorizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
@@ -121,6 +122,10 @@ class Factorize:
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         from smelt.runtime.models.checkpoint import save_model
 
+        streamed = _streamed(src, settings, ctx)
+        if streamed is not None:
+            self._blocks(streamed, src, settings, ctx)
+            return
         model, edits = load_float(src, self.name)
         for _, message in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"factorize: {message}")
@@ -140,17 +145,9 @@ class Factorize:
         from smelt.compress.factorize.metrics import found_metrics
         from smelt.compress.factorize.ranks import find_ranks, limits_of
 
-        chosen = dict(candidates(model, settings))
-        if not chosen and (thin := _thin(model, settings)):
-            ctx.warnings.append(
-                f"factorize: left all {thin} layers that include and exclude choose alone, because they are"
-                " two thin ones already"
-            )
-            return
+        chosen = _chosen(model, settings, ctx)
         if not chosen:
-            raise InputError(
-                f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
-            )
+            return
         limits = limits_of(model, chosen, settings)
         layers = {names[0]: layer for layer, names in chosen.items()}
         with found_metrics(model, layers, src, settings, ctx) as metrics:
@@ -159,10 +156,76 @@ class Factorize:
             ranks = find_ranks(model, layers, limits, metrics, settings, ctx)
             pairs = {name: rank for name, rank in ranks.items() if rank < limits[name]}
             _replace(model, edits, layers, pairs, metrics, ctx)
-        alone = {n: _reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if n not in pairs}
-        ctx.facts["left_alone"] = alone | dict.fromkeys(metrics.unseen, "no row reaches it")
-        if not pairs:
-            ctx.warnings.append(_none_gains(len(layers), settings))
+        _tell(layers, ranks, limits, metrics.unseen, settings, ctx)
+
+    def _blocks(
+        self, streamed: StreamedModel, src: Artifact, settings: FactorizeSettings, ctx: Context
+    ) -> None:
+        """Factorize a large model block by block, from file to file."""
+        from smelt.compress.factorize.block_by_block import factorize_blocks
+        from smelt.compress.factorize.ranks import limits_of
+
+        model = streamed.model
+        for _, message in self.check_model(settings, model.config.to_dict())[0]:
+            raise InputError(f"factorize: {message}")
+        ctx.facts["parameters_before"] = stored_parameters(model)
+        chosen = _chosen(model, settings, ctx)
+        limits = limits_of(model, chosen, settings)
+        layers = {names[0]: layer for layer, names in chosen.items()}
+        ranks, unseen = factorize_blocks(streamed, list(layers), limits, src, settings, ctx)
+        if chosen:
+            _tell({n: m for n, m in layers.items() if n in ranks}, ranks, limits, unseen, settings, ctx)
+        ctx.facts["parameters_after"] = stored_parameters(model)
+        ctx.warnings.extend(streamed.finish(streamed.edits))
+
+
+def _streamed(src: Artifact, settings: FactorizeSettings, ctx: Context) -> StreamedModel | None:
+    """Return a large model to be taken block by block; a budget and gradients need it whole."""
+    from smelt.compress.factorize.block_by_block import all_inside, can_stream
+    from smelt.runtime.backends.device import torch_device
+    from smelt.runtime.models.streamed import open_streamed
+
+    if not can_stream(settings) or torch_device(ctx.device) != "cpu":
+        return None
+    found = open_streamed(src.path, ctx.out, settings.dtype)
+    if found is None or not all_inside(found.model, [n[0] for _, n in candidates(found.model, settings)]):
+        return None
+    return found
+
+
+def _chosen(model: Any, settings: FactorizeSettings, ctx: Context) -> dict[nn.Linear, Sequence[str]]:
+    """Return the layers that `settings` choose, with their names; none, warned of, where all are pairs.
+
+    Raises:
+        InputError: there are none.
+    """
+    chosen = dict(candidates(model, settings))
+    thin = 0 if chosen else _thin(model, settings)
+    if thin:
+        ctx.warnings.append(
+            f"factorize: left all {thin} layers that include and exclude choose alone, because they are"
+            " two thin ones already"
+        )
+    elif not chosen:
+        raise InputError(
+            f"factorize: include {settings.include}, exclude {settings.exclude} choose no linear layer."
+        )
+    return chosen
+
+
+def _tell(
+    layers: Mapping[str, nn.Linear],
+    ranks: Mapping[str, int],
+    limits: Mapping[str, float],
+    unseen: Sequence[str],
+    settings: FactorizeSettings,
+    ctx: Context,
+) -> None:
+    """Say in the facts and warnings which layers were left alone, and why."""
+    alone = {n: _reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if rank >= limits[n]}
+    ctx.facts["left_alone"] = alone | dict.fromkeys(unseen, "no row reaches it")
+    if len(alone) == len(ranks):
+        ctx.warnings.append(_none_gains(len(layers), settings))
 
 
 def _replace(
@@ -179,7 +242,8 @@ def _replace(
 
     errors: dict[str, float] = {}
     for at, (name, rank) in enumerate(ranks.items(), start=1):
-        pair, error = thin_pair(layers[name], rank, metrics.of(name, layers[name]))
+        layer = layers[name]
+        pair, error = thin_pair(layer, rank, metrics.of(name, layer), metrics.decomposed(name, layer))
         replace_layer(model, edits, name, pair, {"op": "low_rank", "module": name, "rank": rank})
         errors[name] = round(error, 4)
         ctx.progress(at, len(ranks), name)

@@ -2,9 +2,10 @@
 
 SVD-LLM, Wang et al. 2024, arXiv:2403.07378: with C = X X^T of a layer's inputs and L L^T = C, the squared
 error |(W - W') X|_F^2 is |(W - W') L|_F^2, so that dropping the smallest singular values of W L is best, and
-what they are is what is lost. L comes from the eigenvalues of C (as in SVD-LLM V2, arXiv:2503.12340), which
-unlike Cholesky's way serves where C is nearly singular. A layer with a bias is free to move its mean: there C
-is the covariance, and the bias takes what the mean of the inputs made of the dropped part.
+what they are is what is lost. The ridge below makes C far from singular, so that L may be its Cholesky
+factor; where a layer has no more outputs than inputs, C itself is enough (svd.py). A layer with a bias is
+free to move its mean: there C is the covariance, and the bias takes what the mean of the inputs made of the
+dropped part.
 
 Shapes: K = inputs of a layer.
 """
@@ -30,10 +31,9 @@ def whitened(moment: Tensor, total: Tensor, tokens: int, *, bias: bool) -> Metri
         bias: whether the layer has one.
     """
     mean = total / tokens
-    covariance = moment / tokens
+    covariance = moment / tokens  # new memory, which is changed below
     if bias:
         covariance = covariance - torch.outer(mean, mean)
-    values, vectors = torch.linalg.eigh(covariance)
-    ridge = _RIDGE * float(values.clamp(min=0).mean()) or 1.0
-    roots = (values.clamp(min=0) + ridge).sqrt()
-    return Metric(into=vectors * roots, back=(vectors / roots).T, mean=mean if bias else None)
+    ridge = _RIDGE * max(0.0, float(covariance.diagonal().mean())) or 1.0
+    covariance.diagonal().add_(ridge)
+    return Metric(square=covariance, mean=mean if bias else None)

@@ -14,6 +14,7 @@ from smelt.families.family import Attention, FeedForward
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of
 from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.shared import SharedLinear
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,11 @@ def path_of(model: nn.Module, name: str, half: str) -> str:
 
 def _half(module: nn.Module, half: str, name: str) -> nn.Linear:
     found = getattr(module, half) if isinstance(module, LowRankLinear) else module
+    if isinstance(found, SharedLinear):
+        raise InputError(
+            f"prune: {name} has a matrix that layers share and a difference of its own: what goes from one"
+            " goes from all. Prune before 'share', or share without difference."
+        )
     if not isinstance(found, nn.Linear):
         raise InputError(
             f"prune: {name} is {article(type(found).__name__)}, which cannot be cut. Prune before quantizing."

@@ -36,6 +36,7 @@ from smelt.compress.train.terms import Objective, Term, Terms, terms_of
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.models.structure import Edit
 
 _BETA, _GAMMA, _ZETA = 2 / 3, -0.1, 1.1
@@ -222,6 +223,11 @@ def _same(stay: Tensor) -> Tensor:
 def _require_float(model: Any, group: Unit) -> None:
     for name in group.parts.products:
         module = model.get_submodule(name)
+        if isinstance(module, SharedLinear):
+            raise InputError(
+                f"masks: '{name}' has a matrix that layers share and a difference of its own: what goes from"
+                " one goes from all. Put the step before 'share', or share without difference."
+            )
         for layer in (module.down, module.up) if isinstance(module, LowRankLinear) else (module,):
             if type(layer) is not nn.Linear:
                 raise InputError(

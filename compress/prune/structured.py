@@ -53,6 +53,7 @@ class Prune:
     )
     version: ClassVar[int] = 4
     needs_float: ClassVar[bool] = True
+    cuts_units: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -13,6 +14,8 @@ from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Value
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from smelt.compress.quantize.coding import Coder
 
 
@@ -78,6 +81,7 @@ def quantize_layers(
     layers: Collection[Planned],
     ranges: Mapping[int, float],
     coder_of: Callable[[Planned], Coder | None] = lambda layer: None,
+    pairs: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Quantize `layers` of `model` in place; return the edits that make room for the result.
 
@@ -86,10 +90,12 @@ def quantize_layers(
         layers: of it.
         ranges: the largest magnitude of the activations, by `Planned.weight`, of layers that want to know it.
         coder_of: what decides the codes of a layer; None: each weight becomes the nearest value.
+        pairs: what stands beside the codes, by `Planned.weight`: float32 [N, r] and [r, K].
 
     Raises:
         InputError: a layer's weights are not finite, or its range is not there.
     """
+    from smelt.runtime.layers.adapted import adapted
     from smelt.runtime.models.structure import replace_layer
 
     # by the weight's identity: the first module quantized from it
@@ -106,6 +112,10 @@ def quantize_layers(
                 first.matrix.set_range_(ranges[weight])
             new.matrix = first.matrix
             edits.append({"op": "share", "module": f"{layer.name}.matrix", "with": f"{first_name}.matrix"})
+        if layer.product and weight in pairs:
+            up, down = pairs[weight]
+            edit = {"op": "adapter", "module": layer.name, "rank": len(down)}
+            replace_layer(model, edits, layer.name, adapted(new, up, down), edit)
     return edits
 
 

@@ -100,6 +100,31 @@ class Bits(Settings):
         return self
 
 
+class LowRank(Settings):
+    """A pair of thin float matrices beside the codes of each product, but for the output layer's."""
+
+    rank: int = Field(
+        default=32, ge=0, description="width of the pairs, at most the smaller side of a layer; 0: none"
+    )
+    iterations: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="how often codes and pair are found in turn, each for what the other leaves; the best"
+        " is kept",
+    )
+    begin: Literal["codes", "pair"] = Field(
+        default="codes",
+        description="what is found first: codes, of the weights; or the pair, of the weights, so that their"
+        " largest directions are not coded",
+    )
+    error: Literal["weights", "inputs", "outputs"] = Field(
+        default="weights",
+        description="in what the pair is nearest: the weights; the weights, each input's times its mean"
+        " magnitude; the outputs (the last two look at rows)",
+    )
+
+
 class QuantizeSettings(_FromSchemes):
     """What is quantized, and how.
 
@@ -121,6 +146,10 @@ class QuantizeSettings(_FromSchemes):
         default=None,
         description="mixed precision: of each layer as many bits as its damage on rows asks for, in place of"
         " scheme",
+    )
+    low_rank: LowRank | None = Field(
+        default=None,
+        description="a low-rank pair beside the codes, which makes good what they lose: {rank: 32}",
     )
     skip: list[str] = Field(
         default_factory=list,
@@ -149,7 +178,7 @@ class QuantizeSettings(_FromSchemes):
     rows: int = Field(
         default=128,
         ge=1,
-        description=f"{_OBSERVING}, gptq, awq, smooth, skip: auto, bits: rows that are looked at"
+        description=f"{_OBSERVING}, gptq, awq, smooth, low_rank, skip: auto, bits: rows that are looked at"
         " (calibration, else train)",
     )
     damage_rows: int = Field(
@@ -163,7 +192,7 @@ class QuantizeSettings(_FromSchemes):
     vocabulary: TableScheme | None = Field(default=None, description=_vocabulary())
 
     # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
-    unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip", "bits"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip", "bits", "low_rank"})
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -249,6 +278,9 @@ class QuantizeSettings(_FromSchemes):
             )
         if self.clip != "none" and self.method == "hqq":
             raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")
+        if self.beside is not None and (self.method == "awq" or self.bits is not None):
+            other = "bits" if self.bits is not None else "method: awq"
+            raise ValueError(f"low_rank goes with one scheme, by nearest, gptq or hqq; remove {other}, or it")
         if "budget" in given and AUTO not in self.skip:
             raise ValueError("budget is for skip: auto; add that, or remove it")
         if AUTO in self.skip and not self.damage_rows:
@@ -262,7 +294,17 @@ class QuantizeSettings(_FromSchemes):
     @property
     def reads_rows(self) -> bool:
         """Whether rows of data are looked at."""
-        return self.observes or self.method in _READING or self._measures
+        return self.observes or self.method in _READING or self._measures or self.weighs
+
+    @property
+    def beside(self) -> LowRank | None:
+        """What stands beside the codes, None for nothing."""
+        return self.low_rank if self.low_rank is not None and self.low_rank.rank else None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether low-rank pairs are nearest in what rows tell."""
+        return self.beside is not None and self.beside.error != "weights"
 
     @property
     def _measures(self) -> bool:

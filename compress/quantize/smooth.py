@@ -33,6 +33,7 @@ from smelt.core.stage import Context
 from smelt.families.norms import NormFeed, norm_feeds
 from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.models.structure import names_of
 from smelt.runtime.schemes.registry import SCHEMES
 
@@ -108,8 +109,15 @@ def follow(floats: Any, model: Any) -> None:
 def group_of(model: Any, feed: NormFeed) -> Group:
     """Return the norm of `feed` with what reads it."""
     readers = list(dict.fromkeys(model.get_submodule(name) for name in feed.readers))
-    products = [reader.down if isinstance(reader, LowRankLinear) else reader for reader in readers]
+    products = [first for reader in readers for first in _firsts(reader)]
     return Group(feed.norm, readers, products)
+
+
+def _firsts(reader: Any) -> list[Any]:
+    """Return the products that multiply what `reader` is handed."""
+    if isinstance(reader, SharedLinear):
+        return [*_firsts(reader.shared), reader.difference.down]
+    return [reader.down if isinstance(reader, LowRankLinear) else reader]
 
 
 def one_of(model: Any) -> float:

@@ -29,6 +29,7 @@ from smelt.compress.quantize.coding import fake, fake_activations, fill_
 from smelt.compress.quantize.smooth import follow
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
+from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.layers.quantized import (
     Matrix,
     QuantizedEmbedding,
@@ -121,7 +122,7 @@ def put_latent(model: nn.Module, floats: nn.Module | None) -> None:
         if not is_quantized(module):
             continue
         if id(module.matrix) not in weights:
-            start = module.matrix.dequantize() if floats is None else _weight(floats, name)
+            start = module.matrix.dequantize() if floats is None else _weight(floats, model, name)
             weights[id(module.matrix)] = nn.Parameter(start.detach().clone())
         weight = weights[id(module.matrix)]
         if id(module) not in made:
@@ -131,7 +132,16 @@ def put_latent(model: nn.Module, floats: nn.Module | None) -> None:
         replace_module(model, name, made[id(module)].train(module.training))
 
 
-def _weight(floats: nn.Module, name: str) -> Tensor:
+def _weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
+    """Return what the codes of the layer `name` of `model` are to stand for, float32 [N, K].
+
+    Beside a pair that is what the pair leaves.
+    """
+    owner, _, last = name.rpartition(".")
+    beside = model.get_submodule(owner) if last == "coded" else None
+    if isinstance(beside, AdaptedLinear):
+        pair = beside.adapter
+        return cast(Tensor, floats.get_submodule(owner).weight) - pair.up.weight @ pair.down.weight
     return cast(Tensor, floats.get_submodule(name).weight)
 
 

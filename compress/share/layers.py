@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.share.settings import ShareSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
-from smelt.core.stage import Context, Need, Settings, StoredDtype
+from smelt.core.stage import Context, Need
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless, family_of
 
@@ -24,45 +23,17 @@ if TYPE_CHECKING:
 _DEFAULT_EVERY = 2
 
 
-class ShareSettings(Settings):
-    """Settings of `share`. At most one of groups and every; none means every: 2."""
-
-    what: list[Literal["attention", "ffn"]] = Field(
-        default=["attention", "ffn"], min_length=1, description="products of attention, feed-forward products"
-    )
-    groups: int | None = Field(
-        default=None,
-        ge=1,
-        description="so many groups of neighbouring layers in each stack, as equal as can be",
-    )
-    every: int | None = Field(default=None, ge=2, description="so many neighbouring layers make a group")
-    keep_ends: bool = Field(
-        default=False, description="the first and the last layer of each stack keep their own"
-    )
-    take: Literal["first", "mean", "last"] = Field(
-        default="first", description="which weights a group gets: of one of its layers, or the mean of all"
-    )
-    stacks: list[Literal["layers", "encoder_layers", "decoder_layers"]] | None = Field(
-        default=None, min_length=1, description="the stacks whose layers share; unless given, all"
-    )
-    dtype: StoredDtype = "keep"
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if self.groups is not None and self.every is not None:
-            raise ValueError("give one of groups and every, not both")
-        return self
-
-
 class Share:
     """Let neighbouring layers share the weights of their linear layers; norms stay each layer's own.
 
     Saves bytes and not time: as many layers are computed as before. Shared weights are stored once, in
     files and in graphs, and trained, pruned, factorized and quantized as the one thing that they are.
     Layers of a trained model are not interchangeable, so quality falls by much at once; follow with
-    distill (or finetune).
+    distill (or finetune). With a difference, each layer keeps a thin product and its bias of its own beside
+    what is shared, by singular value decomposition; training then trains both.
 
         - share: {what: [ffn], every: 2, keep_ends: true}
+        - share: {take: mean, difference: {rank: 16}}
         - distill: {epochs: 1}
     """
 
@@ -72,7 +43,8 @@ class Share:
     needs: ClassVar[frozenset[Need]] = frozenset()
     source: ClassVar[str] = (
         "neighbouring layers: Takase & Kiyono 2021, arXiv:2104.06022 (SEQUENCE); ends kept: Subformer, Reid"
-        " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020, arXiv:1909.11942"
+        " et al. 2021, arXiv:2101.00234; attention or feed-forward: ALBERT, Lan et al. 2020,"
+        " arXiv:1909.11942; difference: Relaxed Recursive Transformers, Bae et al. 2024, arXiv:2410.20672"
     )
     version: ClassVar[int] = 1
     needs_float: ClassVar[bool] = True
@@ -86,6 +58,13 @@ class Share:
             "widths": "'{step}' leaves layers of different sizes, which stay apart; share before '{step}',"
             " which then cuts those that are shared as one"
         }
+
+    @classmethod
+    def holds_units(cls, settings: ShareSettings) -> str | None:
+        """Return why no head and no neuron can be cut from what it leaves; None where it can."""
+        if settings.difference is None:
+            return None
+        return "its layers share a matrix beside their differences, so that what goes from one goes from all"
 
     @classmethod
     def check_model(
@@ -111,17 +90,23 @@ class Share:
         with threads(ctx.threads):
             model, edits = load_float(src, self.name)
             ctx.facts["parameters_before"] = stored_parameters(model)
-            shared, apart = share_layers(model, edits, settings)
+            lost: dict[str, float] = {}
+            shared, apart = share_layers(model, edits, settings, lost)
             ctx.facts["parameters_after"] = stored_parameters(model)
+            if settings.difference is not None:
+                ctx.facts["lost"] = lost
             ctx.facts["groups"] = shared
             ctx.warnings.extend(apart)
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
 
 def share_layers(
-    model: Any, edits: list[Edit], settings: ShareSettings
+    model: Any, edits: list[Edit], settings: ShareSettings, lost: dict[str, float] | None = None
 ) -> tuple[dict[str, list[list[int]]], list[str]]:
     """Share weights among the layers of `model` in place; append what changed to `edits`.
+
+    lost: is told, by the first name of each product, what part of the squared distances from the mean of a
+    group the differences do not hold.
 
     Returns:
         By stack the numbers of the layers that were put together, and what the user should know: layers
@@ -153,7 +138,7 @@ def share_layers(
             notes.append(f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.")
         for group in together:
             for parts in _parts([blocks[at] for at in group], settings):
-                notes.extend(_share(model, edits, parts, settings.take))
+                notes.extend(_share(model, edits, parts, settings, {} if lost is None else lost))
     return shared, notes
 
 
@@ -188,16 +173,26 @@ def _parts(blocks: list[Block], settings: ShareSettings) -> list[list[tuple[str,
     return [parts for parts in found if len(parts) > 1]  # a part that was skipped shares nothing
 
 
-def _share(model: Any, edits: list[Edit], parts: list[tuple[str, ...]], take: str) -> list[str]:
+def _share(
+    model: Any,
+    edits: list[Edit],
+    parts: list[tuple[str, ...]],
+    settings: ShareSettings,
+    lost: dict[str, float],
+) -> list[str]:
     """Share the products of one part of several blocks, all or none; return why not."""
     from smelt.runtime.models.structure import replace_layer
 
-    reason = _reason(model, parts, take)
+    take = settings.take
+    reason = _reason(model, parts, settings)
     if reason is not None:
         return [f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}."]
     if all(len({id(model.get_submodule(name)) for name in names}) == 1 for names in zip(*parts, strict=True)):
         return [f"share: {parts[0][0]} ... {parts[-1][-1]} share already; nothing changes there."]
     for names in zip(*parts, strict=True):
+        if settings.difference is not None:
+            _divide(model, edits, names, settings, lost)
+            continue
         owner = model.get_submodule(names[0])
         _fill(owner, [model.get_submodule(name) for name in names], take)
         for name in names[1:]:
@@ -207,9 +202,38 @@ def _share(model: Any, edits: list[Edit], parts: list[tuple[str, ...]], take: st
     return []
 
 
-def _reason(model: Any, parts: list[tuple[str, ...]], take: str) -> str | None:
+def _divide(
+    model: Any, edits: list[Edit], names: tuple[str, ...], settings: ShareSettings, lost: dict[str, float]
+) -> None:
+    """Let the products `names` share a matrix beside a difference of each; those that are one stay so."""
+    import torch
+
+    from smelt.compress.share.difference import divide
+    from smelt.runtime.models.structure import replace_layer
+
+    assert settings.difference is not None
+    rank, iterations = settings.difference.rank, settings.difference.iterations
+    own = {model.get_submodule(name): name for name in reversed(names)}  # by module its first name
+    layers = list(reversed(own))
+    if len(layers) == 1:
+        return
+    weights = [layer.weight.detach() for layer in layers]
+    start = {"first": weights[0], "last": weights[-1], "mean": torch.stack(weights).double().mean(dim=0)}
+    made, off = divide(layers, start[settings.take], rank, iterations)
+    lost[names[0]] = float(f"{off:.3g}")
+    for layer, new in zip(layers, made, strict=True):
+        edit = {"op": "difference", "module": own[layer], "rank": new.rank}
+        replace_layer(model, edits, own[layer], new, edit)
+    first = own[layers[0]]
+    for layer in layers[1:]:
+        edits.append({"op": "share", "module": f"{own[layer]}.shared", "with": f"{first}.shared"})
+
+
+def _reason(model: Any, parts: list[tuple[str, ...]], settings: ShareSettings) -> str | None:
     """Return why these products cannot be shared, None where they can."""
     from torch import nn
+
+    from smelt.runtime.layers.shared import SharedLinear
 
     for names in zip(*parts, strict=True):
         modules = [model.get_submodule(name) for name in names]
@@ -217,7 +241,14 @@ def _reason(model: Any, parts: list[tuple[str, ...]], take: str) -> str | None:
         odd = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
         if odd is not None:
             return f"{names[0]} has {sizes[0]}, {names[odd]} has {sizes[odd]}"
-        if take == "mean" and not isinstance(modules[0], nn.Linear):
+        if isinstance(modules[0], nn.Linear):
+            continue
+        if isinstance(modules[0], SharedLinear):
+            if settings.take == "mean" or settings.difference is not None:
+                return f"{names[0]} has a difference already (take: first, without difference)"
+        elif settings.difference is not None:
+            return f"{names[0]} is factorized, and its factors have no thin difference; share first"
+        elif settings.take == "mean":
             return (
                 f"{names[0]} is factorized, and the mean of two factors is no factor of a mean (take: first)"
             )

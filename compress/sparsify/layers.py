@@ -15,7 +15,7 @@ from smelt.compress.sparsify.pattern import Pattern
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.families.walk import Block
-from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.shared import parts_of
 from smelt.runtime.models.structure import keep_zeros, keeps_zeros
 
 # Runs a block on all rows and shows what layers are fed.
@@ -30,14 +30,11 @@ def products_of(block: Block, what: Collection[str]) -> list[str]:
 
 
 def layers_of(model: nn.Module, block: Block, what: Collection[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers of the chosen parts of `block` by their names; of a pair both halves."""
+    """Return the linear layers of the chosen parts of `block` by their names; of a divided one its parts."""
     found: dict[str, nn.Linear] = {}
     for name in products_of(block, what):
-        module = model.get_submodule(name)
-        if isinstance(module, LowRankLinear):
-            found |= {f"{name}.down": module.down, f"{name}.up": module.up}
-        elif isinstance(module, nn.Linear):
-            found[name] = module
+        parts = parts_of(model.get_submodule(name), name)
+        found |= {part: layer for part, layer in parts.items() if isinstance(layer, nn.Linear)}
     return found
 
 

@@ -35,6 +35,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.families.walk import blocks_of
 from smelt.runtime.layers.low_rank import LowRankLinear
+from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.models.structure import keep_zeros, keeps_zeros
 
 _LEAST = 0.005  # of a matrix stays under soft-movement, whatever the scores say
@@ -215,7 +216,7 @@ def _layers(model: Any, settings: SparsitySettings, pattern: Pattern) -> dict[st
         products = {name: model.get_submodule(name) for name in products_of(block, settings.what)}
         layers = layers_of(model, block, settings.what)
         for name, layer in {**products, **layers}.items():
-            if not isinstance(layer, LowRankLinear) and type(layer) is not nn.Linear:
+            if not isinstance(layer, LowRankLinear | SharedLinear) and type(layer) is not nn.Linear:
                 raise InputError(
                     f"sparsify while training: '{name}' is a {type(layer).__name__}, whose weights are codes."
                     " Put the step before 'quantize'."

@@ -24,10 +24,11 @@ from smelt.compress.train.settings import PEFT, LoraSettings
 from smelt.core.errors import InputError
 from smelt.core.packages import require
 from smelt.families.walk import blocks_of, head_of
-from smelt.runtime.layers.adapted import AdaptedLinear
+from smelt.runtime.layers.adapted import AdaptedLinear, adapted
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
 from smelt.runtime.layers.scaled import ScaledLinear
+from smelt.runtime.layers.shared import parts_of
 from smelt.runtime.models.structure import Edit, keeps_zeros, names_of, replace_layer, replace_module
 from smelt.runtime.schemes.parts.bits_and_bytes import quietly
 
@@ -35,7 +36,7 @@ _MOMENTS = 12  # bytes a trained weight: a gradient and AdamW's two moments in f
 
 
 def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
-    """Return the linear layers that get adapters, each by its first name; of a low-rank pair both halves.
+    """Return the linear layers that get adapters, each by its first name; of those made of several all parts.
 
     Raises:
         InputError: no layer of the model is meant, or one is of a kind that has no place for an adapter.
@@ -55,16 +56,13 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     names = names_of(model)
     for name in chosen:
-        module = model.get_submodule(name)
-        if isinstance(module, LowRankLinear):
-            found |= {names[_coded(half)][0]: None for half in (module.down, module.up)}
-        elif type(_coded(module)) is nn.Linear or isinstance(_coded(module), QuantizedLinear | AdaptedLinear):
-            found[names[_coded(module)][0]] = None
-        else:
-            raise InputError(
-                f"lora: '{name}' is a {type(module).__name__}, which has no gradient for an adapter. Leave it"
-                " out with targets, or leave lora out, which trains all weights."
-            )
+        for module in map(_coded, parts_of(model.get_submodule(name)).values()):
+            if type(module) is not nn.Linear and not isinstance(module, QuantizedLinear | AdaptedLinear):
+                raise InputError(
+                    f"lora: '{name}' is a {type(module).__name__}, which has no gradient for an adapter."
+                    " Leave it out with targets, or leave lora out, which trains all weights."
+                )
+            found[names[module][0]] = None
     return list(found)
 
 
@@ -107,9 +105,7 @@ class BesideCodes(nn.Module):
         if len(down) > min(rows, columns):  # no matrix has more ranks than its smaller side
             one = torch.eye(min(rows, columns), device=up.device)
             down, up = (up @ down, one) if rows < columns else (one, up @ down)
-        new = AdaptedLinear(base, len(down))
-        new.adapter.down.weight.data, new.adapter.up.weight.data = down.clone(), up.clone()
-        return new.train(self.training)
+        return adapted(base, up, down).train(self.training)
 
 
 def _inject(model: Any, names: Sequence[str], settings: LoraSettings) -> None:

@@ -128,17 +128,44 @@ def _path(model: Any, node: Any) -> list[Any]:
 
 def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator:
     """Find the layer that a node was made from by the name of its codes, whatever the scheme calls them."""
-    before, _ = makers_of(model, node.input[1:])
+    before, others = makers_of(model, node.input[1:])
     _, names = makers_of(model, node.input[1:2])
     layers = (n.rpartition(".matrix.")[0] for n in names if ".matrix." in n)
     layer = next(layers, None)
     found = _product_of(module, layer) if layer else None
+    parts = [(layer, part) for name in others for layer, at, part in [name.rpartition(".matrix.")] if at]
+    if found is not None and len({layer for layer, _ in parts}) > 1:
+        layer, found = _with_tensors(module, parts) or (layer, found)
     if layer is None or found is None:
         known = f"'{node.input[1]}', which belongs to no quantized layer"
         raise ParityError(
             f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
         )
     return _Operator(node, before, layer, found, _path(model, node))
+
+
+def _with_tensors(module: nn.Module, parts: list[tuple[str, str]]) -> tuple[str, QuantizedLinear] | None:
+    """Return the layer whose tensors equal those of other layers: equal ones are one constant of a graph.
+
+    Two matrices may have the same codes and other scales, as W and -W have.
+
+    Args:
+        module: with all of these layers.
+        parts: by the name of a layer that of one of its matrix's tensors.
+    """
+    wanted = {}
+    for name, part in parts:
+        owner = _product_of(module, name)
+        if owner is None or not owner.matrix.has(part):
+            return None
+        wanted[part] = owner.matrix.tensor(part)
+    for name, layer in module.named_modules():
+        if isinstance(layer, QuantizedLinear) and all(
+            layer.matrix.has(part) and torch.equal(layer.matrix.tensor(part), tensor)
+            for part, tensor in wanted.items()
+        ):
+            return name, layer
+    return None
 
 
 def _product_of(module: nn.Module, name: str) -> QuantizedLinear | None:

@@ -1,4 +1,8 @@
-"""A linear layer of codes with a low-rank adapter beside it, which stays float."""
+"""A linear layer of codes with a low-rank pair beside it, which stays float.
+
+The pair is what adapters learned (compress/train/lora.py), or what codes lose
+(compress/quantize/low_rank.py).
+"""
 
 from __future__ import annotations
 
@@ -38,3 +42,10 @@ class AdaptedLinear(nn.Module):
         """Map [..., K] to [..., N]."""
         out: Tensor = self.coded(x) + self.adapter(x)
         return out
+
+
+def adapted(coded: QuantizedLinear, up: Tensor, down: Tensor) -> AdaptedLinear:
+    """Return `coded` with the pair `up`, float [N, r], and `down`, float [r, K], beside it, in its mode."""
+    new = AdaptedLinear(coded, len(down))
+    new.adapter.up.weight.data, new.adapter.down.weight.data = up.detach().clone(), down.detach().clone()
+    return new.train(coded.training)

@@ -136,6 +136,6 @@ def _tensor(model: Any, name: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise InputError(
             f"{owner} is {article(type(module).__name__)}, whose width cannot change. Make the model narrower"
-            " before it is quantized."
+            " before it is quantized, or shares matrices with differences."
         )
     return tensor

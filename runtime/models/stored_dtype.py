@@ -26,7 +26,7 @@ _WORDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
 _OF_CODES = ".matrix."  # in the names of a quantized matrix's tensors
-_HALF_OF_A_PAIR = re.compile(r"\.(up|down)(\.(?:weight|bias))$")
+_HALF_OF_A_PAIR = re.compile(r"(?:\.shared|(?:\.difference)?\.(?:up|down))+(\.(?:weight|bias))$")
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class StoredTypes:
     def of(self, names: Iterable[str]) -> torch.dtype:
         """Return the type for a tensor that a model knows under `names`.
 
-        A checkpoint may hold it under any of them, or without the first word (`transformer.`); the halves
-        of a factorized layer take that of the layer.
+        A checkpoint may hold it under any of them, or without the first word (`transformer.`); what
+        a layer was divided into takes that of the layer.
         """
         for name in names:
-            whole = _HALF_OF_A_PAIR.sub(r"\2", name)
+            whole = _HALF_OF_A_PAIR.sub(r"\1", name)
             for known in (name, whole, name.partition(".")[2], whole.partition(".")[2]):
                 if known in self.names:
                     return self.names[known]

@@ -10,6 +10,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
+    {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,6 +37,7 @@ from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
 from smelt.runtime.layers.scaled import ScaledLinear
+from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.models.edits.skip import skip
 
 Edit: TypeAlias = dict[str, Any]
@@ -168,14 +171,14 @@ def _set(model: Any, edit: Edit) -> None:
     setattr(module, edit["attribute"], edit["value"])
 
 
-def _low_rank(model: nn.Module, edit: Edit) -> None:
+def _thin(kind: type[LowRankLinear | SharedLinear], model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     if not isinstance(old, nn.Linear):
         raise TypeError("it is not a Linear")
     # the pair is made on the CPU, where a rank that cannot be would take all memory
     if not 0 < edit["rank"] <= max(old.in_features, old.out_features):
         raise ValueError(f"no matrix of this size has rank {edit['rank']}")
-    new = LowRankLinear(old.in_features, old.out_features, edit["rank"], old.bias is not None)
+    new = kind(old.in_features, old.out_features, edit["rank"], old.bias is not None)
     replace_module(model, edit["module"], new.to(old.weight.device, old.weight.dtype))
 
 
@@ -281,7 +284,8 @@ def _skip(model: nn.Module, edit: Edit) -> None:
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
-    "low_rank": _low_rank,
+    "low_rank": partial(_thin, LowRankLinear),
+    "difference": partial(_thin, SharedLinear),
     "low_rank_conv": _low_rank_conv,
     "low_rank_table": _low_rank_table,
     "tie": _tie,

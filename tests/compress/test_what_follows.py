@@ -28,6 +28,7 @@ STAGES = {
     "factorize": (Factorize(), FactorizeSettings(method="svd", aim="size", rank=6)),
     "sparsify": (Sparsify(), SparsifySettings(rows=4)),
     "share": (Share(), ShareSettings()),
+    "share with differences": (Share(), ShareSettings.model_validate({"difference": {"rank": 4}})),
     "shortlist": (ShortlistStage(), ShortlistSettings(per_token=5, frequent=10)),
 }
 
@@ -41,6 +42,7 @@ STAGES = {
         ("prune", "bert"),
         ("factorize", "gpt2"),
         ("share", "mistral"),
+        ("share with differences", "t5"),
         ("prune within a budget", "phi3"),
         ("factorize embeddings", "marian"),
         ("factorize embeddings", "gemma"),

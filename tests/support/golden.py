@@ -114,6 +114,9 @@ CASES: dict[str, Case] = {
     ),
     "share bert": Case("share", "bert"),
     "share marian, mean": Case("share", "marian", {"take": "mean", "what": ["ffn"]}),
+    "share marian, with differences": Case(
+        "share", "marian", {"take": "mean", "difference": {"rank": 4, "iterations": 2}}, allowed=TURNED
+    ),
     "shortlist marian": Case("shortlist", "marian", LISTED),
     "quantize marian, int8": Case("quantize", "marian"),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
@@ -132,6 +135,9 @@ CASES: dict[str, Case] = {
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
     "quantize gpt2, mixed precision": Case("quantize", "gpt2", {"bits": {"budget": 4.5}, "damage_rows": 2}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
+    "quantize bert, int4 and pairs": Case(
+        "quantize", "bert", INT4 | {"low_rank": {"rank": 4, "error": "outputs"}}, allowed=TURNED
+    ),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
     "quantize bert, bnb-int8": Case("quantize", "bert", {"scheme": "bnb-int8"}),
     "onnx marian": Case("onnx", "marian"),

@@ -17,6 +17,7 @@ ROOMS: dict[str, str] = {
     "compress/distill/losses": "test_hidden test_cosine test_attention test_relations",
     "compress/distill/teachers": "test_kept::test_what_would_save_nothing_is_refused",
     "compress/factorize": "test_svd",
+    "compress/factorize/kernels": "test_vbmf",
     "compress/prune": "test_fit test_structured::test_counts_that_stay",
     "compress/prune/budget": "test_choose",
     "compress/prune/importance": "test_fisher::test_rows_in_one_batch_give_less",

@@ -14,6 +14,7 @@ Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from smelt.compress.calibration.inverse import DAMP, hessian_of, inverse_factor
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, width_of
 from smelt.compress.quantize.coding import Fit
+from smelt.compress.quantize.low_rank import Joint, joint, metric_of, values_of, with_pairs
 from smelt.compress.quantize.planned import Planned
+from smelt.compress.quantize.settings import LowRank
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import keeps_zeros
@@ -86,8 +89,13 @@ def _of_group(tensor: Tensor, group: int) -> Tensor:
 
 
 def gptq(
-    model: Any, layers: Sequence[Planned], rows: CalibrationRows, fit: Fit, ctx: Context
-) -> dict[int, Codes]:
+    model: Any,
+    layers: Sequence[Planned],
+    rows: CalibrationRows,
+    fit: Fit,
+    ctx: Context,
+    low_rank: LowRank | None = None,
+) -> tuple[dict[int, Codes], dict[int, Joint]]:
     """Decide the codes of the products among `layers`, and give `model` the values that they stand for.
 
     A matrix that is embedding and head is left out: what a product makes up for elsewhere is missing where
@@ -99,15 +107,18 @@ def gptq(
         rows: what it reads.
         fit: finds grids.
         ctx: gets the facts of each layer and warnings.
+        low_rank: of the pairs beside the codes; what a layer stands for is then the sum of both.
 
     Returns:
-        Codes by `Planned.weight`.
+        Codes by `Planned.weight`, and those that have a pair with it.
 
     Raises:
         InputError: what a layer is fed is not finite, or cannot be inverted however damped.
     """
     tables = {layer.weight for layer in layers if not layer.product}
     work = _Work(rows, fit, ctx)
+    if low_rank is not None:
+        work.beside = {layer.weight: low_rank for layer in with_pairs(model, layers)}
     wanted = {id(layer.module): layer for layer in layers if layer.product and layer.weight not in tables}
     for step in drive(model, rows, ctx, stage="quantize"):
         inside = [wanted.pop(id(m)) for m in step.module.modules() if id(m) in wanted]
@@ -121,7 +132,7 @@ def gptq(
         with collected(model, rows, {layer.name: [layer.module] for layer in rest}, ctx) as found:
             work.decide(rest, found)
     work.tell()
-    return work.codes
+    return work.codes, work.pairs
 
 
 class _Work:
@@ -130,6 +141,8 @@ class _Work:
     def __init__(self, rows: CalibrationRows, fit: Fit, ctx: Context) -> None:
         self.rows, self.fit, self.ctx = rows, fit, ctx
         self.codes: dict[int, Codes] = {}
+        self.beside: dict[int, LowRank] = {}
+        self.pairs: dict[int, Joint] = {}
         self.left: dict[str, float] = {}
         self.damped: dict[str, float] = {}
         self.unreached: list[str] = []
@@ -156,21 +169,42 @@ class _Work:
                 )
             scheme, weight = find(layer.scheme), layer.module.weight.detach().float().cpu()
             held = weight == 0 if keeps_zeros(layer.module) else None
+            codes, pair = self._chosen(layer, weight, seen, held)
+            nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
+            values = values_of(codes, scheme, layer.options, weight)
+            if pair is not None:
+                values, self.pairs[layer.weight] = values + pair.product, pair
+            plain = values_of(Codes(nearest, codes.grid), scheme, layer.options, weight)
+            self.left[layer.name] = _share(values - weight, plain - weight, seen)
+            self.codes[layer.weight] = codes
+            self.widest = max(self.widest, weight.shape[1])
+            layer.module.weight.copy_(values)
+
+    def _chosen(
+        self, layer: Planned, weight: Tensor, seen: InputStatistics, held: Tensor | None
+    ) -> tuple[Codes, Joint | None]:
+        """Return codes for `weight`, and a pair where the layer gets one."""
+        scheme = find(layer.scheme)
+
+        def decide(left: Tensor) -> Codes:
+            kept = held if left is weight else None
             try:
-                codes, damp = gptq_codes(weight, seen, scheme, layer.options, self.fit, held)
+                codes, damp = gptq_codes(left, seen, scheme, layer.options, self.fit, kept)
             except ValueError as error:
                 raise InputError(
                     f"quantize: {layer.name}: {error}. Take method: nearest, or other rows."
                 ) from error
             if damp > DAMP:
                 self.damped[layer.name] = damp
-            nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
-            values = _values(codes, scheme, layer.options, weight)
-            plain = _values(Codes(nearest, codes.grid), scheme, layer.options, weight)
-            self.left[layer.name] = _share(values - weight, plain - weight, seen)
-            self.codes[layer.weight] = codes
-            self.widest = max(self.widest, weight.shape[1])
-            layer.module.weight.copy_(values)
+            return codes
+
+        if layer.weight not in self.beside:
+            return decide(weight), None
+        low_rank = self.beside[layer.weight]
+        metric = metric_of(low_rank, seen)
+        values = partial(values_of, scheme=scheme, options=layer.options, weight=weight)
+        pair = joint(weight, decide, values, low_rank, metric)
+        return pair.codes, pair
 
     def tell(self) -> None:
         """Say in the facts and warnings what was done."""
@@ -190,10 +224,6 @@ class _Work:
                 f"quantize: {self.rows.tokens} tokens of {self.rows.origin} are few for layers of"
                 f" {self.widest} inputs; raise rows, or name more with data: {{calibration: FILE}}"
             )
-
-
-def _values(codes: Codes, scheme: Scheme, options: Options, weight: Tensor) -> Tensor:
-    return scheme.values(codes.codes, codes.grid, options).flatten(1)[:, : weight.shape[1]]
 
 
 def _share(off: Tensor, plain: Tensor, found: InputStatistics) -> float:

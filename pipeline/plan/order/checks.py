@@ -220,10 +220,23 @@ class Checker:
                 f"{word} cannot work after '{quantized.name}', which left {scheme_of(quantized)} codes;"
                 f" move it before '{quantized.name}', or give `from: {quantized.parent or ROOT}`.",
             )
+        self._check_units(draft, above)
         self._check_target(draft, parent, quantized)
         if draft.entry.word == "onnx" and any(d.entry.word == "shortlist" for d in above):
             self._check_listed(draft, quantized)
         self.warnings += poor_order(draft, above)
+
+    def _check_units(self, draft: Draft, above: list[Draft]) -> None:
+        """Heads and neurons cannot be cut from what some steps leave."""
+        cuts = getattr(draft.cls, "cuts_units", False) or getattr(draft.settings, "masks", None) is not None
+        for d in above if cuts else ():
+            holds = getattr(d.cls, "holds_units", None)
+            if holds and d.settings and (why := holds(d.settings)):
+                self.mistakes.add(
+                    draft.entry.path,
+                    f"{draft.entry.word} cannot work after '{d.name}': {why}; move it before '{d.name}', or"
+                    f" give `from: {d.parent or ROOT}`.",
+                )
 
     def _check_target(self, draft: Draft, parent: Draft | None, quantized: Draft | None) -> None:
         """TensorRT reads only graphs that were made for it, and not every target runs every scheme."""

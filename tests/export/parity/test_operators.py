@@ -6,6 +6,7 @@ import onnx
 import pytest
 import torch
 
+from smelt.compress.quantize.coding import quantize_module
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operators
@@ -114,3 +115,16 @@ def test_makers_come_in_the_graphs_order_with_the_constants_below():
     made, sources = operators.makers_of(model, ["d"])
     assert [n.op_type for n in made] == ["Cast", "Gather", "Add"]
     assert sorted(sources) == ["a", "t"]
+
+
+def test_a_layer_is_found_whose_codes_are_another_layers_and_whose_scales_are_its_own():
+    """W and -W have the same codes, which a graph holds once, under the name of the first."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 4, bias=False) for _ in range(3)]
+    layers[1].weight.data = -layers[0].weight.data
+    module = torch.nn.ModuleDict({n: quantize_module(m, "int4") for n, m in zip("abc", layers, strict=True)})
+    one, other = module["a"].matrix, module["b"].matrix
+    assert torch.equal(one.codes, other.codes)
+    assert not torch.equal(one.scales, other.scales)
+    assert operators._with_tensors(module, [("a", "codes"), ("b", "scales")]) == ("b", module["b"])
+    assert operators._with_tensors(module, [("a", "codes"), ("c", "scales")]) is None

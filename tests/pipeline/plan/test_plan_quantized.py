@@ -73,6 +73,15 @@ def advice(made: Plan) -> list[str]:
             " move it before 'quantize', or give `from: model`.",
         ),
         (
+            "[share: {difference: {rank: 4}}, finetune: {}, prune: {}]",
+            "prune cannot work after 'share': its layers share a matrix beside their differences, so that"
+            " what goes from one goes from all; move it before 'share', or give `from: model`.",
+        ),
+        (
+            "[share: {difference: {rank: 4}}, finetune: {masks: {keep: 0.5}}]",
+            "finetune cannot work after 'share': its layers share a matrix beside their differences",
+        ),
+        (
             "[quantize: {scheme: binary}, prune: {}]",
             "prune cannot work after 'quantize', which left binary codes; move it before 'quantize',"
             " or give `from: model`.",

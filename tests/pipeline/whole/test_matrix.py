@@ -78,6 +78,7 @@ STAGES = {
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
+    "share-difference": ["share: {take: mean, difference: {rank: 3}}"],
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
@@ -90,6 +91,7 @@ STAGES = {
     "int2": ["quantize: {scheme: int2, group_size: 32}"],
     "ternary": ["quantize: {scheme: ternary, group_size: 32, granularity: row, vocabulary: ternary}"],
     "mixed": ["quantize: {bits: {budget: 4.5}, group_size: 32, rows: 8, damage_rows: 1}"],
+    "int4-pairs": ["quantize: {scheme: int4, group_size: 32, low_rank: {rank: 3, error: outputs}, rows: 4}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -109,6 +111,7 @@ STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
 STAGES["chain-awq"] = [*STAGES["factorize"], *STAGES["awq"], *STAGES["lora"]]
+STAGES["chain-divided"] = [*STAGES["share-difference"], *STAGES["finetune"], *STAGES["int4-pairs"]]
 STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each chain with each kind of model for which a graph of it is written otherwise; each stage on each family,
 # without graphs, is in test_pairs.py
@@ -129,7 +132,7 @@ FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
 FAST |= {("bart", "chain-awq"), ("t5", "chain-parts")}
-FAST |= {("llama", "int3"), ("t5-gated", "ternary"), ("gpt2", "mixed")}
+FAST |= {("llama", "int3"), ("t5-gated", "ternary"), ("gpt2", "mixed"), ("bart", "chain-divided")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
@@ -147,6 +150,7 @@ OF_IMAGES = {
 }
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
 OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
+OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

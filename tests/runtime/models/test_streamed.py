@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
@@ -56,6 +58,9 @@ def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
     [
         (Sparsify(), SparsifySettings(method="wanda")),
         (Sparsify(), SparsifySettings(method="magnitude", pattern="2:4")),
+        (Factorize(), FactorizeSettings(rank=6, aim="size", rows=6)),
+        (Factorize(), FactorizeSettings(method="svd", energy=0.7, aim="size", dtype="fp32")),
+        (Factorize(), FactorizeSettings(method="asvd", ratio=0.5, aim="size", rows=6)),
         (Prune(), PruneSettings(importance="magnitude")),
         (Prune(), PruneSettings(importance="magnitude", what=["ffn"], compensate=False)),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smelt.compress.factorize import cp, tucker
+from smelt.compress.factorize.kernels import cp, tucker
 
 
 def kernel(seed=0, shape=(12, 10, 3, 3)):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from smelt.compress.factorize.vbmf import free_energy, vbmf
+from smelt.compress.factorize.kernels.vbmf import free_energy, vbmf
 
 
 def drawn(rows, columns, rank, noise, seed=0):

@@ -1,0 +1,201 @@
+"""What is decided before layers become codes: which of them do, ranges, codes, and pairs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
+from smelt.compress.quantize.coding import Coder, Fit, nearest_on, plain_fit
+from smelt.compress.quantize.planned import Planned, require_weights
+from smelt.compress.quantize.settings import AUTO, Budget, QuantizeSettings
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+from smelt.core.text import count
+from smelt.runtime.models.stored_dtype import stored_types
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight
+from smelt.runtime.schemes.scheme import Codes
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.low_rank import Joint
+
+
+@dataclass
+class Decided:
+    """The layers to quantize, and what was decided of them, by `Planned.weight`.
+
+    ranges: of their activations. codes: that are not nearest. pairs: with the codes that they stand beside.
+    edits: of what the model got for its codes.
+    """
+
+    layers: list[Planned]
+    ranges: dict[int, float] = field(default_factory=dict)
+    codes: dict[int, Codes] = field(default_factory=dict)
+    pairs: dict[int, Joint] = field(default_factory=dict)
+    edits: list[dict[str, Any]] = field(default_factory=list)
+
+
+def decide(
+    model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> Decided:
+    """Look at rows where `settings` ask for it, and decide what they do not leave to rounding.
+
+    Where codes were decided on rows, the weights of `model` are what they stand for, or nearly.
+    """
+    if settings.reads_rows and layers:
+        return _look(model, layers, src, settings, ctx)
+    found = Decided(layers)
+    if settings.beside is not None:
+        found.pairs = _pairs(model, found, None, src, settings, ctx)
+    return found
+
+
+def _look(
+    model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> Decided:
+    """Run `model` over real rows."""
+    require_weights(layers)
+    rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
+    ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    found = Decided(layers)
+    _fold(model, found, rows, src, settings, ctx)
+    if settings.observes:
+        _observe(model, found, rows, settings, ctx)
+    _measure(model, found, rows, src, settings, ctx)
+    if settings.method == "gptq":
+        from smelt.compress.quantize.methods.gptq import gptq
+
+        fit = fit_of(settings)
+        found.codes, found.pairs = gptq(model, found.layers, rows, fit, ctx, settings.beside)
+    elif settings.beside is not None:
+        found.pairs = _pairs(model, found, rows, src, settings, ctx)
+    return found
+
+
+def _fold(
+    model: Any,
+    found: Decided,
+    rows: CalibrationRows,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Move scales of channels between what feeds the layers and their columns."""
+    from smelt.compress.quantize.observed import ENOUGH_TOKENS
+
+    if (settings.observes or settings.smooth is not None) and rows.tokens < ENOUGH_TOKENS:
+        ctx.warnings.append(_too_few(rows, settings))
+    kind = stored_types(src.path).of
+    if settings.smooth is not None:
+        from smelt.compress.quantize.smooth import smooth
+
+        smooth(model, found.layers, rows, settings.smooth, kind, ctx)
+    if settings.method == "awq":
+        from smelt.compress.quantize.methods.awq import awq
+
+        cut = settings.clip == "awq"
+        found.layers, found.edits, found.codes = awq(model, found.layers, rows, cut, kind, ctx)
+
+
+def _observe(
+    model: Any, found: Decided, rows: CalibrationRows, settings: QuantizeSettings, ctx: Context
+) -> None:
+    """Find the ranges of activations; what no row reaches stays float."""
+    from smelt.compress.quantize.observed import ranges_of
+
+    found.ranges = ranges_of(model, found.layers, rows, settings, ctx)
+    unseen = [layer.name for layer in found.layers if layer.observes and layer.weight not in found.ranges]
+    if unseen:
+        ctx.warnings.append(f"quantize: no row reaches {', '.join(unseen)}, which stay float")
+        found.layers = [layer for layer in found.layers if layer.name not in unseen]
+
+
+def _measure(
+    model: Any,
+    found: Decided,
+    rows: CalibrationRows,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> None:
+    """Find the damage of each layer, and what it decides: widths, or layers that stay float."""
+    if settings.bits is not None:
+        from smelt.compress.quantize.sensitivity.mixed import choose_widths
+
+        few, plain = rows.some(settings.damage_rows), coders(settings, {})
+        found.layers = choose_widths(model, found.layers, few, src, settings, plain, ctx)
+    elif settings.damage_rows and (settings.observes or settings.smooth is not None or AUTO in settings.skip):
+        from smelt.compress.quantize.damage import damages, sensitive
+
+        few = rows.some(settings.damage_rows)
+        harm = damages(model, found.layers, found.ranges, few, ctx)
+        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
+        ctx.facts["damage_rows"] = few.rows
+        stay = sensitive(harm, settings.budget or Budget()) if AUTO in settings.skip else []
+        found.layers = [layer for layer in found.layers if layer.name not in stay]
+
+
+def _pairs(
+    model: Any,
+    found: Decided,
+    rows: CalibrationRows | None,
+    src: Artifact,
+    settings: QuantizeSettings,
+    ctx: Context,
+) -> dict[int, Joint]:
+    """Return codes and pairs of the layers that get one, by `Planned.weight`."""
+    from smelt.compress.quantize.low_rank import pairs_beside
+
+    coder = partial(nearest_on, fit_of(settings))
+    return pairs_beside(model, found.layers, settings, coder, rows, src, ctx)
+
+
+def tell_of_pairs(found: Decided, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
+    """Say in the facts and warnings what stands beside the codes."""
+    from smelt.compress.quantize.low_rank import facts_of_pairs, pairs_that_save_nothing
+
+    assert settings.beside is not None
+    ctx.facts["low_rank"] = facts_of_pairs(found.layers, found.pairs, settings.beside.rank)
+    stored = 8 * stored_types(src.path).common.itemsize
+    coded = bits_per_weight(SCHEMES[settings.scheme], settings.options(settings.scheme))
+    ctx.warnings.extend(pairs_that_save_nothing(found.layers, found.pairs, coded, stored))
+
+
+def fit_of(settings: QuantizeSettings) -> Fit:
+    """Return what finds the grids of groups."""
+    from smelt.compress.quantize.methods.clip import percentile_grid, searched_grid
+    from smelt.compress.quantize.methods.hqq import half_quadratic_grid
+
+    if settings.method == "hqq":
+        return half_quadratic_grid
+    if settings.clip == "percentile":
+        return partial(percentile_grid, settings.percentile)
+    return searched_grid if settings.clip == "mse" else plain_fit
+
+
+def coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[Planned], Coder]:
+    """Return what gives each layer its coder: what was decided on rows, else the nearest on its grid."""
+    fit = fit_of(settings)
+
+    def coder_of(layer: Planned) -> Coder:
+        decided = codes.get(layer.weight)
+        return partial(nearest_on, fit) if decided is None else lambda weight, scheme, options: decided
+
+    return coder_of
+
+
+def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:
+    """Return what to say of rows with too few tokens."""
+    from smelt.compress.quantize.observed import ENOUGH_TOKENS
+
+    what, why = "ranges of activations", "larger values in other texts will be cut off"
+    if not settings.observes:
+        what, why = "largest activations of each channel", "other texts may have larger ones"
+    return (
+        f"quantize: the {what} were found on {count(rows.rows, 'row')} of {rows.origin}, which"
+        f" {'has' if rows.rows == 1 else 'have'} {count(rows.tokens, 'token')}; {why}. Give"
+        f" {ENOUGH_TOKENS:,} tokens or more: raise rows, or name more rows with data:"
+        " {calibration: FILE}."
+    )

@@ -1,0 +1,235 @@
+"""Pairs beside codes against the papers' formulas, written out in numpy, and as a part of the stage."""
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import torch
+import what_follows
+from pydantic import ValidationError
+
+from smelt.compress.calibration.statistics import empty_statistics
+from smelt.compress.factorize.svd import Metric
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.coding import round_to_nearest
+from smelt.compress.quantize.low_rank import joint, metric_of, pairs_that_save_nothing, values_of
+from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.quantize.through_codes import put_latent
+from smelt.compress.share.layers import Share, ShareSettings
+from smelt.core.stage import needs_of
+from smelt.runtime.layers.adapted import AdaptedLinear
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import read_edits
+from smelt.runtime.schemes.registry import defaults, find
+
+INT4 = {"scheme": "int4", "group_size": 16}
+# what else moves the outputs: codes of head and tables, activations in int8 blocks
+FLOAT_BESIDE = {"head": False, "embeddings": False, "accuracy_level": 0}
+
+
+def drawn(outputs=24, inputs=64):
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(outputs, inputs, generator=draw)
+
+
+def made(weight, metric=None, scheme="int4", **settings):
+    kind = find(scheme)
+    options = defaults(kind)
+    return joint(
+        weight,
+        lambda left: round_to_nearest(left, kind, options),
+        lambda codes: values_of(codes, kind, options, weight),
+        LowRank(**settings),
+        metric or Metric(),
+    )
+
+
+def rounded(weight, scheme="int4"):
+    kind = find(scheme)
+    codes = round_to_nearest(torch.as_tensor(weight, dtype=torch.float32), kind, defaults(kind))
+    return values_of(codes, kind, defaults(kind), weight).double().numpy()
+
+
+def truncated(matrix, rank):
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ vt[:rank]
+
+
+@pytest.mark.parametrize("begin", ["codes", "pair"])
+def test_codes_and_pair_alternate_as_in_algorithm_1_of_loftq_and_errors_fall(begin):
+    weight = drawn()
+    exact, pair = weight.double().numpy(), np.zeros(weight.shape)
+    if begin == "pair":  # SVDQuant takes the largest directions away before anything is coded
+        pair = truncated(exact, 6)
+    errors = []
+    for _ in range(4):
+        codes = rounded(exact - pair)
+        pair = truncated(exact - codes, 6)
+        errors.append(((exact - codes - pair) ** 2).sum())
+    found = made(weight, rank=6, iterations=4, begin=begin)
+    whole = ((exact - rounded(exact)) ** 2).sum()
+    np.testing.assert_allclose(found.left, np.array(errors) / whole, rtol=1e-3)
+    assert errors[3] < errors[2] < errors[1] < errors[0] < whole
+    np.testing.assert_allclose(found.product.double().numpy(), pair, atol=1e-3)
+
+
+def test_the_best_round_is_kept():
+    """With one scale a row, and few directions left, rounds also lose (seen: a later one is worse)."""
+    weight = drawn(8, 16)
+    found = made(weight, rank=3, iterations=12)
+    kept = weight - values_of(found.codes, find("int4"), defaults(find("int4")), weight) - found.product
+    whole = ((weight.double().numpy() - rounded(weight)) ** 2).sum()
+    assert float(kept.double().square().sum()) / whole == pytest.approx(min(found.left), rel=1e-4)
+    assert min(found.left) < found.left[-1]
+
+
+def test_no_rank_is_the_codes_alone_and_full_rank_is_the_float_matrix():
+    weight = drawn()
+    plain = round_to_nearest(weight, find("int4"), defaults(find("int4")))
+    none = made(weight, rank=0)
+    assert torch.equal(none.codes.codes, plain.codes)
+    assert none.left == (1.0,)
+    full = made(weight, rank=100)
+    assert (len(full.down), full.up.shape[1]) == (24, 24)
+    values = values_of(full.codes, find("int4"), defaults(find("int4")), weight)
+    torch.testing.assert_close(values + full.product, weight, atol=1e-5, rtol=0)
+    assert full.left[0] < 1e-10
+
+
+def seen_of(inputs=64, tokens=300):
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, inputs, generator=draw) @ torch.randn(inputs, inputs, generator=draw)
+    x = x * torch.linspace(0.1, 4, inputs)
+    found = empty_statistics(inputs, second=True)
+    found.see(x)
+    return x.double().numpy(), found
+
+
+def test_error_of_inputs_is_the_formula_of_lqer():
+    """S = diag(a / sqrt(min a max a)), a the mean magnitudes; A' B' = S^-1 SVD(S E), E = W - Q."""
+    weight = drawn()
+    x, seen = seen_of()
+    a = np.abs(x).mean(axis=0)
+    s = a / np.sqrt(a.min() * a.max())
+    off = weight.double().numpy() - rounded(weight)
+    wanted = truncated(off * s, 5) / s
+    found = made(weight, metric_of(LowRank(error="inputs"), seen), rank=5)
+    np.testing.assert_allclose(found.product.double().numpy(), wanted, atol=1e-5)
+
+
+def test_error_of_outputs_is_the_theorem_of_qera():
+    """SVD_r(E R^1/2) R^-1/2 with R = E[x x^T] (here with the ridge), by the symmetric root."""
+    weight = drawn()
+    x, seen = seen_of()
+    values, vectors = np.linalg.eigh(x.T @ x / len(x))
+    values = values + 0.1 * values.mean()
+    root, back = vectors * values**0.5 @ vectors.T, vectors * values**-0.5 @ vectors.T
+    off = weight.double().numpy() - rounded(weight)
+    wanted = truncated(off @ root, 5) @ back
+    found = made(weight, metric_of(LowRank(error="outputs"), seen), rank=5)
+    np.testing.assert_allclose(found.product.double().numpy(), wanted, atol=1e-4)
+
+    def lost(pair):
+        return (((off - pair) @ x.T) ** 2).sum()
+
+    assert lost(wanted) < 0.9 * lost(truncated(off, 5))
+
+
+def quantized(family, out, low_rank, **more):
+    source = every_family.of_layers(family, 2)
+    settings = QuantizeSettings(**INT4, **more, low_rank=low_rank)
+    return source, every_family.run(Quantize(), settings, source, family, out)
+
+
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+def test_at_full_rank_the_model_is_the_float_one_but_for_head_and_tables(family, tmp_path):
+    source, ctx = quantized(family, tmp_path / "out", LowRank(rank=999), **FLOAT_BESIDE)
+    model, whole = harness.model_of(ctx), load_model(source)[0]
+    torch.testing.assert_close(harness.logits(model), harness.logits(whole), atol=2e-3, rtol=1e-3)
+    facts = ctx.facts["low_rank"]
+    pairs = [m for m in model.modules() if isinstance(m, AdaptedLinear)]
+    assert facts["layers"] == len(pairs) == len([e for e in read_edits(ctx.out) if e["op"] == "adapter"])
+    assert facts["weights"] == sum(p.numel() for m in pairs for p in m.adapter.parameters())
+    assert all(left[0] < 1e-6 for left in facts["error_left"].values())
+    assert any("take what their codes save" in said for said in ctx.warnings)
+
+
+def test_no_rank_is_plain_and_the_key_is_that_of_before(tmp_path):
+    source, ctx = quantized("bert", tmp_path / "none", LowRank(rank=0))
+    plain = every_family.run(Quantize(), QuantizeSettings(**INT4), source, "bert", tmp_path / "plain")
+    assert (ctx.out / "model.safetensors").read_bytes() == (plain.out / "model.safetensors").read_bytes()
+    assert "low_rank" not in ctx.facts
+    assert "low_rank" not in QuantizeSettings(**INT4).model_dump()
+
+
+def test_what_is_made_is_saved_exported_and_trained_from_what_the_pair_leaves(tmp_path):
+    source, ctx = quantized("bert", tmp_path / "made", LowRank(rank=4, iterations=2))
+    what_follows.saved_is_the_same(ctx.out, tmp_path / "saved")
+    what_follows.graphs_agree(ctx.out, "bert", tmp_path / "graphs")
+    assert ctx.facts["float_linear_layers"] == []
+    model, floats = harness.model_of(ctx), load_model(source)[0]
+    put_latent(model, floats)
+    layer = model.bert.encoder.layer[0].output.dense
+    pair = layer.adapter.up.weight @ layer.adapter.down.weight
+    own = floats.bert.encoder.layer[0].output.dense.weight
+    torch.testing.assert_close(layer.coded.weight + pair, own)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    trained = every_family.run(Finetune(), settings, ctx.out, "bert", tmp_path / "trained")
+    assert read_edits(trained.out) == read_edits(ctx.out)
+
+
+@pytest.mark.parametrize("method", ["nearest", "gptq"])
+def test_errors_of_outputs_look_at_rows_and_are_smaller_there(method, tmp_path):
+    source = every_family.of_layers("gpt2", 2)
+    whole = harness.logits(load_model(source)[0])
+
+    def off(name, low_rank):
+        looks = low_rank is not None or method == "gptq"
+        more = FLOAT_BESIDE | ({"rows": 8} if looks else {})
+        settings = QuantizeSettings(**INT4, **more, method=method, low_rank=low_rank)
+        ctx = every_family.run(Quantize(), settings, source, "gpt2", tmp_path / name)
+        return float((harness.logits(harness.model_of(ctx)) - whole).square().mean()), ctx
+
+    plain, _ = off("plain", None)
+    of_outputs, ctx = off("outputs", LowRank(rank=8, error="outputs"))
+    assert of_outputs < 0.8 * plain
+    assert ctx.facts["calibration"]["tokens"] > 0
+    assert set(ctx.facts["low_rank"]["error_left"]) == {
+        n for n, m in load_model(source)[0].named_modules() if type(m) is torch.nn.Linear and n != "lm_head"
+    }
+
+
+def test_layers_that_stand_in_several_places_have_one_pair(tmp_path):
+    shared = every_family.run(
+        Share(), ShareSettings(what=["ffn"]), every_family.of_layers("bert", 2), "bert", tmp_path / "shared"
+    ).out
+    settings = QuantizeSettings(**INT4, low_rank=LowRank(rank=3))
+    model = harness.model_of(every_family.run(Quantize(), settings, shared, "bert", tmp_path / "codes"))
+    one, other = (layer.output.dense for layer in model.bert.encoder.layer)
+    assert isinstance(one, AdaptedLinear)
+    assert one is other
+
+
+def test_rows_are_asked_for_where_the_pair_is_measured_by_them():
+    def needs(**low_rank):
+        return needs_of(Quantize, QuantizeSettings(**INT4, low_rank=LowRank(**low_rank)), {"train"})
+
+    assert needs(error="outputs") == needs(error="inputs") == {"train"}
+    assert needs() == needs(rank=0, error="outputs") == frozenset()
+    with pytest.raises(ValidationError, match="nothing looks at rows"):
+        QuantizeSettings(**INT4, low_rank=LowRank(), rows=4)
+
+
+def test_a_pair_that_takes_what_codes_save_is_warned_of():
+    """24 x 64 in 16 bits, coded in 4.25: 18,048 bits are saved, and rank 12 takes 12 x 88 x 16 = 16,896."""
+    found = {1: made(drawn(), rank=12), 2: made(drawn(), rank=13)}
+
+    class Layer:
+        def __init__(self, name, weight):
+            self.name, self.weight = name, weight
+
+    layers = [Layer("a", 1), Layer("b", 2)]
+    (said,) = pairs_that_save_nothing(layers, found, 4.25, 16)
+    assert said.startswith("low_rank: the pairs beside 1 of 2 layers take what their codes save (b); lower")
+    assert pairs_that_save_nothing(layers[:1], {1: found[1]}, 4.25, 16) == []

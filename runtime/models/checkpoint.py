@@ -25,6 +25,8 @@ from smelt.families.registry import family_of
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
+from smelt.runtime.models.places.unread_tensors import is_unread
+from smelt.runtime.models.places.weights_fit import require_all_read, require_all_there
 from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model, sentence_class
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
 from smelt.runtime.models.structure import (
@@ -35,9 +37,7 @@ from smelt.runtime.models.structure import (
     with_masks,
     write_edits,
 )
-from smelt.runtime.models.unread_tensors import is_unread
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
-from smelt.runtime.models.weights_fit import require_all_read, require_all_there
 from smelt.runtime.schemes.registry import check_options, find
 from smelt.runtime.text.rules import apply_text_rules, read_text_rules
 from smelt.runtime.text.sentence_files import FILES, MODULES, SETTINGS, read_sentence_rules

@@ -24,9 +24,9 @@ from smelt.runtime.models.checkpoint import (
 )
 from smelt.runtime.models.coded.said import coding_of
 from smelt.runtime.models.coded.take import take_codes
+from smelt.runtime.models.places.weights_fit import require_body
 from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.models.weight_files import INDEX, find_weights, weight_tensors
-from smelt.runtime.models.weights_fit import require_body
 from smelt.runtime.text.sentence_files import MODULES, SETTINGS, SentenceRules, write_sentence_rules
 
 

@@ -28,7 +28,7 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
     import transformers
 
     from smelt.runtime.models.checkpoint import quiet, save_model
-    from smelt.runtime.models.weights_fit import require_body
+    from smelt.runtime.models.places.weights_fit import require_body
 
     with quiet():
         model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(

@@ -198,7 +198,7 @@ def test_the_files_are_chosen_without_torch():
     import sys
 
     code = (
-        "import sys, smelt.runtime.models.weight_files, smelt.runtime.models.unread_tensors;"
+        "import sys, smelt.runtime.models.weight_files, smelt.runtime.models.places.unread_tensors;"
         " print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES
-from smelt.runtime.models.unread_tensors import is_unread
+from smelt.runtime.models.places.unread_tensors import is_unread
 
 
 def require_all_read(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import count_parameters, load_model
-from smelt.runtime.models.unread_tensors import is_unread
+from smelt.runtime.models.places.unread_tensors import is_unread
 
 MAKERS = {
     "marian": tiny.marian,

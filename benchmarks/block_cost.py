@@ -89,7 +89,7 @@ def peak_bytes() -> int:
 def work(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[str, float]:
     """Run one stage in this process; return seconds of processor time and of the clock, and bytes."""
     sys.path.insert(0, str(Path(__file__).parent))
-    import techniques
+    import techniques_bench
     import torch  # noqa: F401 - what is imported is counted apart
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -109,7 +109,7 @@ def work(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[
     )
     before = peak_bytes()
     cpu, clock = time.process_time(), time.monotonic()
-    source = techniques.artifact(folder, "language-modeling")
+    source = techniques_bench.artifact(folder, "language-modeling")
     cls()(source, cls.settings_type.model_validate({**settings, "rows": rows}), ctx)
     return {
         "cpu_s": time.process_time() - cpu,

@@ -1,20 +1,34 @@
-"""What each technique does to a model's loss: arms beside each other, scored on the same validation rows.
+"""What each technique does to a model's loss: arms beside each other, scored on the same rows.
 
     .venv/bin/python benchmarks/techniques.py                      # all groups of arms
     .venv/bin/python benchmarks/techniques.py compensation         # one group
     .venv/bin/python benchmarks/techniques.py --list
+    .venv/bin/python benchmarks/techniques.py distillation --split test --results build/techniques.jsonl
 
 A group of arms is one file of benchmarks/arms/: a table `ARMS` from an arm's name to the stages that it runs,
-one after the other, on the untouched model. Rows for calibration and training are the training data, drawn by
-the seed; validation rows are only scored. Needs the model and the data in ../shared (or --model and --data).
+one after the other, on the untouched model. What a file may say besides:
+
+    AGAINST = {"arm": "control"}       # what it is compared with; else with the group's first arm
+    SEEDS = 3                          # how many times each arm is run, where --seeds does not say
+    TRAIN = 7680                       # only the first so many rows are there to train and calibrate on
+    TEXTS = {"arm": (1, 4)}            # with how many beams it also writes texts, for BLEU
+
+A stage that leaves torch (onnx) is a branch: the next one goes on from the last torch model, and may name it.
+Rows to calibrate and train on are training data, drawn by the seed; on what is scored nothing is chosen,
+unless a stage validates (`evals`) and `--split` is validation. With `--results` each arm and seed is kept as
+soon as it is done, so that a run that was stopped goes on, and arms that are the same in two groups are run
+once; `--known` prints what is there. Needs the model and the data in ../shared (or --model and --data).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,69 +52,89 @@ def groups() -> dict[str, Any]:
     return found
 
 
-def artifact(folder: Path, task: str) -> Any:
-    """Return a model's folder as what stages take."""
-    from smelt.core.artifact import Artifact, Manifest
+class Results:
+    """What was measured, a JSON object a line, by the hash of what it depends on; None: nothing is kept."""
 
-    names = {"key": "0" * 64, "format": "torch", "task": task, "stage": "model"}
-    return Artifact(
-        folder, Manifest.model_validate({**names, "settings": {}, "seed": 0, "parent": None, "versions": {}})
-    )
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.known = path, dict[str, dict[str, Any]]()
+        if path is not None and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    found = json.loads(line)
+                except json.JSONDecodeError:  # the last line of a run that was killed while it wrote
+                    continue
+                self.known[found["key"]] = found
+
+    def add(self, key: str, found: Mapping[str, Any]) -> None:
+        """Keep what was measured."""
+        self.known[key] = {"key": key, **found}
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.known[key])
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{chr(10) if torn else ''}{text}\n")
 
 
-class Bench:
-    """A model, its data, and how an arm is run and scored.
+def shortened(value: Any, share: float) -> Any:
+    """Return stages, or a part of them, with so large a part of their updates (`max_steps`)."""
+    if isinstance(value, Mapping):
+        return {
+            name: max(1, round(share * inner)) if name == "max_steps" else shortened(inner, share)
+            for name, inner in value.items()
+        }
+    return [shortened(inner, share) for inner in value] if isinstance(value, list | tuple) else value
 
-    rows: validation rows that are scored. threads: of torch. seed: of rows and training.
-    """
 
-    def __init__(self, model: Path, data: Path, task: str, rows: int, threads: int) -> None:
-        from smelt.core.data import Columns, read_split
+@dataclass(frozen=True)
+class Job:
+    """One arm with one seed, and what is known of it under which key."""
 
-        self.model, self.task, self.threads = model, task, threads
-        names = {"train": "train.jsonl.gz", "validation": "validation.jsonl.gz"}
-        read: Any = read_split
-        self.data = {split: read(str(data / name), task, Columns(), data) for split, name in names.items()}
-        self.scored = self.data["validation"].head(rows)
+    group: str
+    arm: str
+    seed: int
+    stages: Stages
+    train: int | None
+    beams: tuple[int, ...]
 
-    def run(self, stages: Stages, seed: int, space: Path) -> tuple[Path, float]:
-        """Return the folder that an arm's stages leave, and the processor time that they took, seconds."""
-        from smelt.core.stage import Context
-        from smelt.recipe.stage_table import load_stage
 
-        source, spent = artifact(self.model, self.task), 0.0
-        ancestors = {"model": source}
-        for number, (word, settings) in enumerate(stages):
-            stage: Any = load_stage(word)
-            out = space / f"{number}-{word}"
-            out.mkdir(parents=True)
-            task: Any = self.task
-            ctx = Context(
-                out, task, self.data, seed, ancestors, score=lambda *_: {}, threads=self.threads, device="cpu"
-            )
-            start = time.process_time()
-            stage()(source, stage.settings_type.model_validate(settings), ctx)
-            spent += time.process_time() - start
-            source = artifact(out, self.task)
-            ancestors[word] = source
-        return Path(source.path), spent
+def jobs(names: Sequence[str], only: Sequence[str], seeds: int | None, share: float) -> list[Job]:
+    """Return what is to be run, one seed after the other: a run that is stopped has as many of each arm."""
+    found = []
+    for name, file in ((name, groups()[name]) for name in names):
+        train, texts = getattr(file, "TRAIN", None), getattr(file, "TEXTS", {})
+        for arm, stages in file.ARMS.items():
+            if only and not any(fnmatch(arm, pattern) for pattern in only):
+                continue
+            # the untouched model has no seed
+            count = seeds or int(getattr(file, "SEEDS", 1))
+            for seed in range(count if stages else 1):
+                rows = None if train is None else round(share * train)
+                found.append(Job(name, arm, seed, shortened(stages, share), rows, tuple(texts.get(arm, ()))))
+    return sorted(found, key=lambda job: job.seed)
 
-    def loss(self, folder: Path) -> float:
-        """Return the mean cross-entropy of a token (of a label) on the rows that are scored, nats."""
-        import torch
 
-        from smelt.compress.train.data import collate, encode_split, group_by_length
-        from smelt.compress.train.loop import label_objective, mean_loss
-        from smelt.core.stage import Context
-        from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+def measured(found: Sequence[Job], results: Results, bench: Any, known: bool) -> list[Any]:
+    """Run what is not known yet, and return a `Group` for each group."""
+    from techniques_table import Group
 
-        model, _ = load_model(folder)
-        task: Any = self.task
-        ctx = Context(folder, task, {}, 0, {}, score=lambda *_: {})
-        rows = encode_split(self.scored, model.config, load_tokenizer(folder), ctx)
-        groups = group_by_length(rows, 32, None, None)
-        batches = [collate([rows[i] for i in group], model.config) for group in groups]
-        return mean_loss(model, batches, label_objective(), "fp32", torch.device("cpu"))
+    arms: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for job in found:
+        runs = arms.setdefault(job.group, {}).setdefault(job.arm, [])
+        key = bench.key(job.stages, job.seed, job.train, job.beams)
+        if key not in results.known and not known:
+            click.echo(f"{job.group}: {job.arm}, seed {job.seed}", err=True)
+            try:
+                measures = bench.measure(job.stages, job.seed, job.train, job.beams)
+            except Exception as error:  # of hours of arms, one that fails costs none but itself
+                click.echo(f"{job.group}: {job.arm}, seed {job.seed} failed: {error}", err=True)
+                continue
+            results.add(key, {"group": job.group, "arm": job.arm, "seed": job.seed, **measures})
+        if key in results.known:
+            runs.append(results.known[key])
+    files = groups()
+    return [Group(name, runs, getattr(files[name], "AGAINST", {})) for name, runs in arms.items()]
 
 
 @click.command()
@@ -108,35 +142,61 @@ class Bench:
 @click.option("--model", type=click.Path(path_type=Path), default=SHARED / "models" / "marian-small-en-de")
 @click.option("--data", type=click.Path(path_type=Path), default=SHARED / "data" / "multi30k_en_de")
 @click.option("--task", default="translation", show_default=True)
-@click.option("--rows", default=150, show_default=True, help="validation rows that are scored")
-@click.option("--seeds", default=1, show_default=True, help="how many times each arm is run")
+@click.option("--split", type=click.Choice(["validation", "test"]), default="validation", show_default=True)
+@click.option("--rows", default=150, show_default=True, help="rows that are scored")
+@click.option("--texts", default=None, type=int, help="rows that texts are written of  [default: --rows]")
+@click.option(
+    "--seeds", default=None, type=int, help="how many times each arm is run  [default: the file's, 1]"
+)
+@click.option(
+    "--arm", "only", multiple=True, help="only arms whose name fits (* for anything); may be repeated"
+)
+@click.option(
+    "--share", default=1.0, show_default=True, help="part of each arm's updates, and of the rows of TRAIN"
+)
 @click.option("--threads", default=1, show_default=True)
+@click.option(
+    "--results", type=click.Path(path_type=Path), default=None, help="JSON lines that a run goes on from"
+)
+@click.option("--known", is_flag=True, help="run nothing: what --results has")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object instead of tables")
 @click.option("--list", "only_list", is_flag=True, help="name the arms and end")
 def main(
-    names: tuple[str, ...], model: Path, data: Path, task: str, rows: int, seeds: int, threads: int,
-    only_list: bool,
+    names: tuple[str, ...], model: Path, data: Path, task: str, split: str, rows: int, texts: int | None,
+    seeds: int | None, only: tuple[str, ...], share: float, threads: int, results: Path | None,
+    known: bool, as_json: bool, only_list: bool,
 ) -> None:  # fmt: skip
-    """Print a row for each arm: loss on validation rows by seed, processor time of its stages."""
-    known = groups()
-    if odd := [name for name in names if name not in known]:
-        raise click.UsageError(f"no arms '{odd[0]}'; known: {', '.join(known)}")
-    chosen = {name: known[name].ARMS for name in names or known}
+    """Print, for each group, a row for each arm: its loss, and how far it is from its control."""
+    there = groups()
+    if odd := [name for name in names if name not in there]:
+        raise click.UsageError(f"no arms '{odd[0]}'; known: {', '.join(there)}")
+    if known and results is None:
+        raise click.UsageError("--known prints what --results has; name that file")
     if only_list:
-        for name, arms in chosen.items():
-            click.echo(f"{name}: {', '.join(arms)}")
+        for name in names or there:
+            click.echo("\n".join([f"{name}:", *(f"  {arm}" for arm in there[name].ARMS)]))
         return
+    from techniques_bench import Bench
+    from techniques_table import as_values, draw
+
     from smelt.evaluate.environment import cpu_model
 
-    bench = Bench(model, data, task, rows, threads)
-    click.echo(f"{cpu_model()}; {threads} thread; {rows} validation rows")
-    for name, arms in chosen.items():
-        click.echo(f"\n| {name} | loss, nats a token | processor time, s |\n|:--|--:|--:|")
-        for arm, stages in arms.items():
-            with tempfile.TemporaryDirectory() as space:
-                found = [bench.run(stages, seed, Path(space) / str(seed)) for seed in range(seeds)]
-                losses = ", ".join(f"{bench.loss(folder):.3f}" for folder, _ in found)
-            click.echo(f"| {arm} | {losses} | {found[0][1]:.1f} |")
+    told: dict[str, Any] = {"processor": cpu_model(), "threads": threads, "split": split, "rows": rows}
+    with tempfile.TemporaryDirectory() as space:
+        shelf = Path(space) if results is None else results.with_suffix(".kept")
+        bench = Bench(model, data, task, split, (rows, texts or rows), threads, shelf)
+        if not as_json:
+            click.echo(f"{cpu_model()}; {threads} thread; {rows} rows of {split}")
+        found = jobs(names or list(there), only, seeds, share)
+        values = {}
+        for group in measured(found, Results(results), bench, known):
+            values[group.name] = as_values(group)
+            if not as_json:
+                click.echo("\n" + draw(group, values[group.name]))
+    if as_json:
+        click.echo(json.dumps({**told, "groups": values}, indent=2))
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
     main()

@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.families.family import Attention, Stack
 from smelt.families.registry import family_of
-from smelt.families.walk import head_of
+from smelt.families.walk import head_of, skipped_parts
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def norm_feeds(model: Any) -> list[NormFeed]:
         product
         for stack in stacks
         for block in _places(model, stack)
-        for attention in stack.attentions
-        if attention.cross
+        for part, attention in enumerate(stack.attentions)
+        if attention.cross and part not in skipped_parts(model.get_submodule(block))
         for product in _below(block, (attention.key, attention.value))
     ]
     head = list(head_of(model))
@@ -57,7 +57,7 @@ def norm_feeds(model: Any) -> list[NormFeed]:
         last = number == len(stacks) - 1
         _walk(found, stack, head[:1] if last else crossed)
     for norm, reader in pairwise(head):
-        if found.is_norm(norm):
+        if is_norm(found.model, norm):
             found.add(norm, [reader], only=True)
     return found.feeds()
 
@@ -69,17 +69,26 @@ def _walk(found: _Found, stack: Stack, end: list[str]) -> None:
         found.add(source, [], only=False)
     for block in _places(found.model, stack):
         reads = [*map(_reads, stack.attentions), stack.feed_forward.inputs]
+        gone = skipped_parts(found.model.get_submodule(block))
         for part, (name, products) in enumerate(zip(stream.norms, reads, strict=True)):
-            norm, readers = f"{block}.{name}", _below(block, products)
-            if stream.norms_first and found.is_norm(norm):
+            if part in gone and stream.norms_first:  # its norm went with it
+                continue
+            norm, readers = f"{block}.{name}", [] if part in gone else _below(block, products)
+            if stream.norms_first and is_norm(found.model, norm):
                 found.add(norm, readers, only=True)
             elif source:  # the part reads the hidden states as they are, and so does the sum after it
                 found.add(source, readers, only=False)
-            if part < len(stack.attentions):
+            if part < len(stack.attentions) and part not in gone:
                 found.of_heads(block, stack.attentions[part])
             source = None if stream.norms_first else norm  # of a sum, where norms come first
     if stream.closing or source:
         found.add(stream.closing or str(source), end, only=bool(end))
+
+
+def is_norm(model: Any, name: str) -> bool:
+    """Say whether a norm stands at the place `name` of `model`; a place that is left out has no weight."""
+    module = model.get_submodule(name)
+    return getattr(module, "weight", None) is not None and module.weight.dim() == 1
 
 
 class _Found:
@@ -88,11 +97,6 @@ class _Found:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.met: dict[Any, tuple[str, dict[str, None], bool]] = {}
-
-    def is_norm(self, name: str) -> bool:
-        """Say whether a norm stands there; a place that is left out has no weight."""
-        module = self.model.get_submodule(name)
-        return hasattr(module, "weight") and module.weight.dim() == 1
 
     def add(self, norm: str, readers: list[str], only: bool) -> None:
         module = self.model.get_submodule(norm)

@@ -53,7 +53,8 @@ def own_all(model: Any, edits: list[dict[str, Any]]) -> None:
     """Give every attention of a T5 `model` its own bias, once; append the edits that say so."""
     for side in ("encoder", "decoder"):
         blocks = model.get_submodule(side).block
-        shared = blocks[0].layer[0].SelfAttention.relative_attention_bias.weight.detach()
+        owner = next(m for m in blocks.modules() if getattr(m, "has_relative_attention_bias", False))
+        shared = owner.relative_attention_bias.weight.detach()
         for name, attention in blocks.named_modules(prefix=f"{side}.block"):
             if not hasattr(attention, "has_relative_attention_bias") or _has_own(attention):
                 continue

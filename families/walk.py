@@ -12,6 +12,9 @@ from typing import Any
 from smelt.families.family import Attention, Config, Family, FeedForward, Stack
 from smelt.families.registry import family_of
 
+# The attribute of a block that says which of its parts are gone.
+SKIPPED = "smelt_skipped"
+
 
 @dataclass(frozen=True)
 class Block:
@@ -30,13 +33,29 @@ class Block:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Its attentions, with the names that they have in the model."""
-        return tuple(attention.under(self.place) for attention in self.stack.attentions)
+        """Its attentions, but for those that were skipped, with the names that they have in the model."""
+        gone = skipped_parts(self.module)
+        all_of_them = enumerate(self.stack.attentions)
+        return tuple(attention.under(self.place) for part, attention in all_of_them if part not in gone)
 
     @property
-    def feed_forward(self) -> FeedForward:
-        """Its feed-forward part, with the names that it has in the model."""
+    def feed_forward(self) -> FeedForward | None:
+        """Its feed-forward part, with the names that it has in the model; None where it was skipped."""
+        if len(self.stack.attentions) in skipped_parts(self.module):
+            return None
         return self.stack.feed_forward.under(self.place)
+
+    @property
+    def parts(self) -> tuple[Attention | FeedForward, ...]:
+        """What it has of attentions and feed-forward part, in order."""
+        feed = self.feed_forward
+        return self.attentions if feed is None else (*self.attentions, feed)
+
+
+def skipped_parts(block: Any) -> frozenset[int]:
+    """Return which parts of a block are gone: attentions are counted in order, then the feed-forward part."""
+    found: frozenset[int] = getattr(block, SKIPPED, frozenset())
+    return found
 
 
 def blocks_of(model: Any) -> list[Block]:
@@ -111,8 +130,7 @@ def stays_float(model: Any) -> list[str]:
     if family is None:
         return [name for name, _ in model.named_parameters()]
     blocks = blocks_of(model)
-    products = [name for block in blocks for part in block.attentions for name in part.products]
-    products += [name for block in blocks for name in block.feed_forward.products]
+    products = [name for block in blocks for part in block.parts for name in part.products]
     words = {table for block in blocks for table in block.stack.stream.tables[:1]}
     tables = tuple(f"{name.removesuffix('weight')}" for name in words)  # and what was put in their place
     coded = tuple(f"{name}." for name in (*products, *head_of(model)))

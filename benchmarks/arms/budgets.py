@@ -17,4 +17,19 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "keep 0.735, taylor": [("prune", {"keep": 0.735})],
     "budget 0.6, fisher": _budget(0.6, "fisher"),
     "keep 0.47, taylor": [("prune", {"keep": 0.47})],
+    "keep 0.735, fisher": [("prune", {"keep": 0.735, "importance": "fisher"})],
+    **{
+        f"heads 0.5, {importance}, {word}": [
+            ("prune", {"what": ["heads"], "keep": 0.5, "importance": importance, "scope": scope})
+        ]
+        for importance in ("taylor", "fisher")
+        for scope, word in (("layer", "of each layer"), ("global", "of all"))
+    },
 }
+AGAINST = {
+    "budget 0.8, fisher": "keep 0.735, fisher",
+    "budget 0.8, taylor": "keep 0.735, taylor",
+    "heads 0.5, taylor, of all": "heads 0.5, taylor, of each layer",
+    "heads 0.5, fisher, of all": "heads 0.5, fisher, of each layer",
+}
+SEEDS = 3

@@ -18,3 +18,5 @@ for _what, _word in (("ffn", "neurons"), ("heads", "heads")):
                 ARMS[f"{_word}, keep {_keep}, {_importance}{_how}"] = _prune(
                     _what, _keep, importance=_importance, compensate=_compensate
                 )
+AGAINST = {name: name.removesuffix(", compensated") for name in ARMS if name.endswith(", compensated")}
+SEEDS = 3

@@ -21,3 +21,13 @@ ARMS = {
         for by in ("error", "damage")
     },
 }
+# Of each fraction what looks at inputs, or weighs layers, beside the plain decomposition of each layer.
+AGAINST = {
+    name: f"svd, {fraction:g} of each layer's weights"
+    for fraction in _FRACTIONS
+    for name in ARMS
+    if f", {fraction:g} of" in name
+    and not name.startswith("svd, 0.8 of each")
+    and not name.startswith("svd, 0.6 of each")
+}
+SEEDS = 3

@@ -32,8 +32,8 @@ def by_influence(
 ) -> dict[str, list[int]]:
     """Return by stack the layers with the largest block influence, as many as `numbers` says, rising."""
     rows = calibration_rows(model, src, settings.rows, ctx, "depth")
-    with _on_device(model, ctx) as device:
-        influence = block_influence(model, stacks, _moved(rows.batches, device, ctx))
+    with on_device(model, ctx) as device:
+        influence = block_influence(model, stacks, moved(rows.batches, device, ctx))
     ctx.facts["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
     first = _first_stays(model)
     kept = {}
@@ -67,14 +67,14 @@ def by_loss(
     batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
     tries = 0
 
-    with _on_device(model, ctx) as device:
+    with on_device(model, ctx) as device:
 
         def loss_without(gone: Collection[Layer]) -> float:
             nonlocal tries
             with without(model, stacks, {*gone, *told}):
                 loss = mean_loss(model, batches, label_objective(), "fp32", device)
             tries += 1
-            ctx.progress(tries, _most_tries(numbers, there), f"loss {loss:.3f}")
+            ctx.progress(tries, most_tries(numbers, there), f"loss {loss:.3f}")
             return loss
 
         ctx.facts["loss_before"] = round(loss_without(()), 6)
@@ -87,7 +87,7 @@ def by_loss(
     return {name: [at for at in range(there[name]) if (name, at) not in gone] for name in numbers}
 
 
-def _most_tries(numbers: dict[str, int], there: dict[str, int]) -> int:
+def most_tries(numbers: dict[str, int], there: dict[str, int]) -> int:
     """Return at most how many losses are taken, for the display."""
     drops = sum(there[name] - count for name, count in numbers.items())
     layers = sum(there[name] for name in numbers)
@@ -100,7 +100,8 @@ def _first_stays(model: Any) -> bool:
 
 
 @contextmanager
-def _on_device(model: Any, ctx: Context) -> Iterator[torch.device]:
+def on_device(model: Any, ctx: Context) -> Iterator[torch.device]:
+    """Let `model` be on the device of `ctx` meanwhile."""
     device = torch.device(torch_device(ctx.device))
     try:
         model.to(device)
@@ -109,7 +110,8 @@ def _on_device(model: Any, ctx: Context) -> Iterator[torch.device]:
         model.to("cpu")
 
 
-def _moved(batches: list[TensorBatch], device: torch.device, ctx: Context) -> Iterator[TensorBatch]:
+def moved(batches: list[TensorBatch], device: torch.device, ctx: Context) -> Iterator[TensorBatch]:
+    """Yield `batches` on `device`, and tell `ctx` how far that is."""
     for done, batch in enumerate(batches, start=1):
         yield {name: value.to(device) for name, value in batch.items()}
         ctx.progress(done, len(batches), "block influence")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smelt.core.errors import nearest
+from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import blockless, find_family
 
@@ -54,6 +55,8 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[st
         return [], after
     if (lack := blockless(config)) is not None:
         return [("", f"{lack}, of which it takes some away.")], after
+    if settings.parts:
+        return check_parts(settings, config), after
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
     for name in STACKS:
@@ -71,6 +74,40 @@ def check_depth(settings: Any, config: Mapping[str, Any]) -> tuple[list[tuple[st
     return mistakes, after
 
 
+def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong with it) where layers of a model of this config have no such parts."""
+    family, found = find_family(config), []
+    if family is None:
+        return []
+    stacks = {stack.name: stack for stack in family.stacks(config)}
+    kind = config.get("model_type")
+    if "cross-attention" in settings.parts and family.kind != "seq2seq":
+        found.append(
+            ("what", f"{article(str(kind))} model has no cross-attention; it has attention and ffn.")
+        )
+    for name in STACKS:
+        said = getattr(settings, name)
+        if said is None:
+            continue
+        if name not in stacks:
+            there = " and ".join(stacks)
+            found.append(
+                (
+                    name,
+                    f"{article(str(kind))} model has no such stack; it has {there}.{nearest(name, stacks)}",
+                )
+            )
+            continue
+        count = stacks[name].count(config)
+        if isinstance(said, list) and count is not None and not _rising(said, count):
+            found.append((name, f"expected rising numbers from 0 to {count - 1}, read {said}."))
+    return found
+
+
+def _rising(numbers: list[int], below: int) -> bool:
+    return sorted(set(numbers)) == numbers and all(0 <= number < below for number in numbers)
+
+
 def _wrong(family: Family, settings: Any, choice: int | list[int], there: int) -> str | None:
     """Return what is wrong with the layers of one stack, None where nothing is."""
     if isinstance(choice, int):
@@ -78,7 +115,7 @@ def _wrong(family: Family, settings: Any, choice: int | list[int], there: int) -
             return f"{choice} layers cannot stay of {there}."
         gone = settings.importance == "last" and choice < there
     else:
-        if sorted(set(choice)) != choice or not all(0 <= number < there for number in choice):
+        if not _rising(choice, there):
             return f"expected rising numbers from 0 to {there - 1}, read {choice}."
         gone = 0 not in choice
     if gone and family.first_stays is not None:

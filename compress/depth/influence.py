@@ -78,6 +78,7 @@ def drop_by_loss(
     there: dict[str, int],
     fixed: Collection[Layer],
     loss_without: Callable[[frozenset[Layer]], float],
+    is_last: Callable[[Layer, Collection[Layer]], bool] = lambda layer, gone: False,
 ) -> tuple[list[Layer], list[float]]:
     """Drop layers one by one, each time the one without which the loss is smallest.
 
@@ -86,6 +87,7 @@ def drop_by_loss(
         there: by stack how many there are.
         fixed: layers that stay in any case.
         loss_without: the loss of the model without some layers.
+        is_last: says whether a layer has to stay once others are gone.
 
     Returns:
         The layers that go, in the order in which they went, and the loss after each.
@@ -99,7 +101,9 @@ def drop_by_loss(
             for name, count in there.items()
             if left[name] > stay[name]
             for number in range(count)
-            if (name, number) not in gone and (name, number) not in fixed
+            if (name, number) not in gone
+            and (name, number) not in fixed
+            and not is_last((name, number), gone)
         ]
         if not open_ones:
             return gone, losses

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from smelt.core.stage import Settings, StoredDtype
 
 Layers = int | list[int]
+_WHOLE: list[Any] = ["layers"]
+# What says of a part how much it does; the others say where a layer stands.
+OF_PARTS = ("loss", "block-influence", "random")
 
 
 class DepthSettings(Settings):
     """Settings of `depth`. A stack is given by `keep`, or by its own word: a number or a list."""
 
+    what: list[Literal["layers", "attention", "cross-attention", "ffn"]] = Field(
+        default=_WHOLE,
+        min_length=1,
+        description="layers: whole ones; else the parts of layers that go, of which all kinds named compete"
+        " within a stack: attention (to the stack itself), cross-attention, ffn",
+    )
     keep: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="fraction of each stack's layers that stays; 0.5 if nothing is said",
+        description="fraction of each stack's layers (or parts) that stays; 0.5 if nothing is said",
     )
     encoder_layers: Layers | None = Field(
         default=None, description="encoder of an encoder-decoder: how many stay, or which, counted from 0"
@@ -29,7 +38,7 @@ class DepthSettings(Settings):
         default="loss",
         description="which stay. loss: one after another goes without which the loss is smallest;"
         " block-influence: those that change their states most; alternate: evenly spread, as distill's"
-        " choose: spread",
+        " choose: spread (of layers only, as first and last)",
     )
     rows: int = Field(default=128, ge=1, description="rows that block-influence and loss look at")
     dtype: StoredDtype = "keep"
@@ -40,3 +49,24 @@ class DepthSettings(Settings):
         if (isinstance(value, int) and value < 1) or value == []:
             raise ValueError("at least one layer of a stack stays")
         return value
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The kinds of parts that go, each once; none where whole layers do."""
+        return () if self.what == _WHOLE else tuple(dict.fromkeys(self.what))
+
+    @model_validator(mode="after")
+    def _parts_or_layers(self) -> Self:
+        if self.parts and "layers" in self.parts:
+            raise ValueError("layers go whole or in parts: what is [layers], or names parts only")
+        if self.parts and self.importance not in OF_PARTS:
+            raise ValueError(
+                f"importance: {self.importance} is of layers; for parts take {', '.join(OF_PARTS)}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `what` where it is layers: keys of stored artifacts are made of it."""
+        found: dict[str, Any] = written(self)
+        return found if self.parts else {name: value for name, value in found.items() if name != "what"}

@@ -22,17 +22,19 @@ _LOOKS = ("block-influence", "loss")
 
 
 class Depth:
-    """Remove whole layers, those without which the model computes nearly the same.
+    """Remove whole layers, or parts of layers, those without which the model computes nearly the same.
 
     Saves time and bytes in proportion: a layer that is gone is neither computed nor stored, and the
     Hugging Face config says how many are left. `loss` drops one after another the layer without which the
     loss on calibration rows is smallest, which costs a pass over the rows for each that is tried.
     `block-influence` costs one pass in all: 1 - mean cos(states in, states out) of a layer, made for deep
     models whose norms come first. A decoder's layer saves time in every step of generation, an encoder's
-    once a text. Quality falls at once; follow with distill (or finetune).
+    once a text. With `what` attentions or feed-forward parts go alone, and of such a part nothing but the
+    residual stays. Quality falls at once; follow with distill (or finetune).
 
         - depth: {keep: 0.5}
         - depth: {decoder_layers: 1, importance: block-influence}
+        - depth: {what: [attention, ffn], keep: 0.75}
         - distill: {epochs: 1}
     """
 
@@ -41,8 +43,9 @@ class Depth:
     produces: ClassVar[Format] = "torch"
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "calibration"})
     source: ClassVar[str] = (
-        "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; alternate, first, last: Shleifer &"
-        " Rush 2020, arXiv:2010.13002, Sajjad et al. 2020, arXiv:2004.03844"
+        "block influence: ShortGPT, Men et al. 2024, arXiv:2403.03853; of parts: He et al. 2024,"
+        " arXiv:2406.15786; alternate, first, last: Shleifer & Rush 2020, arXiv:2010.13002, Sajjad et al."
+        " 2020, arXiv:2004.03844"
     )
     version: ClassVar[int] = 1
     settings_type: ClassVar[type[DepthSettings]] = DepthSettings
@@ -88,10 +91,15 @@ class Depth:
         with threads(ctx.threads):
             model, edits = load_model(src.path)
             stacks = _stacks(model, settings)
-            kept = _choose(model, stacks, src, settings, ctx)
-            for stack in stacks:
-                edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
-            ctx.facts["kept_layers"] = kept
+            if settings.parts:
+                from smelt.compress.depth.drop_parts import drop_parts
+
+                drop_parts(model, edits, src, settings, ctx)
+            else:
+                kept = _choose(model, stacks, src, settings, ctx)
+                for stack in stacks:
+                    edits, _ = keep_layers(model, edits, stack.name, kept[stack.name], "first")
+                ctx.facts["kept_layers"] = kept
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
             ctx.facts["parameters_before"] = count_parameters(src.path)
             ctx.facts["parameters_after"] = count_parameters(ctx.out)

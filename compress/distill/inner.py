@@ -102,6 +102,10 @@ class Inner:
         ours, theirs = self.widths
         if self.weights.cosine and ours != theirs:
             raise InputError(f"distill: {no_angle(ours, theirs)}")
+        for pair in self.pairs:
+            for name, blocks in (("attention", pair.blocks), ("relations", pair.last)):
+                if getattr(self.weights, name):
+                    _require_attentions(self.student, self.teacher, pair.stack, blocks, name)
         if self.weights.attention:
             for pair in self.pairs:
                 _require_heads(self.student, self.teacher, pair)
@@ -234,6 +238,27 @@ def _heads(model: Any, attention: Attention) -> int:
     """Return how many heads of queries an attention has."""
     width = int(getattr(model.get_submodule(attention.name), attention.width))
     return int(model.get_submodule(attention.out).in_features) // width
+
+
+def _require_attentions(
+    student: Any, teacher: Any, stack: Stack, blocks: Mapping[int, int], loss: str
+) -> None:
+    """Require that the blocks that are compared attend: `depth` may have taken that out of some.
+
+    Raises:
+        InputError: one does not.
+    """
+    for who, model, numbers in (("student", student, blocks.keys()), ("teacher", teacher, blocks.values())):
+        for number in numbers:
+            there = _attentions(model, stack.name, number)
+            if len(there) < len(stack.attentions if loss == "attention" else stack.attentions[:1]) or (
+                there[0].cross
+            ):
+                raise InputError(
+                    f"distill: layer {number} of the {who} ({stack.name}) has lost an attention, which"
+                    f" losses: {{{loss}: ...}} compares. Name layers that have theirs in layer_map, or take"
+                    " losses: {hidden: 1.0}."
+                )
 
 
 def _require_heads(student: Any, teacher: Any, pair: Pairs) -> None:

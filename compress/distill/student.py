@@ -10,6 +10,8 @@ from smelt.core.errors import InputError
 from smelt.core.text import article
 from smelt.families.family import Stack
 from smelt.families.registry import family_of
+from smelt.families.walk import skipped_parts
+from smelt.runtime.models.edits.skip import number_caches, word_of
 from smelt.runtime.models.structure import Edit
 
 # By the number of layers there are, then by that of the student: LAYERS_TO_COPY of make_student.py, in
@@ -88,13 +90,17 @@ def keep_layers(
     family = family_of(model)
     if family and family.first_stays and kept[0] != 0:
         raise InputError(f"distill: {stack}: {choice} lacks the first layer: {family.first_stays}.")
+    _require_parts(found, [layers[i] for i in kept], f"distill: {stack}: {choice}")
     setattr(model.get_submodule(owner), name, nn.ModuleList([layers[i] for i in kept]))
     if family and family.relative_bias:
-        family.relative_bias().hand_on(layers[0], layers[kept[0]])
+        attending = [i for i, layer in enumerate(layers) if 0 not in skipped_parts(layer)]
+        first = next(i for i in attending if i in kept)
+        family.relative_bias().hand_on(layers[attending[0]], layers[first])
     for new, old in enumerate(kept):
         for module in layers[old].modules():
             if getattr(module, "layer_idx", None) is not None:
                 module.layer_idx = new  # its place in the KV cache
+    number_caches(model, found)
     setattr(model.config, found.setting, len(kept))
     for word in found.by_layer:
         values = getattr(model.config, word, None)
@@ -110,6 +116,20 @@ def _stack(model: Any, name: str) -> Stack:
         known = " and ".join(s.name for s in family.stacks(config)) if family else "no layers that it knows"
         raise InputError(f"distill: {article(model.config.model_type)} student has {known}, not '{name}'.")
     return found
+
+
+def _require_parts(stack: Stack, layers: list[Any], where: str) -> None:
+    """Require that a part of each kind is left in the layers that stay, of which some may have been skipped.
+
+    Raises:
+        InputError: one is not.
+    """
+    for part in range(len(stack.attentions) + 1):
+        if all(part in skipped_parts(layer) for layer in layers):
+            raise InputError(
+                f"{where} leaves no {word_of(stack, part)} in the {stack.name}: an earlier step took it out"
+                " of the layers that stay. Keep one that has it."
+            )
 
 
 def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
@@ -131,7 +151,7 @@ def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
         (
             (e["module"], e["with"])
             for e in edits
-            if "with" in e and rename(e["module"]) and not rename(e["with"])
+            if "with" in e and rename(e["module"]) is not None and rename(e["with"]) is None
         ),
         None,
     ):
@@ -140,7 +160,7 @@ def _renamed(edits: list[Edit], place: str, kept: list[int]) -> list[Edit]:
         {**edit, "module": rename(edit["module"])}
         | ({"with": rename(edit["with"])} if "with" in edit else {})
         for edit in edits
-        if rename(edit["module"])
+        if rename(edit["module"]) is not None
     ]
 
 

@@ -48,6 +48,7 @@ def reading_texts(model: Any) -> set[str]:
                 found |= {attention.key, attention.value}
             elif not block.stack.causal:
                 found |= set(attention.products)
-        if not block.stack.causal:
-            found |= set(block.feed_forward.products)
+        feed = block.feed_forward
+        if feed is not None and not block.stack.causal:
+            found |= set(feed.products)
     return found

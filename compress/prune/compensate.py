@@ -94,8 +94,7 @@ def cut_units(
 
 def _of(block: Block, chosen: Chosen) -> Chosen:
     """Return those of `chosen` that are parts of `block`, attentions first."""
-    parts = [*block.attentions, block.feed_forward]
-    return [(group, stay) for group, stay in chosen if group.parts in parts]
+    return [(group, stay) for group, stay in chosen if group.parts in block.parts]
 
 
 def _cut(model: Any, edits: list[Edit], group: AttentionGroup | FeedForwardGroup, stay: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
         The part of what the cut lost (of the squared error on these rows) that is still lost, 0 to 1; 1 where
         nothing was fed to it.
     """
-    layer, owner = columns_of(model, name), _bias_owner(model.get_submodule(name))
+    layer, owner = columns_of(model, name), bias_owner(model.get_submodule(name))
     moment = found.second if owner.bias is None else found.centred()
     assert moment is not None
     gone = torch.ones(found.width, dtype=torch.bool)
@@ -200,7 +199,8 @@ def _error(weight: Tensor, moment: Tensor) -> float:
     return max(0.0, float(((weight @ moment) * weight).sum()))
 
 
-def _bias_owner(module: nn.Module) -> nn.Linear:
+def bias_owner(module: nn.Module) -> nn.Linear:
+    """Return the layer that adds the bias of a product: itself, or the half `up` of a pair."""
     found = module.up if isinstance(module, LowRankLinear) else module
     assert isinstance(found, nn.Linear)
     return found

@@ -107,7 +107,8 @@ def find_groups(model: Any) -> tuple[list[AttentionGroup], list[FeedForwardGroup
         for parts in block.attentions:
             if not parts.fixed_heads:
                 attentions.setdefault(_modules(model, parts.products), []).append(parts)
-        feeds.setdefault(_modules(model, block.feed_forward.products), block.feed_forward)
+        if (feed := block.feed_forward) is not None:
+            feeds.setdefault(_modules(model, feed.products), feed)
     groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
     return groups, [FeedForwardGroup(parts) for parts in feeds.values()]
 

@@ -75,6 +75,20 @@ def fake_activations(x: Tensor, matrix: Matrix) -> Tensor:
     return x if seen is x else straight_through(x, seen)
 
 
+def require_finite(weight: Tensor) -> None:
+    """Refuse weights of which no scale could be kept.
+
+    Raises:
+        InputError: some are not finite, or too large.
+    """
+    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    if not largest < _LARGEST:
+        raise InputError(
+            f"its largest weight is {largest:g}; expected numbers below {_LARGEST:g}."
+            " The training before it has probably gone astray."
+        )
+
+
 def quantize_module(
     module: nn.Module, scheme: str, options: Options | None = None, coder: Coder = round_to_nearest
 ) -> QuantizedLinear | QuantizedEmbedding:
@@ -92,12 +106,7 @@ def quantize_module(
     new = empty_quantized(module, scheme, defaults(find(scheme)) if options is None else options)
     weight = module.weight
     assert isinstance(weight, Tensor)
-    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
-    if not largest < _LARGEST:
-        raise InputError(
-            f"its largest weight is {largest:g}; expected numbers below {_LARGEST:g}."
-            " The training before it has probably gone astray."
-        )
+    require_finite(weight)
     fill_(new.matrix, weight, coder)
     if isinstance(new, QuantizedLinear) and new.bias is not None:
         assert isinstance(module.bias, Tensor)

@@ -109,6 +109,21 @@ def quantize_layers(
     return edits
 
 
+def require_weights(layers: Collection[Planned]) -> None:
+    """Refuse weights that are not finite before any method looks at them.
+
+    Raises:
+        InputError: a layer has some.
+    """
+    from smelt.compress.quantize.coding import require_finite
+
+    for layer in layers:
+        try:
+            require_finite(layer.module.weight)
+        except InputError as error:
+            raise InputError(f"quantize: {layer.name}: {error}") from error
+
+
 def quantized(layer: Planned, ranges: Mapping[int, float], coder: Coder | None = None) -> Any:
     """Return the quantized counterpart of a layer; arguments and errors as in `quantize_layers`."""
     from smelt.compress.quantize.coding import quantize_module, round_to_nearest

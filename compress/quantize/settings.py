@@ -22,6 +22,7 @@ AUTO = "auto"
 _OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observes)
 _SMOOTHED = ", ".join(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 Method = Literal["minmax", "percentile", "entropy", "mse"]
+_READING = ("gptq", "awq")  # methods that look at rows
 _TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
 
 
@@ -78,14 +79,16 @@ class QuantizeSettings(_FromSchemes):
     `head` is the output layer: the product with the vocabulary, or a classifier's last layer.
     """
 
-    method: Literal["nearest", "gptq"] = Field(
+    method: Literal["nearest", "gptq", "awq", "hqq"] = Field(
         default="nearest",
         description="how codes are chosen: nearest: each weight becomes the nearest value; gptq: and what"
-        " that changes on rows is made up for by weights that are not rounded yet",
+        " that changes on rows is made up for by weights that are not rounded yet; awq: inputs that are large"
+        " on rows get finer steps; hqq: the ranges are searched, without rows",
     )
-    clip: Literal["none", "mse"] = Field(
+    clip: Literal["none", "mse", "percentile", "awq"] = Field(
         default="none",
-        description="ends of each range that are cut off: none; mse: as much as has the least error",
+        description="ends of each range that are cut off: none; mse: as much as has the least error;"
+        " percentile: what lies above it; awq: as much as has the least error of the outputs on rows",
     )
     skip: list[str] = Field(
         default_factory=list,
@@ -98,7 +101,10 @@ class QuantizeSettings(_FromSchemes):
         description=f"{_OBSERVING}: how the range of activations is found",
     )
     percentile: float = Field(
-        default=99.99, gt=50, le=100, description=f"{_OBSERVING}: of magnitudes, inside the range"
+        default=99.99,
+        gt=50,
+        le=100,
+        description=f"{_OBSERVING}, clip: percentile: of magnitudes, inside the range",
     )
     smooth: float | None = Field(
         default=None,
@@ -111,7 +117,7 @@ class QuantizeSettings(_FromSchemes):
     rows: int = Field(
         default=128,
         ge=1,
-        description=f"{_OBSERVING}, gptq, smooth, skip: auto: rows that are looked at (calibration, else"
+        description=f"{_OBSERVING}, gptq, awq, smooth, skip: auto: rows that are looked at (calibration, else"
         " train)",
     )
     damage_rows: int = Field(
@@ -163,8 +169,9 @@ class QuantizeSettings(_FromSchemes):
             ValueError: there is one.
         """
         given = self.model_fields_set
-        for name in ("range", "percentile"):
-            if name in given and not self.observes:
+        counted = {"range": self.observes, "percentile": self.observes or self.clip == "percentile"}
+        for name, means in counted.items():
+            if name in given and not means:
                 raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
         if self.smooth is not None and not SCHEMES[self.scheme].one_scale:
             raise ValueError(
@@ -174,8 +181,14 @@ class QuantizeSettings(_FromSchemes):
         for name, reads in (("rows", self.reads_rows), ("damage_rows", self._measures)):
             if name in given and not reads:
                 raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
-        if "percentile" in given and self.range != "percentile":
+        if "percentile" in given and "percentile" not in (self.range, self.clip):
             raise ValueError(f"percentile means nothing with range: {self.range}; remove it")
+        if self.clip == "awq" and self.method != "awq":
+            raise ValueError(
+                f"clip: awq is a part of method: awq, and the method is {self.method}; take both"
+            )
+        if self.clip != "none" and self.method == "hqq":
+            raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")
         if "budget" in given and AUTO not in self.skip:
             raise ValueError("budget is for skip: auto; add that, or remove it")
         if AUTO in self.skip and not self.damage_rows:
@@ -189,7 +202,7 @@ class QuantizeSettings(_FromSchemes):
     @property
     def reads_rows(self) -> bool:
         """Whether rows of data are looked at."""
-        return self.observes or self.method == "gptq" or self._measures
+        return self.observes or self.method in _READING or self._measures
 
     @property
     def _measures(self) -> bool:

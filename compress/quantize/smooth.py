@@ -71,8 +71,8 @@ def smooth(
         InputError: activations are not finite.
     """
     rounded = {layer.module for layer in layers if layer.product and SCHEMES[layer.scheme].one_scale}
-    feeds = [feed for feed in norm_feeds(model) if rounded & set(_group(model, feed).products)]
-    groups = [_group(model, feed) for feed in feeds if feed.foldable]
+    feeds = [feed for feed in norm_feeds(model) if rounded & set(group_of(model, feed).products)]
+    groups = [group_of(model, feed) for feed in feeds if feed.foldable]
     largest = _largest(model, rows, groups, ctx) if groups else {}
     names = names_of(model)
     facts: dict[str, dict[str, float]] = {}
@@ -83,10 +83,7 @@ def smooth(
         weights = torch.stack([p.weight.detach().abs().amax(dim=0) for p in group.products if p in rounded])
         norm = model.get_submodule(group.norm)
         wanted = scales(seen, weights.amax(dim=0), alpha)
-        one = _one(model)
-        divided = (norm.weight.detach() + one) / wanted - one
-        kept = kind([f"{name}.weight" for name in names[norm]])
-        done = _move(model, group, divided.to(kept).float())
+        done = divide(model, group, wanted, kind([f"{name}.weight" for name in names[norm]]))
         facts[group.norm] = {"outliers_before": _outliers(seen), "outliers_after": _outliers(seen / done)}
     ctx.facts["smoothed"] = facts
     ctx.warnings.extend(_left(feeds, facts))
@@ -105,16 +102,17 @@ def follow(floats: Any, model: Any) -> None:
     """
     for feed in norm_feeds(floats):
         if feed.foldable:
-            _move(floats, _group(floats, feed), model.get_submodule(feed.norm).weight.detach())
+            move(floats, group_of(floats, feed), model.get_submodule(feed.norm).weight.detach())
 
 
-def _group(model: Any, feed: NormFeed) -> Group:
+def group_of(model: Any, feed: NormFeed) -> Group:
+    """Return the norm of `feed` with what reads it."""
     readers = list(dict.fromkeys(model.get_submodule(name) for name in feed.readers))
     products = [reader.down if isinstance(reader, LowRankLinear) else reader for reader in readers]
     return Group(feed.norm, readers, products)
 
 
-def _one(model: Any) -> float:
+def one_of(model: Any) -> float:
     """Return what the model's norms add to their weight."""
     family = family_of(model)
     return 1.0 if family is not None and family.rms_norm.plus_one else 0.0
@@ -144,12 +142,24 @@ def _largest(model: Any, rows: CalibrationRows, groups: Sequence[Group], ctx: Co
 
 
 @torch.no_grad()
-def _move(model: Any, group: Group, weight: Tensor) -> Tensor:
+def divide(model: Any, group: Group, scales: Tensor, kept: torch.dtype) -> Tensor:
+    """Divide what the norm of `group` gives by `scales`, float32 [K], as near as its type `kept` allows.
+
+    Returns:
+        What it was divided by, and the columns of its readers multiplied with.
+    """
+    norm, one = model.get_submodule(group.norm), one_of(model)
+    divided = (norm.weight + one) / scales - one
+    return move(model, group, divided.to(kept).float())
+
+
+@torch.no_grad()
+def move(model: Any, group: Group, weight: Tensor) -> Tensor:
     """Give the norm `weight`, float32 [K], and its readers what it lost; return by what it was divided.
 
     Channels stay as they are whose weight is 0, or would be 0 or infinite.
     """
-    norm, one = model.get_submodule(group.norm), _one(model)
+    norm, one = model.get_submodule(group.norm), one_of(model)
     exact = (norm.weight + one) / (weight + one)
     moved = exact.isfinite()
     done: Tensor = exact.where(moved, torch.ones(()))

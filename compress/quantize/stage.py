@@ -37,6 +37,10 @@ class Quantize:
         - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: int4, method: gptq, clip: mse}
+        - quantize: {scheme: int4, method: awq, clip: awq}
+        - quantize: {scheme: int4, method: hqq}
+        - quantize: {scheme: int2, method: gptq, group_size: 32, symmetric: false}
+        - quantize: {scheme: ternary, granularity: row}
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
         - quantize: {scheme: int8-static, smooth: 0.5}
@@ -52,6 +56,8 @@ class Quantize:
             *dict.fromkeys(scheme.source for scheme in SCHEMES.values()),
             "smooth: Xiao et al. 2023, arXiv:2211.10438",
             "gptq: Frantar et al. 2023, arXiv:2210.17323",
+            "awq: Lin et al. 2023, arXiv:2306.00978",
+            "hqq: Badri & Shaji 2023, https://mobiusml.github.io/hqq_blog/",
         ]
     )
     version: ClassVar[int] = 2
@@ -101,10 +107,11 @@ class Quantize:
         layers = plan_layers(model, settings)
         ranges: dict[int, float] = {}
         codes: dict[int, Codes] = {}
+        scaled: list[dict[str, Any]] = []
         with threads(ctx.threads):
             if settings.reads_rows and layers:
-                layers, ranges, codes = _look(model, layers, src, settings, ctx)
-            new = quantize_layers(model, layers, ranges, _coders(settings, codes))
+                layers, ranges, codes, scaled = _look(model, layers, src, settings, ctx)
+            new = scaled + quantize_layers(model, layers, ranges, _coders(settings, codes))
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
         kept = unused_patterns(model, settings.patterns)
@@ -118,17 +125,19 @@ class Quantize:
 
 def _look(
     model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
-) -> tuple[list[Planned], dict[int, float], dict[int, Codes]]:
-    """Run `model` over real rows; return the layers to quantize, the ranges of their activations, and codes.
+) -> tuple[list[Planned], dict[int, float], dict[int, Codes], list[dict[str, Any]]]:
+    """Run `model` over real rows; return the layers to quantize, ranges of their activations, codes, edits.
 
-    Where codes were decided, the weights of `model` are what they stand for.
+    Where codes were decided, the weights of `model` are what they stand for, or nearly.
     """
     from smelt.compress.calibration.rows import calibration_rows
     from smelt.compress.quantize.damage import damages, sensitive
     from smelt.compress.quantize.observed import ENOUGH_TOKENS, ranges_of
+    from smelt.compress.quantize.planned import require_weights
     from smelt.compress.quantize.smooth import smooth
     from smelt.runtime.models.stored_dtype import stored_types
 
+    require_weights(layers)
     rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     ranges: dict[int, float] = {}
@@ -136,6 +145,13 @@ def _look(
         ctx.warnings.append(_too_few(rows, settings))
     if settings.smooth is not None:
         smooth(model, layers, rows, settings.smooth, stored_types(src.path).of, ctx)
+    codes: dict[int, Codes] = {}
+    edits: list[dict[str, Any]] = []
+    if settings.method == "awq":
+        from smelt.compress.quantize.methods.awq import awq
+
+        cut = settings.clip == "awq"
+        layers, edits, codes = awq(model, layers, rows, cut, stored_types(src.path).of, ctx)
     if settings.observes:
         ranges = ranges_of(model, layers, rows, settings, ctx)
         unseen = [layer.name for layer in layers if layer.observes and layer.weight not in ranges]
@@ -149,18 +165,22 @@ def _look(
         ctx.facts["damage_rows"] = few.rows
         stay = sensitive(found, settings.budget or Budget()) if AUTO in settings.skip else []
         layers = [layer for layer in layers if layer.name not in stay]
-    codes: dict[int, Codes] = {}
     if settings.method == "gptq":
-        from smelt.compress.quantize.gptq import gptq
+        from smelt.compress.quantize.methods.gptq import gptq
 
         codes = gptq(model, layers, rows, _fit(settings), ctx)
-    return layers, ranges, codes
+    return layers, ranges, codes, edits
 
 
 def _fit(settings: QuantizeSettings) -> Fit:
-    from smelt.compress.quantize.clip import searched_grid
     from smelt.compress.quantize.coding import plain_fit
+    from smelt.compress.quantize.methods.clip import percentile_grid, searched_grid
+    from smelt.compress.quantize.methods.hqq import half_quadratic_grid
 
+    if settings.method == "hqq":
+        return half_quadratic_grid
+    if settings.clip == "percentile":
+        return partial(percentile_grid, settings.percentile)
     return searched_grid if settings.clip == "mse" else plain_fit
 
 

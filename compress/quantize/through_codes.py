@@ -6,7 +6,8 @@ and scales are decided once more. Biases, norms and layers that stayed float tra
 
 The float weights start from those that were quantized, which the step before `quantize` still holds, so
 that a weight near a boundary may cross it soon; where that step cannot be had (the model was trained
-through its codes before), from what the codes stand for. They are not stored: the artifact stays small.
+through its codes before) or has other scales (AWQ), from what the codes stand for. They are not stored: the
+artifact stays small.
 
 What is fake-quantized: weights in every scheme; activations where the scheme says so. The int8 blocks of
 activations of MatMulNBits move a product by 0.6 % of its spread, weights of 4 bits by 10 % and more: there
@@ -101,8 +102,8 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
 
 def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
     """Return name and artifact of what was quantized into `src`, if that is how `src` was made."""
-    if src.manifest.stage != "quantize":
-        return None
+    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") == "awq":
+        return None  # whose columns and rows have scales that nothing else tells
     return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
 
 

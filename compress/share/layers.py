@@ -178,13 +178,14 @@ def _parts(blocks: list[Block], settings: ShareSettings) -> list[list[tuple[str,
     """Return what can be shared: for each part of a block, the names of its products in every block."""
     found: list[list[tuple[str, ...]]] = []
     if "attention" in settings.what:
-        found += [
-            [block.attentions[at].products for block in blocks]
-            for at in range(len(blocks[0].stack.attentions))
-        ]
+        for kind in blocks[0].stack.attentions:
+            ends = f".{kind.query}"
+            there = [[a.products for a in block.attentions if a.query.endswith(ends)] for block in blocks]
+            found.append([products for each in there for products in each])
     if "ffn" in settings.what:
-        found.append([block.feed_forward.products for block in blocks])
-    return found
+        feeds = [block.feed_forward for block in blocks]
+        found.append([feed.products for feed in feeds if feed is not None])
+    return [parts for parts in found if len(parts) > 1]  # a part that was skipped shares nothing
 
 
 def _share(model: Any, edits: list[Edit], parts: list[tuple[str, ...]], take: str) -> list[str]:

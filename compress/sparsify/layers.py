@@ -25,7 +25,8 @@ Observe = Callable[[Layers, See], None]
 def products_of(block: Block, what: Collection[str]) -> list[str]:
     """Return the names of the products of the chosen parts of `block`, whatever they are made of."""
     names = [n for part in block.attentions for n in part.products] if "attention" in what else []
-    return names + list(block.feed_forward.products if "ffn" in what else ())
+    feed = block.feed_forward if "ffn" in what else None
+    return names + list(feed.products if feed is not None else ())
 
 
 def layers_of(model: nn.Module, block: Block, what: Collection[str]) -> dict[str, nn.Linear]:

@@ -27,6 +27,7 @@ from smelt.families.walk import blocks_of, head_of
 from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
+from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.models.structure import Edit, keeps_zeros, names_of, replace_layer, replace_module
 from smelt.runtime.schemes.parts.bits_and_bytes import quietly
 
@@ -41,10 +42,11 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
     """
     chosen: dict[str, None] = {}
     for block in blocks_of(model):
+        feed = block.feed_forward
         if "attention" in targets:
             chosen |= {name: None for part in block.attentions for name in part.products}
-        if "ffn" in targets:
-            chosen |= dict.fromkeys(block.feed_forward.products)
+        if "ffn" in targets and feed is not None:
+            chosen |= dict.fromkeys(feed.products)
     if not chosen:
         raise InputError(
             f"lora: smelt does not know the layers of a {model.config.model_type} model."
@@ -55,15 +57,20 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
     for name in chosen:
         module = model.get_submodule(name)
         if isinstance(module, LowRankLinear):
-            found |= {names[half][0]: None for half in (module.down, module.up)}
-        elif type(module) is nn.Linear or isinstance(module, QuantizedLinear | AdaptedLinear):
-            found[names[module][0]] = None
+            found |= {names[_coded(half)][0]: None for half in (module.down, module.up)}
+        elif type(_coded(module)) is nn.Linear or isinstance(_coded(module), QuantizedLinear | AdaptedLinear):
+            found[names[_coded(module)][0]] = None
         else:
             raise InputError(
                 f"lora: '{name}' is a {type(module).__name__}, which has no gradient for an adapter. Leave it"
                 " out with targets, or leave lora out, which trains all weights."
             )
     return list(found)
+
+
+def _coded(module: nn.Module) -> nn.Module:
+    """Return the layer behind the factors of its inputs, where it has some."""
+    return module.linear if isinstance(module, ScaledLinear) else module
 
 
 class BesideCodes(nn.Module):

@@ -40,8 +40,8 @@ def summarize(pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengt
     ratios = [ratio for pair in counted if (ratio := pair.speedup) is not None]
     ratio, interval = speedup(ratios) if len(ratios) > 1 else (None, None)
     return {
-        "input_tokens": round(lengths.input_tokens, 2),
-        "output_tokens": round(lengths.output_tokens, 2),
+        "input_tokens": round(lengths.input_tokens, 2) or None,  # images have none
+        "output_tokens": round(lengths.output_tokens, 2) or None,
         "p50_ms": p50,
         "p90_ms": p90,
         "p99_ms": p99,

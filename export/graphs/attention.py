@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from smelt.runtime.layers import emit
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import joined
+from smelt.runtime.layers.scaled import ScaledLinear
 
 Cache = tuple[Tensor, Tensor]
 MASKED = -10000.0  # leaves nothing after softmax and, unlike the smallest float, stays finite in fp16
@@ -43,8 +44,9 @@ class Pack(nn.Module):
     Of a low-rank pair the half that reads the input goes into the product; the other half is a product of its
     own behind it.
 
-    sizes: outputs of the layers. firsts: what reads the input. packed: these as one, None where they are not
-    of one kind. is_whole: whether that one product gives all outputs.
+    sizes: outputs of the layers. factors: what all of them multiply the input with, where they do. firsts:
+    what reads it. packed: these as one, None where they are not of one kind. is_whole: whether that one
+    product gives all outputs.
     """
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
@@ -52,18 +54,37 @@ class Pack(nn.Module):
         self.sizes = [_out_features(m) for m in linears]
         self.parts = nn.ModuleList(linears)
         self.firsts = [m.down if isinstance(m, LowRankLinear) else m for m in linears]
+        direct = self.firsts == list(linears)
+        self.factors, self.firsts = _shared_factors(self.firsts)
         self._widths = [_out_features(m) for m in self.firsts]
         self.packed = _packed(self.firsts)
-        self.is_whole = self.packed is not None and self.firsts == list(linears)
+        self.is_whole = self.packed is not None and direct
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map [..., K] to one [..., N] for each layer."""
         if self.packed is None:
             return tuple(m(x) for m in self.parts)
-        found = torch.split(self.packed(x), self._widths, dim=-1)
+        found = torch.split(self.whole(x), self._widths, dim=-1)
         return tuple(
             m.up(y) if isinstance(m, LowRankLinear) else y for m, y in zip(self.parts, found, strict=True)
         )
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return what the one product gives, side by side."""
+        assert self.packed is not None
+        out: Tensor = self.packed(x if self.factors is None else x * self.factors)
+        return out
+
+
+def _shared_factors(firsts: list[nn.Module]) -> tuple[nn.Parameter | None, list[nn.Module]]:
+    """Return the factors of what all of `firsts` multiply their input with, and what is behind these."""
+    scaled = [m for m in firsts if isinstance(m, ScaledLinear)]
+    if not scaled or len(scaled) < len(firsts):
+        return None, firsts
+    factors = scaled[0].factors
+    if not all(m.factors.equal(factors) for m in scaled):
+        return None, firsts
+    return factors, [m.linear for m in scaled]
 
 
 def _out_features(module: nn.Module) -> int:

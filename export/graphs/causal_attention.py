@@ -149,7 +149,7 @@ def _product(one: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Te
         if one.parts.packed:
             return one.part(one.parts.query)(x), None, None
         if one.module.pack.is_whole:
-            return one.module.pack.packed(x), None, None
+            return one.module.pack.whole(x), None, None
     query, key, value = _normed(one, one.split(x))
     return query, key, value
 

@@ -126,9 +126,9 @@ def seq2seq_graphs(model: Any) -> list[Graph]:
     attentions, crosses = (attention_modules(model, "decoder_layers", cross) for cross in (False, True))
     ids, mask, token = (torch.ones(2, n, dtype=torch.int64) for n in (7, 7, 1))
     two = {0: "batch", 1: "encoder_length"}
-    pairs = [(i, kind) for i in range(len(attentions)) for kind in ("key", "value")]
-    cross = [f"{i}.encoder.{kind}" for i, kind in pairs]
-    own = [f"{i}.decoder.{kind}" for i, kind in pairs]
+    # one of each for a layer, unless it was skipped
+    cross = [f"{i}.encoder.{kind}" for i in range(len(crosses)) for kind in ("key", "value")]
+    own = [f"{i}.decoder.{kind}" for i in range(len(attentions)) for kind in ("key", "value")]
     encoder = Graph(
         "encoder_model", Encoder(model), (ids, mask), ["input_ids", "attention_mask"],
         ["last_hidden_state", *(f"present.{n}" for n in cross)], (two, two),

@@ -37,7 +37,15 @@ class Optimum:
     keeps: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:
-        """Take every artifact that `takes` allows."""
+        """Require what Optimum reads out of the config.
+
+        Raises:
+            InputError: it would make other caches than the graph takes.
+        """
+        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer
+
+        graph = DECODER if kind_of(artifact) == "seq2seq" else MODEL
+        require_a_cache_for_each_layer(artifact.path, graph, "Optimum")
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:
         """Write graphs, configs and tokenizer.

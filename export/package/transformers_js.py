@@ -45,11 +45,15 @@ class TransformersJs:
     keeps: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:
-        """Require a tokenizer that a tokenizer.json can hold.
+        """Require a tokenizer that a tokenizer.json can hold, and caches that follow from the config.
 
         Raises:
-            InputError: it runs in Python alone.
+            InputError: it runs in Python alone, or transformers.js would make other caches.
         """
+        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer
+
+        graph = DECODER if kind_of(artifact) == "seq2seq" else MODEL
+        require_a_cache_for_each_layer(artifact.path, graph, "transformers.js")
         facts = read_tokenizing(artifact.path)
         if facts.reader == "transformers" and not (artifact.path / TOKENS).is_file():
             raise InputError(

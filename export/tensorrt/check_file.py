@@ -53,9 +53,9 @@ def answer(arguments: Sequence[str]) -> list[Problem]:
 def _broken(model: Any, path: Path) -> Iterator[str]:
     """Yield which tensors are not there as the file says, and what does not hang together."""
     from smelt.runtime.foreign.structure import structure_problems
-    from smelt.runtime.foreign.tensors import tensor_problem, tensors_of
+    from smelt.runtime.foreign.tensors import tensor_problems
 
-    yield from (problem for tensor in tensors_of(model) if (problem := tensor_problem(tensor, path)))
+    yield from tensor_problems(model, path)
     yield from structure_problems(model)
 
 

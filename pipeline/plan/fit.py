@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split, Task
 from smelt.look.model_folder import read_config
+from smelt.plan.order.coded import coded_mistakes
 from smelt.plan.plan import Step
 from smelt.plan.untrained import config_file, read_outline
 from smelt.recipe.errors import Mistakes, touches
@@ -45,6 +46,8 @@ def check_fit(
     config, problems = read_config(folder)
     if problems:
         return
+    for name, message in coded_mistakes(steps, config):
+        mistakes.add(places[name], message)
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:
         before = configs.get(step.parent)

@@ -124,11 +124,11 @@ def _parse(path: Path) -> Any:
 def _looked(model: Any, path: Path) -> Iterator[str]:
     """Yield what is wrong with a model as far as the file shows it."""
     from smelt.runtime.foreign.structure import operator_problems, structure_problems
-    from smelt.runtime.foreign.tensors import tensor_problem, tensors_of
+    from smelt.runtime.foreign.tensors import tensor_problems
     from smelt.runtime.foreign.values import value_problems
 
     yield from _versions(model)
-    yield from (problem for tensor in tensors_of(model) if (problem := tensor_problem(tensor, path)))
+    yield from tensor_problems(model, path)
     yield from structure_problems(model)
     yield from operator_problems(model, _known_operators())
     yield from value_problems(model)

@@ -62,11 +62,20 @@ def _of_attributes(attributes: Any, waiting: list[Any]) -> Iterator[Any]:
         waiting.extend(attribute.graphs)
 
 
-def tensor_problem(tensor: Any, path: Path) -> str | None:
-    """Say what is wrong with a tensor of the file `path`, or None."""
+def tensor_problems(model: Any, path: Path) -> Iterator[str]:
+    """Yield what is wrong with the tensors of the file `path`; what is wrong with several alike, once."""
+    alike: dict[str, list[str]] = {}
+    for tensor in tensors_of(model):
+        if problem := _problem(tensor, path):
+            alike.setdefault(problem, []).append(tensor.name or "a constant")
+    for problem, names in alike.items():
+        others = {1: "", 2: " and one more"}.get(len(names), f" and {len(names) - 1} more")
+        yield f"the tensor '{names[0]}'{others}: {problem}"
+
+
+def _problem(tensor: Any, path: Path) -> str | None:
     from onnx import TensorProto
 
-    name = tensor.name or "a constant"
     dims = list(tensor.dims)
     kind = (
         TensorProto.DataType.Name(tensor.data_type)
@@ -74,25 +83,23 @@ def tensor_problem(tensor: Any, path: Path) -> str | None:
         else ""
     )
     if kind not in BITS and kind != "STRING":
-        return (
-            f"the tensor '{name}' has the type {tensor.data_type}, which this version of onnx does not know"
-        )
+        return f"its type is {tensor.data_type}, which this version of onnx does not know"
     if any(size < 0 for size in dims):
-        return f"the tensor '{name}' has the shape {_listed(dims)}, with a size below 0"
+        return f"its shape is {_listed(dims)}, with a size below 0"
     count = math.prod(dims)
     if count > _MOST:
-        return f"the tensor '{name}' has the shape {_listed(dims)}: {count:.3g} values"
+        return f"its shape is {_listed(dims)}: {count:.3g} values"
     if kind != "STRING" and is_outside(tensor):
-        return _outside(tensor, name, path, -(-count * BITS[kind] // 8))
+        return _outside(tensor, path, -(-count * BITS[kind] // 8))
     there, what, fitting = _inside(tensor, kind, count)
-    return None if there in fitting else _wrong(name, dims, there, what)
+    return None if there in fitting else _wrong(dims, there, what)
 
 
-def _outside(tensor: Any, name: str, path: Path, expected: int) -> str | None:
+def _outside(tensor: Any, path: Path, expected: int) -> str | None:
     try:
         place_of(tensor, path, expected)
     except (ValueError, OSError) as error:
-        return f"the tensor '{name}': {error}"
+        return str(error)
     return None
 
 
@@ -110,8 +117,8 @@ def _inside(tensor: Any, kind: str, count: int) -> tuple[int, str, set[int]]:
     return there, "values", {count, expected} if BITS[kind] < 8 else {count}
 
 
-def _wrong(name: str, dims: list[int], there: int, what: str) -> str:
-    return f"the tensor '{name}' has the shape {_listed(dims)}, and {there:,} {what} of it are there"
+def _wrong(dims: list[int], there: int, what: str) -> str:
+    return f"its shape is {_listed(dims)}, and {there:,} {what} of it are there"
 
 
 def _listed(dims: list[int]) -> str:

@@ -96,9 +96,7 @@ def matmul_nbits(
     Returns:
         float32 [..., N].
     """
-    wide = scales
-    if scales.dtype == torch.float16:
-        wide = _at_load("FloatScales", scales, tuple(scales.shape), torch.float32)
+    wide = float_scales(scales) if scales.dtype == torch.float16 else scales
     inputs = [x, codes, wide, zeros, None, bias]
     while inputs[-1] is None:
         inputs.pop()
@@ -155,6 +153,33 @@ def spread(word: str, codes: Tensor, times: int) -> Tensor:
         uint8 [..., times * n].
     """
     return _at_load(word, codes, (*codes.shape[:-1], times * codes.shape[-1]), torch.uint8)
+
+
+def float_scales(scales: Tensor) -> Tensor:
+    """Emit what widens constant float16 scales when the graph is loaded."""
+    return _at_load("FloatScales", scales, tuple(scales.shape), torch.float32)
+
+
+def joined_codes(codes: Tensor, bits: int) -> Tensor:
+    """Emit what puts codes into bytes: uint8 [..., n] -> uint8 [..., n * bits / 8], the first lowest.
+
+    It is a product with 1, 2^bits, ...: of what is made of constants, so that it is computed when the graph
+    is loaded.
+    """
+    places = 2 ** torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+    parts = codes.unflatten(-1, (-1, len(places)))
+    sums: Tensor = torch.onnx.ops.symbolic(
+        "MatMulInteger", [parts, places], dtype=torch.int32, shape=(*parts.shape[:-1], 1), version=10
+    )
+    return sums.to(torch.uint8).squeeze(-1)
+
+
+def both(first: Tensor, second: Tensor) -> Tensor:
+    """Emit the bits that either of two uint8 tensors of one shape has."""
+    out: Tensor = torch.onnx.ops.symbolic(
+        "BitwiseOr", [first, second], dtype=torch.uint8, shape=tuple(first.shape), version=18
+    )
+    return out
 
 
 def transposed(columns: Tensor) -> Tensor:

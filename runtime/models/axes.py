@@ -87,11 +87,10 @@ def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
         if name.endswith(family.embedding):
             yield name, 1, "hidden", False
     for block in blocks_of(model):
-        parts = [(a.products[:-1], a.out) for a in block.attentions]
-        for inputs, out in [*parts, (block.feed_forward.inputs, block.feed_forward.down)]:
-            for name in inputs:
+        for part in block.parts:
+            for name in part.products[:-1]:
                 yield from _in(model, name, "hidden")
-            yield from _out(model, out, "hidden")
+            yield from _out(model, part.products[-1], "hidden")
     of_heads = {norm for block in blocks_of(model) for a in block.attentions for norm in a.norms or ()}
     norms = [feed.norm for feed in norm_feeds(model) if feed.norm not in of_heads]
     for norm in norms:

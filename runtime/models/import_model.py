@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from smelt.core.artifact import MANIFEST
+from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.core.labels import CLASSIFIERS, SINGLE, ProblemType
 from smelt.families.registry import FAMILIES, reads_images
@@ -21,6 +22,8 @@ from smelt.runtime.models.checkpoint import (
     renamed,
     save_model,
 )
+from smelt.runtime.models.coded.said import coding_of
+from smelt.runtime.models.coded.take import take_codes
 from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.models.weight_files import INDEX, find_weights, weight_tensors
 from smelt.runtime.models.weights_fit import require_body
@@ -39,26 +42,45 @@ def import_model(
 
     Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
     drawn with `seed`. A config that does not say the `problem` type of a classifier is told it, so that
-    everything after knows it. Of an encoder that makes `sentences` to vectors everything after knows how.
-    Returns warnings.
+    everything after knows it. The codes of a GPTQ or AWQ checkpoint become those of its layers. Of an encoder
+    that makes `sentences` to vectors everything after knows how. Returns warnings.
+
+    Raises:
+        InputError: codes cannot be taken over as they are.
     """
     config = load_config(src)
     architecture = (config.architectures or [""])[0]
-    if labels is not None and not architecture.endswith(CLASSIFIERS):
+    coding = coding_of(config.to_dict())
+    if coding is not None and (lacks_head(config) or _lacks_classes(labels, architecture)):
+        raise InputError(
+            f"{src}: its weights are {coding.method} codes, and the task wants another head. Start"
+            " from the float model, and quantize it here."
+        )
+    if labels is not None and _lacks_classes(labels, architecture):
         return _with_new_head(src, out, labels, seed, problem)
     if lacks_head(config):
         return add_tied_head(src, out)
-    if _has_older_names(src, config.model_type):
+    notes: list[str] = []
+    if coding is not None:
+        beside = [path for path in source_files(src) if path.suffix != ".safetensors"]
+        notes = take_codes(src, out, coding, [path for path in beside if path.name != "config.json"])
+    elif _has_older_names(src, config.model_type):
         model, edits = load_model(src)
         return save_model(model, edits, out, src)
-    for path in source_files(src):
-        shutil.copyfile(path, out / path.name)
+    else:
+        for path in source_files(src):
+            shutil.copyfile(path, out / path.name)
     if problem not in (None, SINGLE) and config.problem_type is None:
         values = read_json(out / "config.json")
         write_json(out / "config.json", values | {"problem_type": problem})
     if sentences is not None:
         make_embedder(out, sentences)
-    return []
+    return notes
+
+
+def _lacks_classes(labels: list[str] | None, architecture: str) -> bool:
+    """Say whether classes are wanted that the model has no head for."""
+    return labels is not None and not architecture.endswith(CLASSIFIERS)
 
 
 def _has_older_names(src: Path, kind: str) -> bool:

@@ -8,10 +8,12 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "low_rank_table", "module": m, "rank": r}                     Embedding -> LowRankEmbedding
     {"op": "tie", "module": m, "with": n}                                Linear m multiplies with the table n
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
+    {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
+    {"op": "skip", "module": b, "part": p}                               a part of the block b is gone
 
 Edits only make room; the values come from the tensors. A mask is not stored either: the zeros of the weight
 are the mask. It belongs to the module and goes with it, so that `mask` edits are written last, of the layers
@@ -32,6 +34,8 @@ from smelt.core.files import write_json
 from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
+from smelt.runtime.layers.scaled import ScaledLinear
+from smelt.runtime.models.edits.skip import skip
 
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
@@ -245,6 +249,13 @@ def _adapter(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], AdaptedLinear(coded, edit["rank"]))
 
 
+def _scale(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    replace_module(model, edit["module"], ScaledLinear(old))
+
+
 def _share(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], model.get_submodule(edit["with"]))
 
@@ -263,6 +274,10 @@ def _mask(model: nn.Module, edit: Edit) -> None:
     keep_zeros(module)
 
 
+def _skip(model: nn.Module, edit: Edit) -> None:
+    skip(model, edit["module"], edit["part"])
+
+
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
@@ -272,7 +287,9 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "tie": _tie,
     "quantize": _quantize,
     "adapter": _adapter,
+    "scale": _scale,
     "share": _share,
     "own_bias": _own_bias,
     "mask": _mask,
+    "skip": _skip,
 }

@@ -18,7 +18,6 @@ Shapes: N = outputs (rows), K = inputs (columns), g = group size, G = ceil(K / g
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
@@ -28,12 +27,6 @@ from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Sc
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Groups of 16 have no kernel for 2-bit codes in ONNX Runtime: it unpacks them at every call.
-_GROUP_SIZE = replace(
-    parts.GROUP_SIZE,
-    allowed=(32, 64, 128),
-    others="binary groups hold 32, 64 or 128 weights: ONNX Runtime has no fast 2-bit product of 16",
-)
 _TABLE = "TwoBitCodes"
 
 
@@ -44,7 +37,7 @@ class Binary(Scheme):
     summary: ClassVar[str] = "one bit a weight and one scale per group of inputs"
     pays: ClassVar[str] = "the smallest files"
     source: ClassVar[str] = "Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279 (Binary-Weight-Networks)"
-    settings: ClassVar[tuple[Option, ...]] = (_GROUP_SIZE, parts.ACCURACY_LEVEL)
+    settings: ClassVar[tuple[Option, ...]] = (parts.two_bit_group_size(name), parts.ACCURACY_LEVEL)
     tables: ClassVar[bool] = False
     vocabulary: ClassVar[str] = Int8Dynamic.name
     trained: ClassVar[bool] = True

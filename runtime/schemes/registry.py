@@ -11,17 +11,23 @@ from smelt.core.errors import InputError, nearest
 from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.bnb_int8 import BnbInt8
 from smelt.runtime.schemes.bnb_nf4 import BnbNf4
+from smelt.runtime.schemes.int2 import Int2
+from smelt.runtime.schemes.int3 import Int3
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
 from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, graphs_for
+from smelt.runtime.schemes.ternary import Ternary
 
 _ALL: tuple[Scheme, ...] = (
     Int8Dynamic(),
     Int8Static(),
     Int8Groupwise(),
     Int4(),
+    Int3(),
+    Int2(),
+    Ternary(),
     Binary(),
     BnbNf4(),
     BnbInt8(),
@@ -32,6 +38,8 @@ DEFAULT = Int8Dynamic.name
 OF_GRAPHS = tuple(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 # of them, the one whose ranges are found before, on rows of data
 OBSERVING = next(name for name in OF_GRAPHS if SCHEMES[name].observes)
+# what the 4-bit codes of other tools' checkpoints become: whole numbers in groups, with a zero point
+TAKEN = Int4.name
 # a width of which every group size is a divisor
 _WIDTH = 4096
 

@@ -18,6 +18,7 @@ from smelt.compress.vocabulary.stage import Vocabulary
 STAGES = {
     "vocabulary": (Vocabulary(), VocabularySettings(coverage=0.8)),
     "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
+    "depth of parts": (Depth(), DepthSettings(what=["attention", "ffn"], keep=0.67, rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
     "factorize embeddings": (Factorize(), FactorizeSettings(what="embeddings", rank=12)),
     "prune within a budget": (
@@ -36,6 +37,7 @@ STAGES = {
     [
         ("vocabulary", "qwen2"),
         ("depth", "t5"),
+        ("depth of parts", "marian"),
         ("prune", "bert"),
         ("factorize", "gpt2"),
         ("share", "mistral"),

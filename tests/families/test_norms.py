@@ -8,6 +8,7 @@ from torch import nn
 from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES
 from smelt.families.walk import blocks_of
+from smelt.runtime.layers.low_rank import LowRankLinear
 
 
 @pytest.fixture(scope="module", params=family_models.NAMES)
@@ -131,3 +132,10 @@ def test_norms_come_in_the_order_in_which_they_compute():
 
 def test_a_model_of_an_unknown_family_has_no_norms_that_are_known():
     assert norm_feeds(nn.LayerNorm(3)) == []
+
+
+def test_a_product_of_the_head_may_be_a_low_rank_pair():
+    model = family_models.load("modernbert")
+    before = norm_feeds(model)
+    model.head.dense = LowRankLinear(model.head.dense.in_features, model.head.dense.out_features, 4)
+    assert [feed.norm for feed in norm_feeds(model)] == [feed.norm for feed in before]

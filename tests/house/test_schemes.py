@@ -15,6 +15,8 @@ FOLDERS = ("core", "families", "runtime", "compress", "export", "evaluate", "pip
 HOME = ROOT / "runtime" / "schemes"
 SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
 PAGE = (ROOT / "docs" / "quantize.md").read_text(encoding="utf-8")
+# names that are also ONNX's words for the types of elements
+TYPES = {"export/tensorrt/rules/types.py": {"int2"}}
 NAMED = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, SCHEMES))})(?![\w-])")
 
 
@@ -45,7 +47,7 @@ def test_a_scheme_is_named_in_its_own_file_alone() -> None:
         found[name_of(path)] = set(named(path.read_text(encoding="utf-8"))) - (
             own if path.parent == HOME else set()
         )
-    assert {name: others for name, others in found.items() if others} == {}
+    assert {name: others for name, others in found.items() if others - TYPES.get(name, set())} == {}
 
 
 @pytest.mark.parametrize(

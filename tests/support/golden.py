@@ -68,6 +68,9 @@ INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
 NF4: dict[str, Any] = {"scheme": "bnb-nf4"}
+INT3: dict[str, Any] = {"scheme": "int3", "group_size": 16, "symmetric": False}
+INT2: dict[str, Any] = {"scheme": "int2", "group_size": 32}
+TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "row"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
 LISTED: dict[str, Any] = {"per_token": 3, "frequent": 5}
 GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
@@ -83,6 +86,7 @@ CASES: dict[str, Case] = {
     "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
     "depth bert": Case("depth", "bert", {"importance": "block-influence"}),
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
+    "depth bert, of parts": Case("depth", "bert", {"what": ["attention", "ffn"], "keep": 0.75}),
     "prune bert": Case("prune", "bert", allowed=REFIT),
     "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}, allowed=REFIT),
     "prune bert, across layers by Fisher": Case(
@@ -118,6 +122,13 @@ CASES: dict[str, Case] = {
     "quantize marian, int8-groupwise": Case("quantize", "marian", GROUPWISE),
     "quantize bert, int4": Case("quantize", "bert", INT4),
     "quantize gpt2, int4 symmetric": Case("quantize", "gpt2", INT4 | {"symmetric": True}),
+    "quantize bert, int4 by awq": Case(
+        "quantize", "bert", INT4 | {"method": "awq", "clip": "awq", "rows": 8}
+    ),
+    "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
+    "quantize bert, int3": Case("quantize", "bert", INT3),
+    "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
+    "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
     "quantize marian, binary": Case("quantize", "marian", BINARY),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
@@ -133,6 +144,9 @@ CASES: dict[str, Case] = {
     ),
     "onnx marian, int8-groupwise": Case("onnx", "marian", {}, (("quantize", GROUPWISE),)),
     "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
+    "onnx bert, int3": Case("onnx", "bert", {}, (("quantize", INT3),)),
+    "onnx gpt2, int2": Case("onnx", "gpt2", {}, (("quantize", INT2),)),
+    "onnx marian, ternary": Case("onnx", "marian", {}, (("quantize", TERNARY),)),
     "onnx marian, bnb-nf4": Case("onnx", "marian", {}, (("quantize", NF4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share", {}),)),

@@ -108,3 +108,46 @@ def per_tensor(weight: torch.Tensor) -> QuantizedLinear:
 
 ALL = [(name, options) for name, scheme in SCHEMES.items() for options in layouts(scheme)]
 IDS = ["-".join([name, *(str(value) for value in options.values())]) for name, options in ALL]
+
+
+class _Each(nn.Module):
+    """Layers of one input, whose outputs are joined."""
+
+    def __init__(self, layers: list[QuantizedLinear]) -> None:
+        super().__init__()
+        self.attentions = ()  # a graph of a model has some
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
+
+
+def graph_of(layers: list[QuantizedLinear], x: torch.Tensor) -> Any:
+    """Return the onnx.ModelProto of layers that read `x` [B, S, K], as the stage `onnx` writes it."""
+    from smelt.export.graphs.graph import Graph
+    from smelt.export.graphs.of_model import export_graph
+    from smelt.export.load_time import spell_out
+
+    made = export_graph(
+        Graph("model", _Each(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)), "ort-cpu", 20
+    )
+    spell_out(made)
+    return made
+
+
+def by_onnx_runtime(
+    layers: list[QuantizedLinear], x: torch.Tensor, optimized: str = ""
+) -> list[NDArray[np.float32]]:
+    """Return what ONNX Runtime computes for each of `layers`; the graph that it runs goes to `optimized`."""
+    import onnxruntime
+
+    from smelt.runtime.backends.onnx_session import session_options
+
+    options = session_options()
+    if optimized:
+        options.optimized_model_filepath, options.log_severity_level = optimized, 3
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    graph = graph_of(layers, x).SerializeToString()
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    whole: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
+    return list(np.split(whole, np.cumsum([layer.out_features for layer in layers])[:-1], axis=-1))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, rows_of
-from smelt.families.family import Attention, FeedForward
 from smelt.families.walk import Block, blocks_of
 from smelt.runtime.layers.low_rank import LowRankLinear
 
@@ -85,8 +84,7 @@ def uses_of(model: Any, groups: Sequence[Group]) -> dict[str, list[tuple[Block, 
     owners = {model.get_submodule(group.parts.products[-1]): group.name for group in groups}
     found: dict[str, Counter[Block]] = {group.name: Counter() for group in groups}
     for block in blocks_of(model):
-        parts: list[Attention | FeedForward] = [*block.attentions, block.feed_forward]
-        for part in parts:
+        for part in block.parts:
             name = owners.get(model.get_submodule(part.products[-1]))
             if name is not None:
                 found[name][block] += 1 + len(block.aliases)

@@ -7,8 +7,14 @@ graph does not take. A Reshape gives those the right shape; of all later caches 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
+from smelt.families.registry import find_family
 
 _HEADS = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head")
 _WIDTH = ("hidden_size", "d_model", "n_embd")
@@ -82,6 +88,32 @@ def _free(value: Any) -> None:
     dims = value.type.tensor_type.shape.dim
     for place, what in ((1, "heads"), (3, "width")):
         dims[place].dim_param = f"{what}_of_{value.name}"
+
+
+def require_a_cache_for_each_layer(source: Path, graph: str, tool: str) -> None:
+    """Require that the graph called `graph` in `source` has a cache for each layer that the config says.
+
+    A tool that makes the first caches goes by the config. A model that has no such graph needs none.
+
+    Raises:
+        InputError: some attentions were taken out (`depth`), and their caches with them.
+    """
+    from smelt.export.graph_files import read_graph
+
+    config = read_json(source / "config.json")
+    family = find_family(config)
+    counts = [s.count(config) for s in family.stacks(config) if s.causal] if family else []
+    path = source / f"{graph}.onnx"
+    if not counts or counts[0] is None or not path.is_file():
+        return
+    names = [i.name.split(".") for i in read_graph(path, values=False).graph.input]
+    kinds = Counter(".".join(n[2:]) for n in names if n[0] == "past_key_values")
+    for kind, found in sorted(kinds.items()):
+        if found != counts[0]:
+            raise InputError(
+                f"its decoder has caches ({kind}) for {found} of {counts[0]} layers, since 'depth' took"
+                f" attentions out of others, and {tool} makes one for each layer of config.json."
+            )
 
 
 def _first(config: Mapping[str, Any], words: tuple[str, ...]) -> int | None:

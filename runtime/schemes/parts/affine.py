@@ -1,8 +1,9 @@
 """What schemes of whole-number codes in groups share: a scale, perhaps a zero point, MatMulNBits.
 
 value = (code - zero) * scale, code and zero between 0 and 2^b - 1; zero is 2^(b - 1) in symmetric matrices,
-which store none. Codes are stored as ONNX Runtime's MatMulNBits reads them; scales as float16: what rounding
-them costs is far below the codes' own error.
+which store none. Codes of 2, 4 and 8 bits are stored as ONNX Runtime's MatMulNBits reads them; of 3 bits the
+two low ones so, and the high ones beside them, eight in a byte. Scales are float16: what rounding them costs
+is far below the codes' own error.
 
 Symmetric: the value of largest magnitude in a group becomes code 0 (that is -2^(b - 1)), so that all codes
 are used; the zero point is the same everywhere. A value of the other sign that is as large would be
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.parts import groups as parts
+from smelt.runtime.schemes.parts.nibbles import MIDDLE, shifted_zeros
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
 if TYPE_CHECKING:
@@ -28,10 +30,22 @@ if TYPE_CHECKING:
 SYMMETRIC = Option("symmetric", True, (True, False), "zero lies in the middle; false stores zero points")
 
 
+# of a code its parts that are packed alone: the name of the tensor, how many bits, the place of the lowest
+_PLANES = {
+    2: (("codes", 2, 0),),
+    3: (("codes", 2, 0), ("highs", 1, 2)),
+    4: (("codes", 4, 0),),
+    8: (("codes", 8, 0),),
+}
+_WIDE_ZEROS = "wide_zeros"
+
+
 class AffineGroups(Scheme):
     """codes: uint8 [N, G, g b / 8]; scales: float32 [N, G], each a float16; zeros: uint8 [N, ceil(G b / 8)].
 
-    bits: b, 4 or 8.
+    Of 3 bits codes: uint8 [N, G, g / 4]; highs: uint8 [N, G, g / 8]; zeros: uint8 [N, ceil(G / 2)].
+
+    bits: b, 2, 3, 4 or 8.
     """
 
     bits: ClassVar[int]
@@ -76,27 +90,39 @@ class AffineGroups(Scheme):
 
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
         """Return codes, as many in a byte as fit, scales, and zero points in bytes likewise."""
-        size, packs = self.group(width, options), 8 // self.bits
+        size = self.group(width, options)
         count = parts.group_count(width, size)
         found = {
-            "codes": Stored((rows, count, size // packs), "uint8", packs=packs),
-            "scales": Stored((rows, count), "float32", filed="float16"),
+            name: Stored((rows, count, size * bits // 8), "uint8", packs=0 if low else 8 // bits)
+            for name, bits, low in _PLANES[self.bits]
         }
+        found["scales"] = Stored((rows, count), "float32", filed="float16")
         if not options[SYMMETRIC.name]:
-            found["zeros"] = Stored((rows, -(-count // packs)), "uint8")
+            found["zeros"] = Stored((rows, -(-count * self._zero_bits // 8)), "uint8")
         return found
 
     def pack(self, decided: Codes, options: Options) -> dict[str, Tensor]:
         """Return what `storage` says."""
+        from smelt.runtime.schemes.parts.packing import pack_codes
+
         grid = decided.grid
-        found = {"codes": self._packed(decided.codes), "scales": grid["scales"].half().float()}
-        return found | ({"zeros": self._packed(grid["zeros"])} if "zeros" in grid else {})
+        found = {
+            name: pack_codes(decided.codes >> low & 2**bits - 1, bits)
+            for name, bits, low in _PLANES[self.bits]
+        }
+        found["scales"] = grid["scales"].half().float()
+        return found | ({"zeros": pack_codes(grid["zeros"], self._zero_bits)} if "zeros" in grid else {})
 
     def unpack(self, matrix: Coded) -> Codes:
         """Return codes and zero points as uint8."""
-        codes, grid = self._one_by_one(matrix.tensor("codes")), {"scales": matrix.tensor("scales")}
+        from smelt.runtime.schemes.parts.packing import unpack_codes
+
+        (first, bits, _), *others = _PLANES[self.bits]
+        codes, grid = unpack_codes(matrix.tensor(first), bits), {"scales": matrix.tensor("scales")}
+        for name, bits, low in others:
+            codes = codes | unpack_codes(matrix.tensor(name), bits) << low
         if matrix.has("zeros"):
-            grid["zeros"] = self._one_by_one(matrix.tensor("zeros"))[:, : codes.shape[1]]
+            grid["zeros"] = unpack_codes(matrix.tensor("zeros"), self._zero_bits)[:, : codes.shape[1]]
         return Codes(codes, grid)
 
     def product(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,10 +132,14 @@ class AffineGroups(Scheme):
     def lookup(self, matrix: Coded, ids: Tensor) -> Tensor:
         """Return some rows, by operators that also leave as a graph; a row of zeros stays one."""
         flat = ids.flatten()
-        codes = self._as_floats(matrix.tensor("codes").index_select(0, flat))
+        (first, bits, _), *others = _PLANES[self.bits]
+        codes = _as_floats(matrix.tensor(first).index_select(0, flat), bits)
+        for name, more, low in others:
+            codes = codes + _as_floats(matrix.tensor(name).index_select(0, flat), more) * float(2**low)
         zeros: Tensor | float = float(self.middle)
         if matrix.has("zeros"):
-            zeros = self._as_floats(matrix.tensor("zeros").index_select(0, flat))[:, : codes.shape[1], None]
+            packed = matrix.tensor("zeros").index_select(0, flat)
+            zeros = _as_floats(packed, self._zero_bits)[:, : codes.shape[1], None]
         stored = matrix.tensor(parts.HALF_SCALES if matrix.has(parts.HALF_SCALES) else "scales")
         scales = stored.index_select(0, flat).float()[..., None]
         rows = ((codes - zeros) * scales).flatten(1)[:, : matrix.width]
@@ -120,13 +150,27 @@ class AffineGroups(Scheme):
         return parts.rounds_activations(options)
 
     def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
-        """Return the scales in 16 bits."""
-        return parts.graph_tensors(matrix)
+        """Return the scales in 16 bits, and the zero points of codes that are spread."""
+        found = parts.graph_tensors(matrix)
+        if use == "product" and matrix.has("zeros") and self.spreads(matrix.options):
+            found[_WIDE_ZEROS] = shifted_zeros(self.unpack(matrix).grid["zeros"], MIDDLE - self.middle)
+        return found
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulNBits."""
-        zeros = matrix.tensor("zeros") if matrix.has("zeros") else None
-        return parts.emit_product(matrix, x, bias, self.bits, matrix.tensor("codes"), zeros)
+        """Emit MatMulNBits, of 4 bits where codes are spread."""
+        spreads = self.spreads(matrix.options)
+        bits, codes = (4, self.spread(matrix)) if spreads else (self.bits, matrix.tensor("codes"))
+        name = _WIDE_ZEROS if spreads else "zeros"
+        zeros = matrix.tensor(name) if matrix.has(name) else None
+        return parts.emit_product(matrix, x, bias, bits, codes, zeros)
+
+    def spreads(self, options: Options) -> bool:
+        """Say whether codes become 4-bit ones when the graph is loaded."""
+        return False
+
+    def spread(self, matrix: Coded) -> Tensor:
+        """Emit the codes as 4-bit ones, where `spreads`."""
+        raise NotImplementedError
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Return the same operator at accuracy level 0."""
@@ -136,20 +180,14 @@ class AffineGroups(Scheme):
         """Return the zero points as they broadcast over codes, [N, G, 1]."""
         return grid["zeros"][..., None].float() if "zeros" in grid else self.middle
 
-    def _packed(self, codes: Tensor) -> Tensor:
-        """Put as many codes into a byte as fit."""
-        from smelt.runtime.schemes.parts.packing import pack_nibbles
+    @property
+    def _zero_bits(self) -> int:
+        """In how many bits a zero point is stored."""
+        return 4 if self.bits == 3 else self.bits
 
-        return pack_nibbles(codes) if self.bits == 4 else codes
 
-    def _one_by_one(self, packed: Tensor) -> Tensor:
-        """Return what `_packed` was given, filled up with zeros."""
-        from smelt.runtime.schemes.parts.packing import unpack_nibbles
+def _as_floats(packed: Tensor, bits: int) -> Tensor:
+    """Return packed codes as float32, by operators that leave torch well."""
+    from smelt.runtime.schemes.parts.packing import digits_as_floats
 
-        return unpack_nibbles(packed) if self.bits == 4 else packed
-
-    def _as_floats(self, packed: Tensor) -> Tensor:
-        """Return the codes as float32, by operators that leave torch well."""
-        from smelt.runtime.schemes.parts.packing import nibbles_as_floats
-
-        return nibbles_as_floats(packed) if self.bits == 4 else packed.float()
+    return packed.float() if bits == 8 else digits_as_floats(packed, 2**bits, 8 // bits)

@@ -14,6 +14,7 @@ Shapes: N = outputs, K = inputs, g = group size, G = groups = ceil(K / g).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from smelt.runtime.schemes.scheme import Coded, Option, Options
@@ -29,7 +30,18 @@ ACCURACY_LEVEL = Option(
     "4 multiplies activations as int8 blocks, 0 as float32 (as ONNX Runtime's MatMulNBits has it)",
     expected="0 (float32) or 4 (int8 blocks)",
 )
-# Its inputs that hold scales and zero points.
+
+
+def two_bit_group_size(scheme: str) -> Option:
+    """Return the group sizes of a scheme that leaves as 2-bit codes."""
+    return replace(
+        GROUP_SIZE,
+        allowed=(32, 64, 128),
+        others=f"{scheme} groups hold 32, 64 or 128 weights: ONNX Runtime has no fast 2-bit product of 16",
+    )
+
+
+# The inputs of MatMulNBits that hold scales and zero points.
 OPERATORS = {"MatMulNBits": (2, 3)}
 _WHY = "it multiplies packed weights (MatMulNBits)"
 # OpenVINO 2026.4 loads MatMulNBits, but knows no accuracy level: it multiplies float32 activations, which
@@ -95,21 +107,29 @@ def graph_tensors(matrix: Coded) -> dict[str, Tensor]:
 
 
 def emit_product(
-    matrix: Coded, x: Tensor, bias: Tensor | None, bits: int, codes: Tensor, zeros: Tensor | None = None
+    matrix: Coded,
+    x: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    codes: Tensor,
+    zeros: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Emit MatMulNBits.
 
     Args:
-        matrix: whose scales are taken.
+        matrix: whose scales are taken unless others are given.
         x: float32 [..., K].
         bias: float32 [N] or None.
         bits: of a code.
         codes: uint8 [N, G, g * bits / 8].
         zeros: as the operator wants them, None for the middle code everywhere.
+        scales: float32 [N, G].
     """
     from smelt.runtime.layers import emit
 
-    scales, options = matrix.tensor(HALF_SCALES), matrix.options
+    options = matrix.options
+    scales = matrix.tensor(HALF_SCALES) if scales is None else scales
     layout = emit.Layout(matrix.width, scales.shape[0], bits, group_size(options))
     return emit.matmul_nbits(x, codes, scales, zeros, bias, layout, int(options[ACCURACY_LEVEL.name]))
 

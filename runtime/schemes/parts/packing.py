@@ -45,3 +45,46 @@ def unpack_bits(packed: Tensor) -> Tensor:
     """Return the bits of `pack_bits`, bool [..., 8 n]."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> places) & 1).bool().flatten(-2)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Put as many codes of `bits` (1, 2, 4 or 8) into a byte as fit: uint8 [..., n] -> uint8 [..., m]."""
+    per = 8 // bits
+    if per == 1:
+        return codes
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    full: Tensor = F.pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (-1, per))
+    return (full << places).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes of `pack_codes`, uint8 [..., m * 8 / bits]."""
+    if bits == 8:
+        return packed
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    codes: Tensor = (packed.unsqueeze(-1) >> places) & (2**bits - 1)
+    return codes.flatten(-2)
+
+
+def pack_digits(codes: Tensor, base: int, count: int) -> Tensor:
+    """Put `count` codes below `base` into a byte, the first the lowest digit: uint8 [..., n] -> [..., m]."""
+    places = base ** torch.arange(count, dtype=torch.uint8, device=codes.device)
+    full: Tensor = F.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
+    return (full * places).sum(dim=-1, dtype=torch.uint8)
+
+
+def digits_as_floats(packed: Tensor, base: int, count: int) -> Tensor:
+    """Return the `count` digits of each byte in `base`, the lowest first, by operators that leave torch well.
+
+    They are the codes of `pack_digits`; with base 2^b and 8 / b digits also those of `pack_codes`.
+
+    Returns:
+        float32 [..., count * n] for uint8 [..., n].
+    """
+    left = packed.float()
+    digits = []
+    for _ in range(count - 1):
+        higher = torch.floor(left / base)
+        digits.append(left - base * higher)
+        left = higher
+    return torch.stack([*digits, left], dim=-1).flatten(-2)

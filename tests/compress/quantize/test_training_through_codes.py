@@ -63,7 +63,7 @@ def translations(tmp_path_factory):
     return {"train": read_split(str(path), "translation", Columns(), path.parent)}
 
 
-@pytest.mark.parametrize(("scheme", "rate"), [("binary", 5e-3), ("int4", 1e-3)])
+@pytest.mark.parametrize(("scheme", "rate"), [("binary", 5e-3), ("ternary", 3e-3), ("int4", 1e-3)])
 def test_a_translator_comes_closer_to_its_teacher_in_50_steps(tmp_path, translations, scheme, rate):
     vocabulary = "int8-dynamic" if scheme == "binary" else "int4"
     first, second = quantized(
@@ -150,7 +150,7 @@ def test_int8_layers_train_on_the_activations_that_the_runtime_will_have(scheme)
     )
 
 
-@pytest.mark.parametrize("scheme", ["int4", "binary"])
+@pytest.mark.parametrize("scheme", ["int4", "int3", "int2", "ternary", "binary"])
 def test_layers_of_few_bits_train_on_whole_activations(scheme):
     torch.manual_seed(0)
     whole = nn.Linear(64, 8)

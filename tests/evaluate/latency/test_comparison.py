@@ -80,7 +80,7 @@ def test_measure_goes_on_past_a_broken_artifact(classifier: Path, tmp_path: Path
                 2 * row["batch_size"] if row["batch_size"] > 2 else 4,
             )
             assert 0 < row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"]
-            assert row["output_tokens"] == 0
+            assert row["output_tokens"] is None  # a classifier writes none
     # the middles of the four quarters have 2, 5, 8 and 11 times "word"; "end", [CLS] and [SEP] make 3 more
     assert result.rows["same"][0]["input_tokens"] == pytest.approx(statistics.fmean([5, 8, 11, 14]))
     same = result.rows["same"][0]

@@ -75,7 +75,9 @@ def test_a_file_that_takes_much_more_than_its_size_ends_at_the_limit(
     monkeypatch.setattr(module, "limits_for", lambda path: Limits(400_000_000, 12.0))
     (problem,) = check_file(tmp_path / "m.onnx")
     assert (problem.rule, problem.severity) == ("unreadable", "error")
-    assert "it asked for more than 0.4 GB of memory" in problem.text
+    # Which limit is met first differs between machines: some take little memory for a node.
+    memory, clock = "it asked for more than 0.4 GB of memory", "it took more than 12 s of processor time"
+    assert memory in problem.text or clock in problem.text
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:

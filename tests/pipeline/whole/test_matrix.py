@@ -68,6 +68,7 @@ STAGES = {
     "distill": [f"distill: {{student: STUDENT, {TRAIN}}}"],
     "vocabulary": ["vocabulary: {coverage: 0.8}"],
     "depth": ["depth: {keep: 0.5, rows: 4}"],
+    "depth-parts": ["depth: {what: [attention, ffn], keep: 0.75, importance: block-influence, rows: 4}"],
     "distill-inside": [f"distill: {{losses: {{hidden: 1, embeddings: 1, relations: 1}}, {TRAIN}}}"],
     "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "masks": [f"finetune: {{masks: {{learning_rate: 5, warmup: 0.5, round_to: 4}}, {TRAIN}}}"],
@@ -83,6 +84,11 @@ STAGES = {
     "int8-smooth": ["quantize: {scheme: int8-static, smooth: 0.5, rows: 8, damage_rows: 1}"],
     "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
+    "awq": ["quantize: {scheme: int4, group_size: 32, method: awq, clip: awq, rows: 4}"],
+    "hqq": ["quantize: {scheme: int4, group_size: 16, symmetric: false, method: hqq}"],
+    "int3": ["quantize: {scheme: int3, group_size: 32, symmetric: false}"],
+    "int2": ["quantize: {scheme: int2, group_size: 32}"],
+    "ternary": ["quantize: {scheme: ternary, group_size: 32, granularity: row, vocabulary: ternary}"],
     "binary": ["quantize: {scheme: binary, group_size: 32}"],
     "bnb-nf4": ["quantize: {scheme: bnb-nf4}"],
     "bnb-int8": ["quantize: {scheme: bnb-int8}"],
@@ -97,9 +103,11 @@ STAGES["chain-listed"] = [*STAGES["shortlist"], *STAGES["prune"], *STAGES["finet
 STAGES["chain-inside"] = [*STAGES["prune"], *STAGES["lora"], *STAGES["distill-inside"]]
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-parts"] = [*STAGES["depth-parts"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
+STAGES["chain-awq"] = [*STAGES["factorize"], *STAGES["awq"], *STAGES["lora"]]
 STAGES["chain-qlora"] = [*STAGES["bnb-nf4"], *STAGES["lora"]]
 # each chain with each kind of model for which a graph of it is written otherwise; each stage on each family,
 # without graphs, is in test_pairs.py
@@ -119,11 +127,25 @@ FAST |= {("mbart", "chain-learned")}
 FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
+FAST |= {("bart", "chain-awq"), ("t5", "chain-parts")}
+FAST |= {("llama", "int3"), ("t5-gated", "ternary")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
-OF_IMAGES = {"finetune", "depth", "lora", "prune", "prune-global", "factorize", "sparsify", "share"}
-OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "binary"}
+OF_IMAGES = {
+    "finetune",
+    "depth",
+    "depth-parts",
+    "chain-parts",
+    "lora",
+    "prune",
+    "prune-global",
+    "factorize",
+    "sparsify",
+    "share",
+}
+OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
+OF_IMAGES |= {"awq", "hqq", "ternary", "binary"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]

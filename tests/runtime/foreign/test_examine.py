@@ -289,6 +289,16 @@ def test_several_mistakes_are_said_together(tmp_path: Path) -> None:
     assert all(word in found for word in ("opset 99", "circle", "no operator Nothing"))
 
 
+def test_weights_that_are_all_missing_are_one_problem(tmp_path: Path) -> None:
+    model = graphs.pointing("gone.bin")
+    for name in ("second", "third"):
+        model.graph.initializer.append(model.graph.initializer[0])
+        model.graph.initializer[-1].name = name
+    (found,) = examine(graphs.save(model, tmp_path / "m.onnx")).problems
+    first = model.graph.initializer[0].name
+    assert found.startswith(f"the tensor '{first}' and 2 more: its values should lie in gone.bin")
+
+
 def test_what_only_the_runtime_finds_is_its_words(tmp_path: Path) -> None:
     model = graphs.two_layers()
     model.graph.initializer[0].dims[:] = [16, 8]  # x has 8 columns

@@ -38,7 +38,7 @@ def test_an_answer_comes_back_whatever_was_printed_beside_it() -> None:
     [
         ("crash", r"its process crashed \(SIGSEGV\)"),
         ("memory", "it asked for more than 1.0 GB of memory"),
-        ("time", "it took more than 1 s of processor time"),
+        ("time", r"it took more than (1 s of processor time|6 s)"),  # the clock, where the machine is busy
     ],
 )
 def test_what_happens_there_is_said_here(what: str, said: str) -> None:

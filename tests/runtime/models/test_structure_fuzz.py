@@ -28,13 +28,14 @@ EDITS = st.fixed_dictionaries(
         "ranks": st.lists(NUMBERS, max_size=3) | NUMBERS,
         "kind": st.sampled_from(["tucker", "cp", "svd", None]),
         "heads": NUMBERS,
+        "part": NUMBERS,
         "value": NUMBERS,
         "group": NUMBERS,
         "bits": NUMBERS,
         "attribute": st.sampled_from(
             ["num_heads", "all_head_size", "__class__", "forward", "training", None, 3]
         ),
-        "scheme": st.sampled_from(["int8-dynamic", "int4", "binary", "int9", None, 4]),
+        "scheme": st.sampled_from(["int8-dynamic", "int4", "int3", "ternary", "binary", "int9", None, 4]),
     },
 )
 KEYS = st.just("edits") | st.text(max_size=3)

@@ -22,7 +22,7 @@ def test_the_default_is_a_scheme_that_codes_everything_and_needs_no_training():
     assert not SCHEMES[DEFAULT].trained
 
 
-@pytest.mark.parametrize("word", ["itn4", "int3", 7, None, [], {}])
+@pytest.mark.parametrize("word", ["itn4", "int5", 7, None, [], {}])
 def test_what_is_no_scheme_is_refused_with_those_that_there_are(word):
     known = f"Known: {', '.join(SCHEMES)}."
     with pytest.raises(InputError, match=f"unknown quantization scheme .*{re.escape(known)}"):
@@ -70,6 +70,12 @@ def test_an_option_that_is_missing_is_refused():
         ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
         ("int8-groupwise", {"group_size": 128, "symmetric": True}, 8 + 16 / 128),
         ("int8-groupwise", {"group_size": 32, "symmetric": False}, 8 + 16 / 32 + 8 / 32),
+        ("int3", {"group_size": 64, "symmetric": True}, 3.25),
+        ("int3", {"group_size": 128, "symmetric": False}, 3 + 16 / 128 + 4 / 128),
+        ("int2", {"group_size": 64, "symmetric": True}, 2.25),
+        ("int2", {"group_size": 32, "symmetric": False}, 2 + 16 / 32 + 2 / 32),
+        ("ternary", {"group_size": 64, "granularity": "group"}, 8 * 13 / 64 + 16 / 64),
+        ("ternary", {"group_size": 64, "granularity": "row"}, 8 * 205 / 1024 + 16 / 1024),
         ("binary", {"group_size": 64}, 1.25),
         ("bnb-nf4", {}, 4 + 32 / 64),
         ("bnb-int8", {}, 8 + 32 / 1024),

@@ -1,15 +1,20 @@
 """First caches whose shape a tool guessed: they do not change what a graph says."""
 
 import json
+import shutil
 
 import exported
 import numpy as np
 import pytest
 import translating
 
+from smelt.core.artifact import read_artifact
+from smelt.core.errors import InputError
 from smelt.export.graph_files import read_graph
 from smelt.export.package.hub.decoders import layout_of
 from smelt.export.package.hub.first_caches import take_any_first_cache
+from smelt.export.package.optimum import Optimum
+from smelt.export.package.transformers_js import TransformersJs
 
 
 def layout(kind):
@@ -62,3 +67,17 @@ def test_a_writer_with_fewer_keys_than_heads_takes_caches_of_all_heads():
     assert take_any_first_cache(model, config) == len(pasts) == 4
     np.testing.assert_array_equal(logits(2), expected)
     np.testing.assert_array_equal(logits(4), expected)
+
+
+@pytest.mark.parametrize("form", [Optimum(), TransformersJs()])
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("writer", "num_hidden_layers"), ("translator", "decoder_layers")]
+)
+def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layers, tmp_path):
+    """As of a model whose third layer attends no more: its tool would make a cache for it."""
+    folder = shutil.copytree(exported.artifact(kind), tmp_path / "model")
+    form.check(read_artifact(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {layers: config[layers] + 1}))
+    with pytest.raises(InputError, match=r"has caches .* for 2 of 3 layers, since 'depth' took"):
+        form.check(read_artifact(folder))

@@ -1,12 +1,17 @@
 import itertools
 
+import pytest
 import torch
 
 from smelt.runtime.schemes.parts.packing import (
+    digits_as_floats,
     nibbles_as_floats,
     pack_bits,
+    pack_codes,
+    pack_digits,
     pack_nibbles,
     unpack_bits,
+    unpack_codes,
     unpack_nibbles,
 )
 
@@ -34,3 +39,22 @@ def test_all_bytes_survive_packing():
     bits = torch.tensor(list(itertools.product([False, True], repeat=8)))
     assert unpack_bits(pack_bits(bits)).equal(bits)
     assert sorted(pack_bits(bits).flatten().tolist()) == list(range(256))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_codes_of_any_width_survive_packing_the_first_in_the_lowest_bits(bits):
+    torch.manual_seed(0)
+    codes = torch.randint(0, 2**bits, (3, 21), dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (3, -(-21 * bits // 8))
+    assert unpack_codes(packed, bits)[:, :21].equal(codes)
+    assert digits_as_floats(packed, 2**bits, 8 // bits)[:, :21].equal(codes.float())
+    assert packed[0, 0] == sum(int(codes[0, i]) << bits * i for i in range(8 // bits))
+
+
+def test_five_ternary_digits_lie_in_a_byte_the_first_the_lowest():
+    digits = torch.tensor(list(itertools.product(range(3), repeat=5)), dtype=torch.uint8)
+    packed = pack_digits(digits, 3, 5)
+    assert sorted(packed.flatten().tolist()) == list(range(243))
+    assert packed[1].tolist() == [81]
+    assert digits_as_floats(packed, 3, 5).equal(digits.float())

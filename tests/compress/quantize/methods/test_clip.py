@@ -1,11 +1,13 @@
 """Grids whose ranges are shrunk where that has the smaller error, against a plain loop."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from smelt.compress.quantize.clip import searched_grid
-from smelt.compress.quantize.coding import nearest_on
+from smelt.compress.quantize.coding import nearest_on, plain_fit
+from smelt.compress.quantize.methods.clip import percentile_grid, searched_grid
 from smelt.runtime.schemes.registry import SCHEMES, defaults, find
 
 HEAVY = torch.distributions.StudentT(3.0)
@@ -52,3 +54,25 @@ def test_no_group_has_a_larger_error_than_with_the_schemes_own_grid(name):
     assert bool((searched <= plain * (1 + 1e-6)).all())
     if name == "int4":  # of heavy tails most groups gain
         assert float((searched < 0.999 * plain).float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_percentile_is_numpys_and_what_fills_up_the_last_group_does_not_count(name):
+    scheme, weight = find(name), drawn(4, 200)
+    options = defaults(scheme)
+    size = scheme.group(200, options)
+    found = nearest_on(partial(percentile_grid, 97.0), weight, scheme, options)
+    assert len(found.codes[0]) == -(-200 // size)
+    for start in range(0, 200, size):
+        part = weight[:, start : start + size]
+        ends = torch.tensor(np.percentile(part.abs().numpy(), 97.0, axis=1))[:, None].float()
+        alone = torch.nn.functional.pad(part.clamp(-ends, ends), (0, size - part.shape[1]))[:, None]
+        wanted = scheme.fit(alone, part.shape[1], options)["scales"]
+        torch.testing.assert_close(found.grid["scales"][:, start // size], wanted[:, 0], rtol=1e-3, atol=1e-6)
+
+
+def test_of_a_hundred_percent_nothing_is_cut_off():
+    weight, options = drawn(4, 256), defaults(find("int4"))
+    plain = nearest_on(plain_fit, weight, find("int4"), options)
+    whole = nearest_on(partial(percentile_grid, 100.0), weight, find("int4"), options)
+    assert whole.codes.equal(plain.codes)

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from smelt.compress.calibration.inverse import inverse_factor
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.calibration.statistics import collected, empty_statistics
-from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize.coding import plain_fit, round_to_nearest
-from smelt.compress.quantize.gptq import gptq_codes
+from smelt.compress.quantize.methods import gptq as module
+from smelt.compress.quantize.methods.gptq import gptq_codes
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
@@ -24,6 +24,9 @@ from smelt.runtime.schemes.registry import defaults, find
 
 SCHEMES = {
     "int4": {"group_size": 16},
+    "int3": {"group_size": 16},
+    "int2": {"group_size": 32, "symmetric": False},
+    "ternary": {"group_size": 32},
     "int8-groupwise": {"group_size": 32, "symmetric": False},
     "int8-dynamic": {},
     "binary": {"group_size": 32},

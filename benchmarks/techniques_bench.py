@@ -1,0 +1,179 @@
+"""How an arm of techniques.py is run and scored."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.data import TEXT_TO_TEXT, Columns, Split, read_split
+from smelt.core.files import hash_of, sha256_of, write_json
+from smelt.core.stage import Context
+
+# Raised whenever the same arm is scored in another way.
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an arm's stages leave: the last torch model, and the last artifact of any form.
+
+    seconds: processor time of the stages. facts: what each told, but long lists.
+    """
+
+    model: Artifact
+    last: Artifact
+    seconds: float
+    facts: list[dict[str, Any]]
+
+
+class Bench:
+    """A model, its data, and how an arm is run and scored.
+
+    split: whose rows are scored. rows: how many, and of how many texts are written. threads: of torch.
+    shelf: a folder where stages keep what several of them need (a teacher's texts).
+    """
+
+    def __init__(
+        self, model: Path, data: Path, task: str, split: str, rows: tuple[int, int], threads: int, shelf: Path
+    ) -> None:
+        self.model, self.threads, self.shelf = model, threads, shelf
+        self.task: Any = task
+        self.data = {name: _read(data, name, task) for name in ("train", "validation")}
+        whole = _read(data, split, task)
+        self.scored, self.written = (whole.head(count) for count in rows)
+        files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
+        self.of_model = hash_of([[path.name, sha256_of(path)] for path in files])
+
+    def key(self, stages: Sequence[Any], seed: int, train: int | None, beams: Sequence[int]) -> str:
+        """Return the hash of all that an arm's scores depend on, but the code."""
+        rows = [self._train(train).fingerprint, self.data["validation"].fingerprint, self.scored.fingerprint]
+        texts = [list(beams), self.written.fingerprint] if beams else []
+        return hash_of([_VERSION, self.of_model, self.task, [list(s) for s in stages], seed, rows, texts])
+
+    def measure(
+        self, stages: Sequence[Any], seed: int, train: int | None, beams: Sequence[int]
+    ) -> dict[str, Any]:
+        """Run an arm, and return its scores by row with its parameters and processor time, seconds."""
+        with tempfile.TemporaryDirectory() as space:
+            made = self.run(stages, seed, Path(space), train)
+            nats, tokens, parameters = self.losses(made.model.path)
+            bleu = {str(count): self.texts(made.model, count) for count in beams}
+        return {
+            "parameters": parameters,
+            "seconds": round(made.seconds, 1),
+            "nats": nats,
+            "tokens": tokens,
+            "bleu": bleu,
+            "facts": made.facts,
+        }
+
+    def run(self, stages: Sequence[Any], seed: int, space: Path, train: int | None = None) -> Made:
+        """Run an arm's stages, which leave their results below `space`."""
+        from smelt.recipe.stage_table import load_stage
+
+        source = made = artifact(self.model, self.task, self.of_model)
+        ancestors, spent, facts = {"model": source}, 0.0, []
+        data: Any = self.data | {"train": self._train(train)}
+        for number, (word, settings) in enumerate(stages):
+            stage: Any = load_stage(word)
+            out = space / f"{number}-{word}"
+            out.mkdir(parents=True)
+            ctx = Context(
+                out, self.task, data, seed, ancestors, score=lambda *_: {},
+                threads=self.threads, device="cpu", kept=self._kept,
+            )  # fmt: skip
+            start = time.process_time()
+            stage()(source, stage.settings_type.model_validate(settings), ctx)
+            spent += time.process_time() - start
+            key = hash_of([source.key, word, settings, seed])
+            made = artifact(out, self.task, key, stage.produces, _plain(ctx.facts))
+            facts.append({"stage": word, **{k: v for k, v in _plain(ctx.facts).items() if _short(v)}})
+            ancestors[word] = made
+            source = made if stage.produces == "torch" else source
+        return Made(source, made, spent, facts)
+
+    def losses(self, folder: Path) -> tuple[list[float], list[int], int]:
+        """Return each row's summed cross-entropy, nats, its tokens (labels), and the model's parameters."""
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        from smelt.compress.train.data import IGNORE, collate, encode_split, group_by_length
+        from smelt.compress.train.loop import logits_of
+        from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+
+        torch.set_num_threads(self.threads)
+        model, _ = load_model(folder)
+        model.eval()
+        ctx = Context(folder, self.task, {}, 0, {}, score=lambda *_: {})
+        rows = encode_split(self.scored, model.config, load_tokenizer(folder), ctx)
+        nats, tokens = [0.0] * len(rows), [0] * len(rows)
+        for group in group_by_length(rows, 32, None, None):
+            batch = collate([rows[i] for i in group], model.config)
+            labels = batch["labels"].reshape(len(group), -1)
+            with torch.no_grad():
+                logits = logits_of(model, batch)
+            each = cross_entropy(
+                logits.reshape(-1, logits.shape[-1]).float(),
+                labels.reshape(-1),
+                reduction="none",
+                ignore_index=IGNORE,
+            )
+            for at, i in enumerate(group):
+                nats[i] = float(each.reshape(labels.shape)[at].sum())
+                tokens[i] = int((labels[at] != IGNORE).sum())
+        return nats, tokens, sum({id(p): p.numel() for p in model.parameters()}.values())
+
+    def texts(self, made: Artifact, beams: int) -> dict[str, Any]:
+        """Return the statistics of BLEU of what a model writes with so many beams, in smelt's runner."""
+        from smelt.evaluate.quality import score_texts
+        from smelt.runtime.backends.open_runner import open_runner
+        from smelt.runtime.generate.settings import Generation
+        from smelt.runtime.predict import generate_texts
+
+        assert self.task in TEXT_TO_TEXT
+        rows = self.written.examples
+        with open_runner(made, self.threads, "cpu") as runner:
+            search = Generation(beams=beams, max_new_tokens=128)
+            said = generate_texts(runner, [e.text for e in rows], search)
+        return score_texts(["bleu"], said, [e.references for e in rows])["bleu"].statistics.dump()
+
+    def _train(self, rows: int | None) -> Split:
+        return self.data["train"] if rows is None else self.data["train"].head(rows)
+
+    def _kept(self, what: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+        path = self.shelf / f"{hash_of(what)}.json"
+        if not path.exists():
+            self.shelf.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"made": make()})
+        return json.loads(path.read_text(encoding="utf-8"))["made"]
+
+
+def _read(data: Path, name: str, task: Any) -> Split:
+    read: Any = read_split
+    found: Split = read(str(data / f"{name}.jsonl.gz"), task, Columns(), data)
+    return found
+
+
+def artifact(
+    folder: Path, task: str, key: str = "0" * 64, form: str = "torch", facts: Mapping[str, Any] | None = None
+) -> Artifact:
+    """Return a model's folder as what stages take."""
+    said = {"key": key, "format": form, "task": task, "stage": "model", "facts": dict(facts or {})}
+    return Artifact(
+        folder, Manifest.model_validate({**said, "settings": {}, "seed": 0, "parent": None, "versions": {}})
+    )
+
+
+def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return found
+
+
+def _short(value: Any) -> bool:
+    return len(json.dumps(value)) < 2_000

@@ -1,0 +1,162 @@
+"""Which attentions and feed-forward parts of layers go, and taking them out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.depth.choose import most_tries, moved, on_device
+from smelt.compress.depth.fit import check_parts, fraction_kept
+from smelt.compress.depth.influence import Layer, drop_by_loss
+from smelt.compress.depth.parts import Part, part_influence, parts_of, without_parts
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.train.loop import label_objective, mean_loss
+from smelt.compress.train.run import scores_lacking
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.models.edits.skip import skip
+from smelt.runtime.models.structure import Edit
+
+
+def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSettings, ctx: Context) -> None:
+    """Take out of `model`, in place, the parts that do least; append the edits, tell the facts.
+
+    Of each kind one stays in each stack.
+
+    Raises:
+        InputError: parts that the model has not, or settings that leave none of a kind.
+    """
+    if mistakes := check_parts(settings, model.config.to_dict()):
+        raise InputError("depth: " + " ".join(f"{setting}: {message}" for setting, message in mistakes))
+    parts = parts_of(model)
+    stacks: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.kind in settings.parts:
+            stacks.setdefault(part.stack, []).append(part)
+    told, numbers = _asked(settings, stacks, ctx)
+    gone = {*told, *_chosen(model, parts, stacks, told, numbers, src, settings, ctx)}
+    for part in (part for part in parts if part in gone):
+        edits.append(skip(model, part.block.place, part.number))
+    ctx.facts["dropped_parts"] = {
+        name: [part.name for part in there if part in gone] for name, there in stacks.items()
+    }
+
+
+def _asked(
+    settings: DepthSettings, stacks: Mapping[str, list[Part]], ctx: Context
+) -> tuple[list[Part], dict[str, int]]:
+    """Return the parts that were told to go, and of the other stacks how many stay."""
+    told: list[Part] = []
+    numbers: dict[str, int] = {}
+    for name, there in stacks.items():
+        said = getattr(settings, name)
+        kinds = len({part.kind for part in there})
+        if isinstance(said, list):
+            told += [part for part in there if part.block.number not in said]
+            continue
+        wanted = math.floor(fraction_kept(settings) * len(there) + 0.5) if said is None else said
+        if wanted > len(there):
+            raise InputError(f"depth: {name}: {wanted} parts cannot stay of {len(there)}.")
+        if said is not None and wanted < kinds:
+            raise InputError(f"depth: {name}: {wanted}: one of each kind stays, which makes {kinds}.")
+        numbers[name] = max(kinds, wanted)
+        if numbers[name] == len(there) and said is None and fraction_kept(settings) < 1:
+            ctx.warnings.append(
+                f"depth: keep {fraction_kept(settings):g} of the {len(there)} {' and '.join(settings.parts)}"
+                f" of {name} is, to the nearest whole number and one of each kind, all of them; none goes."
+            )
+    left = {(part.stack, part.kind) for there in stacks.values() for part in there if part not in told}
+    for name, there in stacks.items():
+        for kind in {part.kind for part in there}:
+            if (name, kind) not in left:
+                raise InputError(f"depth: {name}: {getattr(settings, name)} leaves no {kind}; one stays.")
+    return told, numbers
+
+
+def _chosen(
+    model: Any,
+    parts: list[Part],
+    stacks: Mapping[str, list[Part]],
+    told: list[Part],
+    numbers: dict[str, int],
+    src: Artifact,
+    settings: DepthSettings,
+    ctx: Context,
+) -> list[Part]:
+    """Return the parts that go besides those that were told to."""
+    there = {name: len(stacks[name]) for name in numbers}
+    if numbers == there:
+        return []
+
+    def is_last(unit: Layer, gone: Collection[Layer]) -> bool:
+        part = stacks[unit[0]][unit[1]]
+        same = [at for at, other in enumerate(stacks[unit[0]]) if other.kind == part.kind]
+        return all((unit[0], at) in gone for at in same if at != unit[1])
+
+    if settings.importance == "loss":
+        return _by_loss(model, parts, stacks, told, numbers, is_last, src, settings, ctx)
+    if settings.importance == "random":
+        draw = random.Random(ctx.seed)
+        scores = {name: [draw.random() for _ in stacks[name]] for name in numbers}
+    else:
+        rows = calibration_rows(model, src, settings.rows, ctx, "depth")
+        with on_device(model, ctx) as device, without_parts(model, parts, told):
+            found = part_influence(model, parts, moved(rows.batches, device, ctx))
+        scores = {name: [found[part] for part in stacks[name]] for name in numbers}
+        ctx.facts["part_influence"] = {
+            name: {part.name: round(found[part], 6) for part in stacks[name]} for name in numbers
+        }
+    gone: list[Layer] = []
+    for name, count in numbers.items():
+        for at in sorted(range(there[name]), key=lambda at: scores[name][at]):
+            if there[name] - sum(stack == name for stack, _ in gone) > count and not is_last(
+                (name, at), gone
+            ):
+                gone.append((name, at))
+    return [stacks[name][at] for name, at in gone]
+
+
+def _by_loss(
+    model: Any,
+    parts: list[Part],
+    stacks: Mapping[str, list[Part]],
+    told: list[Part],
+    numbers: dict[str, int],
+    is_last: Any,
+    src: Artifact,
+    settings: DepthSettings,
+    ctx: Context,
+) -> list[Part]:
+    """Drop one after another the part without which the loss is smallest; all stacks are tried together.
+
+    Raises:
+        InputError: there are no rows, or the pairs of a sentence embedder have no scores.
+    """
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
+        raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
+    there = {name: len(stacks[name]) for name in numbers}
+    batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
+    tries = 0
+    with on_device(model, ctx) as device:
+
+        def loss_without(gone: Collection[Layer]) -> float:
+            nonlocal tries
+            with without_parts(model, parts, {*told, *(stacks[name][at] for name, at in gone)}):
+                loss = mean_loss(model, batches, label_objective(), "fp32", device)
+            tries += 1
+            ctx.progress(tries, most_tries(numbers, there), f"loss {loss:.3f}")
+            return loss
+
+        ctx.facts["loss_before"] = round(loss_without(()), 6)
+        gone, losses = drop_by_loss(numbers, there, (), loss_without, is_last)
+    dropped = [stacks[name][at] for name, at in gone]
+    ctx.facts["dropped"] = [
+        {"stack": part.stack, "layer": part.block.number, "part": part.kind, "loss": round(loss, 6)}
+        for part, loss in zip(dropped, losses, strict=True)
+    ]
+    return dropped

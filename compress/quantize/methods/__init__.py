@@ -1,0 +1,1 @@
+"""How codes are chosen: a file a method."""

@@ -1,0 +1,20 @@
+"""Of two grids the better one, group by group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def taken(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Return of each group the new part of a grid where it is better; a grid may have more axes behind.
+
+    Args:
+        better: bool [N, G].
+        new: [N, G, ...], or [N] where all groups of a row have one.
+        old: likewise.
+    """
+    there = (
+        better.reshape(*better.shape, *[1] * (new.dim() - better.dim())) if new.dim() > 1 else better[:, 0]
+    )
+    return torch.where(there, new, old)

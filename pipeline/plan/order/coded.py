@@ -1,0 +1,48 @@
+"""What cannot follow a model whose checkpoint holds codes already (GPTQ, AWQ): known from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from smelt.core.errors import InputError
+from smelt.plan.plan import Step
+from smelt.recipe.stages import ROOT
+from smelt.runtime.models.coded.said import coding_of
+from smelt.runtime.schemes.registry import SCHEMES, TAKEN, targets_of
+from smelt.runtime.schemes.scheme import graphs_for
+
+
+def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of steps that need floats, or a target that runs no such codes, and what to say.
+
+    Args:
+        steps: of the plan, parents first.
+        config: of the untouched model.
+    """
+    try:
+        coding = coding_of(config)
+    except InputError:  # said of the model
+        return
+    if coding is None:
+        return
+    coded = {ROOT}
+    for step in steps:
+        if step.parent not in coded:
+            continue
+        if step.stage != "distill":  # which may go on with another student
+            coded.add(step.name)
+        target = getattr(step.settings, "target", None)
+        if getattr(step.cls, "needs_float", False):
+            yield (
+                step.name,
+                f"{step.stage} works on floats, and the weights of the model are {coding.method} codes; start"
+                " from the model that these were made of.",
+            )
+        elif step.stage == "onnx" and target and graphs_for(str(target)) in SCHEMES[TAKEN].refused:
+            yield (
+                step.name,
+                f"{target} cannot run the {SCHEMES[TAKEN].leaves_as} of the model ({coding.method});"
+                f" give target: {' or '.join(targets_of([SCHEMES[TAKEN]]))}, or start from the model that"
+                " these were made of.",
+            )

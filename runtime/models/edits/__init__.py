@@ -1,0 +1,1 @@
+"""Edits that take parts of all kinds out of a model."""

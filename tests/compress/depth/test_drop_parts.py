@@ -1,0 +1,154 @@
+"""Attentions and feed-forward parts go by what they do; of each kind one stays in each stack."""
+
+import json
+
+import every_family
+import harness
+import pytest
+import torch
+from pydantic import ValidationError
+
+from smelt.compress.depth.fit import check_depth
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model
+
+
+def run(settings, out, family="llama", source=None):
+    said = DepthSettings(**({"rows": 4} | settings))
+    return every_family.run(Depth(), said, source or every_family.of_layers(family, 3), family, out)
+
+
+def test_greedy_losses_are_those_of_the_models_without_the_parts(tmp_path):
+    """After each drop the others are tried again: by hand, on models from which the part was really taken."""
+    ctx = run({"what": ["attention", "ffn"], "keep": 0.67}, tmp_path / "out")
+    dropped = [(d["layer"], d["part"]) for d in ctx.facts["dropped"]]
+    losses = {}
+    for kind in ("attention", "ffn"):
+        for layer in range(3):
+            stay = [at for at in range(3) if at != layer]
+            name = f"{kind}-{layer}"
+            gone = run({"what": [kind], "layers": stay}, tmp_path / name)
+            assert gone.facts["dropped_parts"] == {"layers": [f"{layer} {kind}"]}
+            again = run({"layers": 2}, tmp_path / f"{name}-again", source=gone.out)
+            losses[layer, kind] = again.facts["loss_before"]
+    assert dropped[0] == min(losses, key=losses.get)
+    assert ctx.facts["dropped"][0]["loss"] == pytest.approx(losses[dropped[0]], abs=1e-5)
+    assert len(dropped) == 2
+
+
+@pytest.mark.parametrize("importance", ["loss", "block-influence", "random"])
+def test_of_each_kind_one_stays_in_each_stack(importance, tmp_path):
+    what = ["attention", "cross-attention", "ffn"]
+    ctx = run({"what": what, "keep": 0.1, "importance": importance}, tmp_path / "out", "t5")
+    gone = ctx.facts["dropped_parts"]
+    for stack, kinds in (("encoder_layers", what[::2]), ("decoder_layers", what)):
+        assert {
+            kind: sum(name.endswith(f" {kind}") for name in gone[stack]) for kind in kinds
+        } == dict.fromkeys(kinds, 2)
+    assert torch.isfinite(harness.logits(harness.model_of(ctx))).all()
+    assert ctx.facts["parameters_after"] < ctx.facts["parameters_before"]
+
+
+def test_the_least_influence_goes_and_the_facts_say_so(tmp_path):
+    ctx = run({"what": ["ffn"], "layers": 1, "importance": "block-influence"}, tmp_path / "out")
+    values = ctx.facts["part_influence"]["layers"]
+    stays = max(values, key=values.get)
+    assert sorted(ctx.facts["dropped_parts"]["layers"]) == sorted(set(values) - {stays})
+    config = json.loads((ctx.out / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+
+
+def test_layers_and_parts_can_go_one_after_the_other(tmp_path):
+    first = run({"what": ["attention"], "layers": [1, 2]}, tmp_path / "first")
+    second = run({"layers": [0, 2]}, tmp_path / "second", source=first.out)
+    third = run({"what": ["ffn"], "layers": [0]}, tmp_path / "third", source=second.out)
+    layers = load_model(third.out)[0].model.layers
+    assert [hasattr(layer.self_attn, "q_proj") for layer in layers] == [False, True]
+    assert [hasattr(layer.mlp, "up_proj") for layer in layers] == [True, False]
+    assert layers[1].self_attn.layer_idx == 0
+    with pytest.raises(InputError, match="leaves no attention in the layers: an earlier step took it out"):
+        run({"layers": [0]}, tmp_path / "none", source=first.out)
+
+
+def test_the_bias_of_t5_goes_on_to_the_first_block_that_attends(tmp_path):
+    first = run(
+        {"what": ["attention"], "encoder_layers": [2], "decoder_layers": [1, 2]}, tmp_path / "a", "t5"
+    )
+    left = run({"encoder_layers": [1, 2], "decoder_layers": [0, 2]}, tmp_path / "b", "t5", first.out)
+    whole, found = load_model(every_family.of_layers("t5", 3))[0], load_model(left.out)[0]
+    for side in ("encoder", "decoder"):
+        table = getattr(whole, side).block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        again = getattr(found, side).block[1].layer[0].SelfAttention.relative_attention_bias.weight
+        assert torch.equal(again, table)
+    assert torch.equal(harness.logits(found), harness.logits(harness.model_of(left)))
+
+
+MARIAN = {"model_type": "marian", "encoder_layers": 6, "decoder_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "place", "message"),
+    [
+        ({"what": ["cross-attention"]}, {"model_type": "llama", "num_hidden_layers": 3}, "what",
+         "a llama model has no cross-attention; it has attention and ffn."),
+        ({"what": ["ffn"], "layers": 2}, MARIAN, "layers",
+         "a marian model has no such stack; it has encoder_layers and decoder_layers."),
+        ({"what": ["ffn"], "decoder_layers": [0, 3]}, MARIAN, "decoder_layers",
+         "expected rising numbers from 0 to 2, read [0, 3]."),
+    ],
+)  # fmt: skip
+def test_parts_that_there_are_not(settings, config, place, message):
+    [(found, said)], after = check_depth(DepthSettings(**settings), config)
+    assert found == place
+    assert said.startswith(message)
+    assert after == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"what": ["ffn", "layers"]}, "layers go whole or in parts"),
+        (
+            {"what": ["ffn"], "importance": "alternate"},
+            "importance: alternate is of layers; for parts take loss",
+        ),
+        ({"what": []}, "at least 1 item"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        DepthSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"what": ["attention", "ffn"], "layers": 1}, "layers: 1: one of each kind stays, which makes 2"),
+        ({"what": ["attention"], "layers": 4}, "layers: 4 parts cannot stay of 3"),
+    ],
+)
+def test_numbers_that_cannot_be(settings, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        run(settings, tmp_path / "out")
+
+
+def test_a_list_that_leaves_none_of_a_kind_that_is_left(tmp_path):
+    first = run({"what": ["ffn"], "layers": [0, 1]}, tmp_path / "first")
+    with pytest.raises(InputError, match=r"layers: \[2\] leaves no ffn; one stays"):
+        run({"what": ["ffn"], "layers": [2]}, tmp_path / "second", source=first.out)
+
+
+def test_keep_that_takes_nothing_warns(tmp_path):
+    ctx = run({"what": ["ffn"], "keep": 0.9}, tmp_path / "out")
+    assert ctx.warnings == [
+        "depth: keep 0.9 of the 3 ffn of layers is, to the nearest whole number and one of each kind, all of"
+        " them; none goes."
+    ]
+    assert ctx.facts["dropped_parts"] == {"layers": []}
+
+
+def test_keys_of_what_was_stored_before_stay():
+    assert "what" not in DepthSettings(keep=0.5).model_dump()
+    assert DepthSettings(what=["ffn"]).model_dump()["what"] == ["ffn"]

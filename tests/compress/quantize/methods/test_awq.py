@@ -1,0 +1,187 @@
+"""AWQ in the stage: a float model that stays what it was, less error than nearest, and graphs that agree."""
+
+import every_family
+import family_models
+import harness
+import onnx
+import pytest
+import tiny
+import torch
+import what_follows
+from pydantic import ValidationError
+
+from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
+from smelt.compress.calibration.statistics import collected
+from smelt.compress.quantize.methods.awq import awq
+from smelt.compress.quantize.planned import plan_layers
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.quantize.through_codes import load_trainable, settle
+from smelt.core.artifact import Artifact, Manifest
+from smelt.core.errors import InputError
+from smelt.core.stage import needs_of
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.layers.scaled import ScaledLinear
+from smelt.runtime.models.checkpoint import load_model, save_model
+
+DENSE = "bert.encoder.layer.0.intermediate.dense"
+AWQ = {"scheme": "int4", "method": "awq", "group_size": 16, "rows": 8}
+
+
+def scaled(model, tmp_path, kind=torch.float32, **settings):
+    """Scale `model` by its own batch; return what the stage would tell, and what is left to quantize."""
+    batch = family_models.batch_for(model)
+    rows = CalibrationRows("made", [batch], 2, batch["input_ids"].numel())
+    ctx = harness.context(tmp_path / "out")
+    layers = plan_layers(model, QuantizeSettings(**(AWQ | settings)))
+    return awq(model, layers, rows, False, lambda names: kind, ctx), ctx
+
+
+@pytest.mark.parametrize("family", family_models.NAMES)
+@torch.no_grad()
+def test_the_float_model_computes_what_it_did(family, tmp_path):
+    model = family_models.load(family)
+    batch = family_models.batch_for(model)
+    before = family_models.run(model, batch).logits
+    found, ctx = scaled(model, tmp_path)
+    torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    errors = ctx.facts["awq_error"].values()
+    assert max(errors) <= 1
+    assert min(errors) < 0.95
+    assert sum(ctx.facts["awq_scales_in"].values()) == sum(a > 0 for a in ctx.facts["awq_alpha"].values())
+    for layer in found.layers:
+        assert model.get_submodule(layer.name) is layer.module
+    wrapped = {name for name, m in model.named_modules() if isinstance(m, ScaledLinear)}
+    assert wrapped == {edit["module"] for edit in found.edits if edit["op"] == "scale"}
+    if family in ("llama", "mistral", "phi3", "m2m_100"):  # pre-norm, and a gate or ReLU
+        assert not wrapped
+
+
+@torch.no_grad()
+def test_what_half_precision_rounds_off_factors_and_norms_goes_into_columns(tmp_path):
+    model = family_models.load("bart")
+    batch = family_models.batch_for(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.weight.copy_(module.weight.half())
+    before = family_models.run(model, batch).logits
+    scaled(model, tmp_path, kind=torch.float16)
+    factors = [m.factors for m in model.modules() if isinstance(m, ScaledLinear)]
+    assert factors
+    assert all(f.equal(f.half().float()) for f in factors)
+    torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_fed_numbers_that_are_none_is_refused(tmp_path):
+    model = family_models.load("bert")
+    with torch.no_grad():
+        model.get_submodule("bert.encoder.layer.0.output.LayerNorm").weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"encoder\.layer\.1\.attention.*is not finite"):
+        scaled(model, tmp_path)
+
+
+def made(family, out, **settings):
+    source = every_family.of_layers(family, 2)
+    return source, every_family.run(Quantize(), QuantizeSettings(**(AWQ | settings)), source, family, out)
+
+
+def products_in(folder):
+    """How many products of codes each graph has."""
+    found = {path.name: onnx.load(path).graph.node for path in folder.glob("*.onnx")}
+    return {name: sum(node.op_type == "MatMulNBits" for node in nodes) for name, nodes in found.items()}
+
+
+@torch.no_grad()
+def errors_of(source, codes, ctx):
+    """The squared error of each product's outputs, on the rows of the stage, by the product's name."""
+    plain, _ = load_model(source)
+    names = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
+    names = [n for n in names if plain.get_submodule(n) is not plain.get_output_embeddings()]
+    rows = calibration_rows(plain, tiny.artifact(source, ctx.task), 8, ctx, "quantize")
+    outputs = {}
+    with collected(plain, rows, {n: [plain.get_submodule(n)] for n in names}, ctx) as seen:
+        for name in names:
+            layer = codes.get_submodule(name)
+            inner = layer.linear if isinstance(layer, ScaledLinear) else layer
+            value = inner.matrix.values() * (layer.factors if inner is not layer else 1)
+            off = value - plain.get_submodule(name).weight
+            outputs[name] = float(((off @ seen[name].second.float()) * off).sum())
+    return outputs
+
+
+@pytest.mark.parametrize("clip", ["none", "awq"])
+def test_products_whose_inputs_alone_are_scaled_err_less_than_rounded_to_nearest(clip, tmp_path):
+    """Of products behind factors and between nothing else: their own outputs, computed from the codes."""
+    source, ctx = made("gpt2", tmp_path / "awq", clip=clip)
+    settings = QuantizeSettings(scheme="int4", group_size=16)
+    nearest = every_family.run(Quantize(), settings, source, "gpt2", tmp_path / "nearest")
+    ours, theirs = (
+        errors_of(source, harness.model_of(ctx), ctx),
+        errors_of(source, harness.model_of(nearest), ctx),
+    )
+    downs = [n for n in ours if n.endswith("mlp.c_proj")]  # GELU in front: a factor, and no rows are changed
+    assert len(downs) == 2
+    assert all(ours[n] <= theirs[n] * 1.001 for n in downs)
+    assert sum(ours[n] for n in downs) < 0.97 * sum(theirs[n] for n in downs)
+    if clip == "none":
+        for name in downs:
+            left = ctx.facts["awq_error"][name]
+            assert ours[name] == pytest.approx(left * theirs[name], rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["bart", "phi3"])
+def test_what_it_leaves_is_saved_and_leaves_for_onnx(family, tmp_path):
+    """bart: factors before queries, keys and values together; phi3: packed products, folded without any."""
+    _, ctx = made(family, tmp_path / "awq", clip="awq")
+    what_follows.saved_is_the_same(ctx.out, tmp_path / "saved")
+    exported = every_family.run(Onnx(), OnnxSettings(loop=False), ctx.out, family, tmp_path / "onnx")
+    assert exported.facts["parity"].keys() == exported.facts["graphs"].keys()
+    # a block has four products, of which the first gives queries, keys and values; an encoder makes keys and
+    # values for all blocks of the decoder in one more, a language model has its head
+    found = products_in(tmp_path / "onnx")
+    assert found["encoder_model.onnx" if family == "bart" else "model.onnx"] == 9
+
+
+def test_training_goes_on_from_what_the_codes_stand_for(tmp_path):
+    """The weights of the step before have other scales; so the very codes are decided again."""
+    source, ctx = made("bert", tmp_path / "awq")
+    float_step, step = (
+        Artifact(folder, Manifest(
+            key=key * 64, format="torch", task=ctx.task, stage=stage, settings=settings, seed=0,
+            parent=parent and parent * 64, versions={},
+        ))
+        for folder, key, stage, parent, settings in (
+            (source, "a", "model", None, {}), (ctx.out, "b", "quantize", "a", AWQ),
+        )
+    )  # fmt: skip
+    later = harness.context(tmp_path / "later", ctx.task, ancestors={"model": float_step, "quantize": step})
+    model, _ = load_trainable(step, later)
+    settle(model, later)
+    assert later.facts["latent_weights"] == "codes"
+    assert later.facts["codes_changed"] < 0.01
+
+
+def test_settings():
+    settings = QuantizeSettings(**AWQ, clip="awq")
+    assert needs_of(Quantize, settings, {"train"}) == {"train"}
+    with pytest.raises(ValidationError, match="clip: awq is a part of method: awq"):
+        QuantizeSettings(scheme="int4", clip="awq")
+    with pytest.raises(ValidationError, match="hqq searches the ranges itself; remove clip: mse"):
+        QuantizeSettings(scheme="int4", method="hqq", clip="mse")
+    with pytest.raises(ValidationError, match="percentile means nothing to scheme int4"):
+        QuantizeSettings(scheme="int4", percentile=99.9)
+    assert QuantizeSettings(scheme="int4", clip="percentile", percentile=99.9).percentile == 99.9
+    assert not QuantizeSettings(scheme="int4", method="hqq").reads_rows
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_weights_that_are_no_numbers_are_refused_before_any_method_looks_at_them(method, tmp_path):
+    """The layer that has them is named, not the one that is fed what comes of them."""
+    model, edits = load_model(every_family.of_layers("bert", 2))
+    with torch.no_grad():
+        model.get_submodule(DENSE).weight[0, 0] = float("inf")
+    (tmp_path / "bad").mkdir()
+    save_model(model, edits, tmp_path / "bad", every_family.of_layers("bert", 2))
+    settings = QuantizeSettings(**AWQ | {"method": method})
+    with pytest.raises(InputError, match=f"quantize: {DENSE}: its largest weight is inf"):
+        every_family.run(Quantize(), settings, tmp_path / "bad", "bert", tmp_path / "out")

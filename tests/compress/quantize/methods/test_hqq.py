@@ -1,0 +1,94 @@
+"""HQQ against the loop of its published code, with the least squares for scale or zero point written out."""
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compress.quantize.coding import nearest_on, plain_fit
+from smelt.compress.quantize.methods.hqq import half_quadratic_grid, shrunk
+from smelt.runtime.schemes.registry import SCHEMES, defaults, find
+
+HEAVY = torch.distributions.StudentT(3.0)
+
+
+def drawn(*shape):
+    torch.manual_seed(0)
+    return HEAVY.sample(shape)
+
+
+def test_the_operator_is_that_of_the_published_code():
+    """shrink_lp_op: sign(x) relu(|x| - |x|^(p - 1) / beta)."""
+    x = drawn(50).numpy()
+    wanted = np.sign(x) * np.maximum(np.abs(x) - np.abs(x) ** (0.7 - 1) / 2.0, 0)
+    np.testing.assert_allclose(shrunk(torch.tensor(x), 2.0).numpy(), wanted, rtol=1e-5)
+    assert float(shrunk(torch.zeros(1), 2.0)) == 0.0
+    assert (wanted != 0).any()
+
+
+def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():
+    """int4, symmetric, a group at a time; of all iterations the least mean |error| wins."""
+    groups = drawn(3, 2, 32) * 4  # large enough that the norm lets a part of the error go
+    options = defaults(find("int4")) | {"group_size": 32}
+    found = half_quadratic_grid(groups, 64, find("int4"), options)
+    moved = 0
+    for row in range(3):
+        for group in range(2):
+            w = groups[row, group].double().numpy()
+            end = w[np.abs(w).argmax()]
+            scale = start = float(np.float16(end / -8))
+            best, beta = (np.inf, 0.0), 10.0
+            for _ in range(21):
+                codes = np.clip(np.round(w / scale), -8, 7)
+                off = w - codes * scale
+                best = min(best, (np.abs(off).mean(), scale))
+                part = np.sign(off) * np.maximum(np.abs(off) - np.abs(off) ** -0.3 / beta, 0)
+                scale = float(np.float16(((w - part) * codes).sum() / (codes * codes).sum()))
+                beta *= 1.01
+            assert float(found["scales"][row, group]) == pytest.approx(best[1], rel=1e-3)
+            moved += best[1] != start
+    assert moved
+
+
+def test_zero_points_move_as_published_and_stay_integers():
+    """mean(codes - (W - E) / scale), rounded; then the scale that fits best."""
+    groups = drawn(1, 1, 64).abs() * torch.linspace(0.01, 6, 64)  # crowded at one end
+    scheme, options = find("int4"), defaults(find("int4")) | {"group_size": 64, "symmetric": False}
+    found = half_quadratic_grid(groups, 64, scheme, options)
+    assert found["zeros"].dtype == torch.uint8
+    w, grid = groups[0, 0].double().numpy(), scheme.fit(groups, 64, options)
+    scale, zero = float(grid["scales"]), float(grid["zeros"])
+    best, beta = (np.inf, 0.0, 0.0), 10.0
+    for _ in range(21):
+        codes = np.clip(np.round(w / scale) + zero, 0, 15)
+        off = w - (codes - zero) * scale
+        best = min(best, (np.abs(off).mean(), scale, zero))
+        target = w - np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
+        zero = float(np.clip(np.round(np.mean(codes - target / scale)), 0, 15))
+        steps = codes - zero
+        scale = float(np.float16((target * steps).sum() / (steps * steps).sum()))
+        beta *= 1.01
+    assert float(found["scales"]) == pytest.approx(best[1], rel=1e-3)
+    assert float(found["zeros"]) == best[2]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_group_has_a_larger_mean_error_than_with_the_schemes_own_grid(name):
+    scheme, weight = find(name), drawn(8, 200)  # the last group is filled up
+    options = defaults(scheme)
+
+    def errors(fit):
+        codes = nearest_on(fit, weight, scheme, options)
+        values = scheme.values(codes.codes, codes.grid, options).flatten(1)[:, :200]
+        return (values - weight).abs().sum(dim=1)
+
+    plain, searched = errors(plain_fit), errors(half_quadratic_grid)
+    assert bool((searched <= plain * (1 + 1e-5)).all())
+    if name == "int4":
+        assert float(searched.sum()) < 0.99 * float(plain.sum())
+
+
+def test_a_group_of_zeros_stays_one():
+    scheme, options = find("int4"), defaults(find("int4"))
+    zeros = torch.zeros(2, 1, 64)
+    found = half_quadratic_grid(zeros, 64, scheme, options)
+    assert scheme.values(scheme.nearest(zeros, found, options), found, options).equal(zeros)

@@ -1,0 +1,50 @@
+"""The stage with 3 bits, 2 bits and three values: bytes on disk, and what the vocabulary becomes."""
+
+import harness
+import pytest
+import tiny
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
+from smelt.runtime.models.checkpoint import count_parameters, load_model
+
+# bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512
+BITS = {
+    "int3": ({}, 3 + 16 / 64),
+    "int2": ({"symmetric": False}, 2 + (16 + 2) / 64),
+    "ternary": ({}, 8 * 13 / 64 + 16 / 64),
+}
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    sizes = {"d_model": 256, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512}
+    return tiny.marian(tmp_path_factory.mktemp("few") / "model", **sizes)
+
+
+@pytest.mark.parametrize("scheme", BITS)
+def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
+    options, bits = BITS[scheme]
+    settings = QuantizeSettings(scheme=scheme, vocabulary=scheme, **options)
+    ctx = harness.run(Quantize(), settings, marian, tmp_path / "out", "translation")
+    assert ctx.facts["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
+    model, _ = load_model(tmp_path / "out")
+    weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear))
+    rest = [p for n, p in model.named_parameters() if ".matrix." not in n and "position" not in n]
+    floats = sum(p.numel() for p in rest)
+    predicted = weights * bits / 8 + 4 * floats
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size == pytest.approx(predicted, rel=0.05)
+    # five codes a byte leave a last byte that is not full
+    assert count_parameters(tmp_path / "out") == pytest.approx(weights * (1 + 1 / 64) + floats, rel=0.03)
+
+
+def test_embeddings_and_head_take_four_bits_under_two_bits_and_three_values(tmp_path):
+    source = tiny.marian(tmp_path / "model")
+    for scheme, vocabulary in (("int3", "int3"), ("int2", "int4"), ("ternary", "int4")):
+        settings = QuantizeSettings(scheme=scheme, group_size=32)
+        harness.run(Quantize(), settings, source, tmp_path / scheme, "translation")
+        model, _ = load_model(tmp_path / scheme)
+        assert scheme_of(model.model.shared) == vocabulary
+        assert model.lm_head.matrix is model.model.shared.matrix
+        assert scheme_of(model.model.encoder.layers[0].fc1) == scheme

@@ -1,0 +1,60 @@
+"""What cannot follow a checkpoint of codes is said by the plan; and a whole run starts from one."""
+
+import causal
+import coded
+import harness
+import pytest
+
+import smelt
+
+RECIPE = """\
+model: MODEL
+task: language-modeling
+data: {train: train.txt, test: train.txt, windows: {length: 32}}
+stages:
+STAGES
+score: {latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coded")
+    coded.gptq(causal.model(folder / "float", "llama"), folder / "gptq", symmetric=False)
+    causal.lines(folder / "train.txt", 1)
+    return folder
+
+
+def recipe(folder, *stages, model="gptq"):
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("MODEL", model).replace("STAGES", "\n".join(f"  - {s}" for s in stages)))
+    return path
+
+
+def test_stages_that_need_floats_and_targets_without_such_codes_are_refused(folder):
+    path = recipe(folder, "prune: {}", "onnx: {target: openvino}", "quantize: {}\n    from: model")
+    told = harness.smelt("plan", path, code=2).stderr
+    made = "the weights of the model are gptq codes; start from the model that these were made of"
+    assert f"stages[0].prune: prune works on floats, and {made}" in told
+    assert f"stages[2].quantize: quantize works on floats, and {made}" in told
+    assert "stages[1].onnx: openvino cannot run the int4 codes (MatMulNBits) of the model (gptq)" in told
+    assert "give target: ort-cpu" in told
+
+
+def test_of_a_float_model_nothing_is_said(folder):
+    harness.smelt("plan", recipe(folder, "prune: {rows: 4}", model="float"), code=0)
+
+
+def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
+    coded.gptq(folder / "float", tmp_path / "gptq", bits=3)
+    (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
+    told = harness.smelt("plan", recipe(tmp_path, "onnx: {}"), code=2).stderr
+    assert "gptq codes of 3 bits; smelt reads 4" in told
+    assert "start from the float model and quantize: {scheme: int4}" in told
+
+
+def test_a_run_starts_from_codes_and_says_so(folder):
+    result = smelt.run(recipe(folder, "onnx: {loop: false}"), out=folder / "run")
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert "gptq codes are taken as they are: 14 layers" in " ".join(steps["model"]["warnings"])
+    assert steps["onnx"]["status"] == "done"

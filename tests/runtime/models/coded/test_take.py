@@ -1,0 +1,155 @@
+"""GPTQ and AWQ checkpoints: their very codes, against values by the formats' definition; what is refused."""
+
+import causal
+import coded
+import every_family
+import numpy as np
+import pytest
+import torch
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.core.errors import InputError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.runtime.layers.quantized import is_quantized
+from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.import_model import import_model
+from smelt.runtime.models.structure import read_edits
+
+GATE = "model.layers.0.mlp.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return causal.model(tmp_path_factory.mktemp("float") / "llama", "llama")
+
+
+def taken(folder, out):
+    out.mkdir()
+    notes = import_model(folder, out)
+    return load_model(out)[0], notes
+
+
+GPTQ = {
+    "symmetric": ({}, True, 32),
+    "zero points": ({"symmetric": False}, False, 32),
+    "second layout": ({"symmetric": False, "form": "gptq_v2"}, False, 32),
+    "layout not named": ({"symmetric": False, "form": None}, False, 32),
+    "a row a group": ({"group": -1, "symmetric": False}, False, 64),
+    "large groups": ({"group": 96}, True, 32),
+}
+
+
+@pytest.mark.parametrize("case", GPTQ)
+def test_gptq_codes_mean_what_the_format_says(case, llama, tmp_path):
+    settings, symmetric, _ = GPTQ[case]
+    folder, values = coded.gptq(llama, tmp_path / "gptq", **settings)
+    model, notes = taken(folder, tmp_path / "out")
+    assert len(values) == 14
+    for name, wanted in values.items():
+        matrix = model.get_submodule(name).matrix
+        np.testing.assert_array_equal(matrix.dequantize().numpy(), wanted)
+        assert matrix.options["symmetric"] is symmetric
+    floats = {n for n, m in model.named_modules() if not is_quantized(m) and hasattr(m, "weight")}
+    assert {"model.embed_tokens", "lm_head"} <= floats
+    assert notes[0].startswith("the model's own gptq codes are taken as they are: 14 layers of scheme int4")
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+    assert count_parameters(tmp_path / "out") > count_parameters(llama)  # and scales, zero points
+
+
+def test_awq_codes_mean_what_the_format_says(llama, tmp_path):
+    folder, values = coded.awq(llama, tmp_path / "awq")
+    model, _ = taken(folder, tmp_path / "out")
+    for name, wanted in values.items():
+        np.testing.assert_array_equal(model.get_submodule(name).matrix.dequantize().numpy(), wanted)
+    assert {edit["op"] for edit in read_edits(tmp_path / "out")} == {"quantize"}
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_torch_computes_with_them_graphs_agree_and_training_goes_on(kind, llama, tmp_path):
+    folder, values = getattr(coded, kind)(llama, tmp_path / kind)
+    model, _ = taken(folder, tmp_path / "out")
+    plain, _ = load_model(llama)
+    with torch.no_grad():
+        for name, value in values.items():
+            plain.get_submodule(name).weight.copy_(torch.tensor(value))
+        for name in ("model.embed_tokens", "lm_head"):
+            plain.get_submodule(name).weight.copy_(plain.get_submodule(name).weight.half())
+        ids = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+        assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-3)
+        for module in model.modules():
+            if is_quantized(module):
+                module.matrix.options["accuracy_level"] = 0  # activations as they are
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+    if kind == "awq":
+        exported = every_family.run(
+            Onnx(), OnnxSettings(loop=False), tmp_path / "out", "llama", tmp_path / "onnx"
+        )
+        assert exported.facts["parity"].keys() == exported.facts["graphs"].keys()
+        return
+    settings = FinetuneSettings(max_steps=1, batch_size=4, evals=0, precision="fp32", learning_rate=1e-3)
+    tuned = every_family.run(Finetune(), settings, tmp_path / "out", "llama", tmp_path / "tuned")
+    assert read_edits(tmp_path / "tuned") == read_edits(tmp_path / "out")
+    assert tuned.facts["latent_weights"] == "codes"
+
+
+def test_biases_of_zeros_of_layers_without_one_are_left_out(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    tensors = coded.load(folder)
+    coded.save(folder, tensors | {f"{GATE}.bias": np.zeros(96, np.float16)})
+    assert taken(folder, tmp_path / "out")[0].get_submodule(GATE).bias is None
+    coded.save(folder, tensors | {f"{GATE}.bias": np.ones(96, np.float16)})
+    with pytest.raises(InputError, match=r"gate_proj\.bias"):
+        taken(folder, tmp_path / "again")
+
+
+def shifted(index):
+    return np.roll(index, 1)
+
+
+REFUSED = {
+    "order": (("g_idx", shifted), r"gate_proj\.g_idx.*act-order.*desc_act: false.*method: gptq"),
+    "missing": (("qzeros", lambda t: None), r"'model\.layers\.0\.mlp\.gate_proj\.qzeros' is missing"),
+    "three bits": (("qweight", lambda t: t[:6]), r"gate_proj\.qweight' is torch.int32 \[6, 96\].*\[8, 96\]"),
+    "infinite": (("scales", lambda t: t * np.float16(np.inf)), r"gate_proj\.scales'.*not finite"),
+    "finer scales": (("scales", lambda t: t.astype(np.float32) + 1e-6), "float16 does not hold exactly"),
+    "sixteen": (("qzeros", lambda t: t * 0 - 1), r"gate_proj\.qzeros' says a zero point of 16.*gptq_v2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_taken_over_exactly_is_refused(case, llama, tmp_path):
+    (part, change), message = REFUSED[case]
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    tensors = coded.load(folder)
+    new = change(tensors.pop(f"{GATE}.{part}"))
+    coded.save(folder, tensors | ({} if new is None else {f"{GATE}.{part}": np.ascontiguousarray(new)}))
+    with pytest.raises(InputError, match=message):
+        taken(folder, tmp_path / "out")
+
+
+def test_groups_of_no_size_that_int4_has_are_refused(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq", group=24)
+    with pytest.raises(InputError, match="groups of 24 inputs; int4 has groups of 16, 32, 64, 128"):
+        taken(folder, tmp_path / "out")
+
+
+def test_codes_of_layers_that_the_model_does_not_have_are_refused(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    tensors = {name.replace("gate_proj", "gait_proj"): t for name, t in coded.load(folder).items()}
+    coded.save(folder, tensors)
+    with pytest.raises(InputError, match=r"gait_proj\.qweight' is the codes of a layer that a Llama"):
+        taken(folder, tmp_path / "out")
+
+
+def test_a_checkpoint_without_any_codes_is_refused(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    coded.save(folder, {n: t for n, t in coded.load(folder).items() if ".layers." not in n})
+    with pytest.raises(InputError, match=r"speaks of gptq codes, and no tensor holds any"):
+        taken(folder, tmp_path / "out")
+
+
+def test_a_new_head_over_codes_is_refused(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match="are gptq codes, and the task wants another head"):
+        import_model(folder, tmp_path / "out", labels=["no", "yes"])

@@ -1,0 +1,153 @@
+"""A part that is gone computes and stores nothing, in torch and in graphs; caches count what is left."""
+
+import every_family
+import exports
+import harness
+import matrix
+import numpy as np
+import onnx
+import pytest
+import tiny
+import torch
+from every_family import OF_TEXTS
+
+from smelt.compress.distill.inner import Inner
+from smelt.compress.distill.weights import LossWeights
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.families.registry import FAMILIES
+from smelt.families.walk import blocks_of
+from smelt.runtime.backends.open_runner import open_runner
+from smelt.runtime.generate.settings import Generation
+from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
+from smelt.runtime.models.edits.skip import skip
+from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.predict import generate_texts
+
+
+def without(family, out, which=((0, 0), (1, -1), (2, 1))):
+    """Write a model of 3 layers without some parts of each stack: (layer, part)."""
+    source = every_family.of_layers(family, 3)
+    model, edits = load_model(source)
+    for block in blocks_of(model):
+        last = len(block.stack.attentions)
+        gone = {(layer, part % (last + 1)) for layer, part in which}
+        for layer, part in sorted(gone):
+            if layer == block.number:
+                edits.append(skip(model, block.place, part))
+    out.mkdir()
+    save_model(model, edits, out, source)
+    return out, model
+
+
+@pytest.mark.parametrize("family", sorted(OF_TEXTS))
+def test_the_rest_computes_as_if_the_part_gave_zeros(family, tmp_path):
+    folder, model = without(family, tmp_path / "out")
+    whole, _ = load_model(every_family.of_layers(family, 3))
+    there = {block.place: {part.products[-1] for part in block.parts} for block in blocks_of(model)}
+    for block in blocks_of(whole):
+        for part in block.parts:
+            if part.products[-1] not in there[block.place]:
+                whole.get_submodule(part.products[-1]).register_forward_hook(
+                    lambda m, x, y: torch.zeros_like(y)
+                )
+    found = harness.logits(load_model(folder)[0])
+    assert torch.equal(found, harness.logits(whole))
+    assert torch.equal(found, harness.logits(model))
+    names = {name for name, _ in model.named_parameters()}
+    for block in blocks_of(model):
+        part = 0 if block.number == 0 else len(block.stack.attentions) if block.number == 1 else 1
+        kind = (*block.stack.attentions, block.stack.feed_forward)[part].under(block.place)
+        norm = f"{block.place}.{block.stack.stream.norms[part]}.weight"
+        assert not any(name.startswith(f"{product}.") for name in names for product in kind.products)
+        assert (norm in names) != block.stack.stream.norms_first
+
+
+def _added_zeros(graph):
+    """Return the additions of a zero without axes, which stood for a part."""
+    floats = [i for i in graph.initializer if i.data_type == onnx.TensorProto.FLOAT and not i.dims]
+    zeros = {i.name for i in floats if not np.any(onnx.numpy_helper.to_array(i))}
+    return [node.name for node in graph.node if node.op_type == "Add" and zeros & set(node.input)]
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("mistral", "openvino"), ("t5", "ort-cpu")]
+    + ([("marian", "openvino"), ("gpt2", "ort-cpu")] if matrix.whole() else []),
+)
+def test_runners_say_what_the_model_says_without_a_cache(family, target, tmp_path):
+    """Its own numbers in the cache, and graphs with caches and products of nothing but what is left."""
+    which = ((0, 0), (1, 1), (2, -1)) if FAMILIES[family].kind == "seq2seq" else ((0, 0), (1, -1))
+    folder, _ = without(family, tmp_path / "model", which)
+    task = FAMILIES[family].tasks[0]
+    source = tiny.artifact(folder, task)
+    ctx = exports.context(tmp_path / "onnx", task)
+    Onnx()(source, OnnxSettings(target=target), ctx)
+    manifest = source.manifest.model_copy(update={"format": "onnx", "facts": ctx.facts})
+    model, tokenizer = load_model(folder)[0], load_tokenizer(folder)
+    texts = tiny.SENTENCES[:3]
+    expected = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=1, use_cache=False)
+        cached = model.generate(ids, max_new_tokens=8, do_sample=False, num_beams=1)
+        assert torch.equal(out, cached)
+        expected.append(tokenizer.decode(out[0], skip_special_tokens=True))
+    for artifact in (source, Artifact(ctx.out, manifest.model_copy(update={"target": target}))):
+        with open_runner(artifact, threads=1) as runner:
+            found = generate_texts(runner, texts, Generation(max_new_tokens=8, beams=1), batch_size=2)
+        assert found == expected
+    main = onnx.load(
+        ctx.out / ("model.onnx" if task == "language-modeling" else "decoder_with_past_model.onnx")
+    )
+    caches = [value.name for value in main.graph.input if value.name.startswith("past_key_values.")]
+    attending = [a for block in blocks_of(model) if block.stack.causal for a in block.attentions]
+    assert len(caches) == 2 * len(attending)
+    assert not _added_zeros(main.graph)
+
+
+def test_a_block_that_stands_twice_loses_the_part_in_both_places(tmp_path):
+    model, edits = load_model(every_family.of_layers("bert", 3))
+    layers = model.bert.encoder.layer
+    layers[1] = layers[0]
+    edits = [
+        {"op": "share", "module": "bert.encoder.layer.1", "with": "bert.encoder.layer.0"},
+        skip(model, "bert.encoder.layer.1", 1),
+    ]
+    save_model(model, edits, tmp_path, every_family.of_layers("bert", 3))
+    again, _ = load_model(tmp_path)
+    assert again.bert.encoder.layer[0] is again.bert.encoder.layer[1]
+    assert torch.equal(harness.logits(again), harness.logits(model))
+    assert [block.feed_forward is None for block in blocks_of(again)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"module": "model.layers.0", "part": 2}, "has no part 2 that could go"),
+        ({"module": "model.layers.0", "part": True}, "has no part True that could go"),
+        ({"module": "model.layers.1", "part": 0}, "has no part 0 that could go"),
+        ({"module": "model.layers.3", "part": 0}, r"the model has no block model.layers.3"),
+        ({"module": "model", "part": 0}, "the model has no block model"),
+        (
+            {"module": "model.layers.2", "part": 0},
+            "an attention of the layers has to stay, and this is the last",
+        ),
+    ],
+)
+def test_an_edit_that_does_not_fit_is_refused(edit, message):
+    model, _ = load_model(every_family.of_layers("llama", 3))
+    apply_edits(model, [{"op": "skip", "module": f"model.layers.{at}", "part": 0} for at in (0, 1)])
+    with pytest.raises(InputError, match=message):
+        apply_edits(model, [{"op": "skip", **edit}])
+
+
+@pytest.mark.parametrize("loss", ["attention", "relations"])
+def test_losses_that_look_into_an_attention_that_is_gone_are_refused(loss, tmp_path):
+    student = load_model(without("bert", tmp_path / "out", ((2, 0),))[0])[0]
+    teacher = load_model(every_family.of_layers("bert", 3))[0]
+    weights = LossWeights(**{loss: 1.0})
+    with pytest.raises(InputError, match=r"layer 3 of the student \(layers\) has lost an attention"):
+        Inner(student, teacher, weights, "last")
+    assert Inner(student, teacher, LossWeights(hidden=1.0), "last").pairs

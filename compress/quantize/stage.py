@@ -67,7 +67,7 @@ class Quantize:
 
     @classmethod
     def leaves(cls, settings: QuantizeSettings) -> frozenset[str]:
-        """Return what later steps may lose: codes that were chosen on rows, and are not the nearest."""
+        """Return what later steps may lose: codes that are not the nearest."""
         return frozenset() if settings.method == "nearest" else frozenset({"codes"})
 
     @classmethod

@@ -233,7 +233,7 @@ def lost_by_training(settings: TrainingSettings) -> Mapping[str, str]:
     }
     return (units if settings.masks is not None else {}) | {
         "codes": "training goes on from float weights and ends at the codes nearest to them, so that those"
-        " which '{step}' chose on rows are lost; train with lora, which leaves them as they are, or leave"
+        " which '{step}' chose with care are lost; train with lora, which leaves them as they are, or leave"
         " method out in '{step}'"
     }
 

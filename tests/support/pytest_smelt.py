@@ -33,6 +33,7 @@ PYTESTS = LogCaptureHandler.__module__
 LONGEST = (
     "pipeline/whole/test_matrix.py",
     "house/test_golden.py",
+    "pipeline/whole/test_pairs.py",
     "export/parity/test_check.py",
     "pipeline/use/test_loaded.py",
     "evaluate/latency/test_comparison.py",

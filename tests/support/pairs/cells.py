@@ -46,7 +46,7 @@ def every_cell() -> list[Cell]:
 
 
 def few_cells() -> list[Cell]:
-    """Return few pairs in which each stage meets each model, and each technique is once first and second.
+    """Return few pairs: each stage meets each family and task, each technique is once first and once second.
 
     One after the other that pair is taken which has most of what no other has; of equals the first in an
     order that nobody chose.
@@ -55,9 +55,11 @@ def few_cells() -> list[Cell]:
     places: dict[tuple[str, str], int] = {}
     bits = {}
     for cell in cells:
-        model, first, second = cell
-        met = ((model, TECHNIQUES[first].word), (model, TECHNIQUES[second].word), ("first", first))
-        bits[cell] = sum({1 << places.setdefault(w, len(places)) for w in (*met, ("second", second))})
+        name, first, second = cell
+        model, words = MODELS[name], {TECHNIQUES[first].word, TECHNIQUES[second].word}
+        met = {(kind, word) for kind in (model.kind, model.task) for word in words}
+        met |= {("first", first), ("second", second)}
+        bits[cell] = sum(1 << places.setdefault(what, len(places)) for what in met)
     missing, found = (1 << len(places)) - 1, []
     while missing:
         best = max(cells, key=lambda cell: (missing & bits[cell]).bit_count())

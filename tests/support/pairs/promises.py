@@ -15,7 +15,7 @@ from techniques import Technique
 from smelt.core.artifact import Artifact
 
 NEAR = 1e-5  # between a model in memory and the same read from its folder, relative to its outputs
-GAINS_NOTHING = r"alone|none goes|stay apart|nothing"
+GAINS_NOTHING = r"alone|none goes|stay apart|nothing|stay where"
 """What a stage says that leaves a model as it is."""
 NO_ZEROS = {"factorize", "quantize"}
 """Stages that make other matrices of those that had zeros: the docstring of `sparsify` says so."""
@@ -76,7 +76,7 @@ def look(folder: Path) -> Seen:
     from smelt.runtime.layers.adapted import AdaptedLinear
     from smelt.runtime.layers.low_rank import LowRankLinear
     from smelt.runtime.layers.quantized import is_quantized
-    from smelt.runtime.models.checkpoint import count_parameters, load_model, load_tokenizer
+    from smelt.runtime.models.checkpoint import count_parameters, load_model
     from smelt.runtime.models.stored_dtype import weight_bytes
     from smelt.runtime.models.structure import keeps_zeros
 
@@ -96,7 +96,7 @@ def look(folder: Path) -> Seen:
     zeroed = [m.weight.detach() for m in matrices if keeps_zeros(m)]
     words = getattr(config, "vocab_size", None)
     if words is not None:
-        assert len(load_tokenizer(folder)) <= words, "the tokenizer knows more words than the model"
+        assert _words_of_tokenizer(folder) <= words, "the tokenizer knows more words than the model"
     values = vars(config)
     return Seen(
         parameters=count_parameters(folder),
@@ -113,6 +113,22 @@ def look(folder: Path) -> Seen:
         listed=config.is_encoder_decoder and read_shortlist(folder, config.to_dict()) is not None,
         outputs=outputs_of(model),
     )
+
+
+_COUNTED: dict[str, int] = {}
+
+
+def _words_of_tokenizer(folder: Path) -> int:
+    """Return how many words the tokenizer in `folder` knows; files that were read before are not again."""
+    from smelt.core.files import hash_of, sha256_of
+    from smelt.runtime.models.checkpoint import load_tokenizer
+
+    changing = {"config.json", "generation_config.json", "structure.json", "manifest.json", "vocabulary.json"}
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in changing]
+    key = hash_of({path.name: sha256_of(path) for path in files if ".safetensors" not in path.name})
+    if key not in _COUNTED:
+        _COUNTED[key] = len(load_tokenizer(folder))
+    return _COUNTED[key]
 
 
 def _part(modules: list[Any], is_one: Any) -> float:

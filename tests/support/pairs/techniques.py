@@ -135,6 +135,9 @@ TECHNIQUES: dict[str, Technique] = {
         "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
     ),
     "int4": Technique("quantize", {"scheme": "int4", "group_size": 32}, True),
+    "int3": Technique("quantize", {"scheme": "int3", "group_size": 32}, True),
+    "int2": Technique("quantize", {"scheme": "int2", "group_size": 32}, True),
+    "ternary": Technique("quantize", {"scheme": "ternary"}, True),
     "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW}, True),
     "binary": Technique("quantize", {"scheme": "binary", "group_size": 32}, True),
     "bnb-nf4": Technique("quantize", {"scheme": "bnb-nf4"}, True),

@@ -41,7 +41,7 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
         ),
         ((MASKS, "share"), "'finetune-0' leaves layers of different sizes"),
         ((PATTERN, MASKS), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
-        ((GPTQ, "distill"), "those which 'quantize-0' chose on rows are lost; train with lora"),
+        ((GPTQ, "distill"), "those which 'quantize-0' chose with care are lost; train with lora"),
     ],
 )
 def test_work_that_is_lost_is_told_once(steps, said):

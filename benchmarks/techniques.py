@@ -116,7 +116,7 @@ def main(
     names: tuple[str, ...], model: Path, data: Path, task: str, rows: int, seeds: int, threads: int,
     only_list: bool,
 ) -> None:  # fmt: skip
-    """Print a row for each arm: loss on validation rows by seed, processor time of its stages."""
+    """Print a row for each arm: parameters, loss on validation rows by seed, processor time of its stages."""
     known = groups()
     if odd := [name for name in names if name not in known]:
         raise click.UsageError(f"no arms '{odd[0]}'; known: {', '.join(known)}")
@@ -126,16 +126,18 @@ def main(
             click.echo(f"{name}: {', '.join(arms)}")
         return
     from smelt.evaluate.environment import cpu_model
+    from smelt.runtime.models.checkpoint import count_parameters
 
     bench = Bench(model, data, task, rows, threads)
     click.echo(f"{cpu_model()}; {threads} thread; {rows} validation rows")
     for name, arms in chosen.items():
-        click.echo(f"\n| {name} | loss, nats a token | processor time, s |\n|:--|--:|--:|")
+        click.echo(f"\n| {name} | parameters | loss, nats a token | processor time, s |\n|:--|--:|--:|--:|")
         for arm, stages in arms.items():
             with tempfile.TemporaryDirectory() as space:
                 found = [bench.run(stages, seed, Path(space) / str(seed)) for seed in range(seeds)]
                 losses = ", ".join(f"{bench.loss(folder):.3f}" for folder, _ in found)
-            click.echo(f"| {arm} | {losses} | {found[0][1]:.1f} |")
+                size = count_parameters(found[0][0])
+            click.echo(f"| {arm} | {size:,} | {losses} | {found[0][1]:.1f} |")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
+    {"op": "width", "module": "", "keep": [c, ...]}                      these channels of the states stay
     {"op": "skip", "module": b, "part": p}                               a part of the block b is gone
 
 Edits only make room; the values come from the tensors. A mask is not stored either: the zeros of the weight
@@ -33,6 +34,7 @@ from smelt.core.files import write_json
 from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
+from smelt.runtime.models.edits.narrow import narrow
 from smelt.runtime.models.edits.skip import skip
 
 Edit: TypeAlias = dict[str, Any]
@@ -269,6 +271,10 @@ def _skip(model: nn.Module, edit: Edit) -> None:
     skip(model, edit["module"], edit["part"])
 
 
+def _width(model: nn.Module, edit: Edit) -> None:
+    narrow(model, edit["keep"])
+
+
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
@@ -282,4 +288,5 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "own_bias": _own_bias,
     "mask": _mask,
     "skip": _skip,
+    "width": _width,
 }

@@ -20,6 +20,7 @@ ROOMS: dict[str, str] = {
     "compress/prune": "test_fit test_structured::test_counts_that_stay",
     "compress/prune/budget": "test_choose",
     "compress/prune/importance": "test_fisher::test_rows_in_one_batch_give_less",
+    "compress/prune/width": "test_scores",
     "compress/quantize": "test_coding test_settings",
     "compress/share": "test_layers::test_groups_are_neighbours",
     "compress/shortlist": "test_word_table",

@@ -71,8 +71,6 @@ def _walk(found: _Found, stack: Stack, end: list[str]) -> None:
         reads = [*map(_reads, stack.attentions), stack.feed_forward.inputs]
         gone = skipped_parts(found.model.get_submodule(block))
         for part, (name, products) in enumerate(zip(stream.norms, reads, strict=True)):
-            if part in gone and stream.norms_first:  # its norm went with it
-                continue
             norm, readers = f"{block}.{name}", [] if part in gone else _below(block, products)
             if stream.norms_first and is_norm(found.model, norm):
                 found.add(norm, readers, only=True)

@@ -79,7 +79,8 @@ def _reads_source(model: Any) -> Collection[nn.Module]:
     blocks = blocks_of(model)
     encoder = blocks[0].stack
     crossed = [n for b in blocks for a in b.attentions if a.cross for n in (a.key, a.value)]
-    inside = tuple(f"{name}." for name in (encoder.place, *crossed))
+    norms = [name for name in (encoder.stream.opening, encoder.stream.closing) if name]
+    inside = tuple(f"{name}." for name in (encoder.place, *norms, *crossed))
     return {m for m, names in names_of(model).items() if any(f"{n}.".startswith(inside) for n in names)}
 
 

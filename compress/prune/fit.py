@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smelt.compress.prune.settings import PruneSettings
+from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.text import article
-from smelt.families.registry import blockless, find_family
+from smelt.families.registry import FAMILIES, blockless, find_family
 from smelt.runtime.text.limits import position_limit
+
+# Why a sentence embedder keeps its width.
+OF_VECTORS = (
+    "the vectors of a sentence embedder are its hidden states, and narrower ones cannot be compared with"
+    " those that are stored. Say what: [heads, ffn]."
+)
 
 
 def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Compare the kinds of units that `prune` takes away with those that a model can lose.
 
     Args:
-        what: heads, ffn.
+        what: heads, ffn, width.
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
@@ -23,6 +32,8 @@ def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[st
     """
     if (lack := blockless(config)) is not None:
         return [("", f"{lack}, which it cuts in. Its convolutions become smaller with factorize.")]
+    if "width" in what:
+        return []
     reason = _fixed_heads(config)
     return [("what", f"{reason} Say what: [ffn].")] if reason and set(what) == {"heads"} else []
 
@@ -41,6 +52,32 @@ def check_length(length: int | None, config: Mapping[str, Any]) -> list[tuple[st
     if length is None or places is None or length <= places:
         return []
     return [("budget.length", f"{length:,} tokens, and the model has places for {places:,}.")]
+
+
+def channels_kept(count: int, settings: PruneSettings) -> int:
+    """Return how many of `count` channels stay, as of neurons: a multiple of `round_to`, at least one."""
+    wanted = count * settings.keep / settings.round_to
+    return min(count, max(1, math.floor(wanted + 0.5)) * settings.round_to)
+
+
+def narrower(settings: PruneSettings, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a model behind a cut of its hidden width, as later steps should expect it."""
+    family = find_family(config)
+    width = config.get(family.width) if family is not None and "width" in settings.what else None
+    if family is None or not isinstance(width, int):
+        return config
+    return {**config, family.width: channels_kept(width, settings)}
+
+
+def width_is_fixed(config: Mapping[str, Any], task: Task) -> str | None:
+    """Return why the hidden states of a model of this config cannot become narrower, None where they can."""
+    family = find_family(config)
+    if (lack := blockless(config)) is not None:
+        return f"{lack}, whose width it could change."
+    if family is None:
+        kind = str(config.get("model_type"))
+        return f"the layers of {article(kind)} model are not known. Known: {', '.join(FAMILIES)}."
+    return OF_VECTORS if task == SIMILARITY else None
 
 
 def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[str]:

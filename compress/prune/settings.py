@@ -10,6 +10,8 @@ from smelt.core.stage import Settings, StoredDtype
 
 # Importance that looks at the loss on rows.
 LOOK = ("taylor", "fisher")
+# Importance that looks at rows, with labels or without.
+ROWS = (*LOOK, "activation")
 # What says how many units stay where there is no budget.
 _INSTEAD = ("keep", "keep_heads", "keep_ffn", "scope")
 MEASURES = ("parameters", "operations", "latency")
@@ -63,8 +65,10 @@ class PruneSettings(Settings):
     The number that stays is the nearest whole one; a half counts up.
     """
 
-    what: list[Literal["heads", "ffn"]] = Field(
-        default=["heads", "ffn"], min_length=1, description="attention heads, feed-forward neurons"
+    what: list[Literal["heads", "ffn", "width"]] = Field(
+        default=["heads", "ffn"],
+        min_length=1,
+        description="attention heads, feed-forward neurons; or width alone, channels of the hidden states",
     )
     keep: float = Field(default=0.5, gt=0, le=1, description="fraction of units that stays")
     keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
@@ -79,22 +83,23 @@ class PruneSettings(Settings):
         description="layer: the same fraction stays in each; global: units of all layers compete, heads with"
         " heads and neurons with neurons",
     )
-    importance: Literal["taylor", "fisher", "magnitude", "random"] = Field(
+    importance: Literal["taylor", "fisher", "magnitude", "random", "activation"] = Field(
         default="taylor",
         description="taylor and fisher look at the loss on rows (slope; mean squared slope), magnitude at the"
-        " weights alone; random: drawn by the seed, a control. With a budget fisher, unless given",
+        " weights alone; random: drawn by the seed, a control. With a budget fisher, unless given. Of width"
+        " activation, unless given: how large norms make a channel",
     )
     rows: int = Field(
         default=256,
         ge=1,
-        description="rows that taylor, fisher and compensate look at (calibration, else train)",
+        description="rows that taylor, fisher, activation and compensate look at (calibration, else train)",
     )
     batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
     compensate: bool = Field(
         default=True,
         description="refit what reads the units that stay, by least squares on rows; needs rows",
     )
-    round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
+    round_to: int = Field(default=8, ge=1, description="neurons or channels that stay are a multiple of this")
     dtype: StoredDtype = "keep"
 
     @model_serializer(mode="wrap")
@@ -106,11 +111,26 @@ class PruneSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_budgets(cls, given: Any) -> Any:
-        """Take fisher for a budget, which compares heads with neurons, unless something else was said."""
-        if isinstance(given, dict) and given.get("budget") is not None and "importance" not in given:
+    def _by_what(cls, given: Any) -> Any:
+        """Take fisher for a budget, which compares heads with neurons, and activation for the width."""
+        if not isinstance(given, dict) or "importance" in given:
+            return given
+        if given.get("budget") is not None:
             return given | {"importance": "fisher"}
-        return given
+        return given | {"importance": "activation"} if given.get("what") == ["width"] else given
+
+    @model_validator(mode="after")
+    def _width_alone(self) -> Self:
+        if "width" not in self.what:
+            if self.importance == "activation":
+                raise ValueError("importance: activation is of the width; take taylor, fisher or magnitude")
+            return self
+        if len(set(self.what)) > 1:
+            raise ValueError("the width is pruned in a step of its own, before or behind heads and ffn")
+        if self.budget is not None or self.scope == "global":
+            word = "a budget" if self.budget is not None else "scope: global"
+            raise ValueError(f"{word} chooses among heads and neurons; of the width say keep")
+        return self
 
     @model_validator(mode="after")
     def _of_what_goes(self) -> Self:

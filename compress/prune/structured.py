@@ -7,17 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.float_model import load_float, stored_parameters
-from smelt.compress.prune.fit import check_length, check_units, heads_that_stay
-from smelt.compress.prune.settings import LOOK, PruneSettings
+from smelt.compress.prune.fit import OF_VECTORS, check_length, check_units, heads_that_stay, narrower
+from smelt.compress.prune.settings import LOOK, ROWS, PruneSettings
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
-from smelt.core.data import TASKS, Split, Task
+from smelt.core.data import SIMILARITY, TASKS, Split, Task
 from smelt.core.stage import Context, Need
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from smelt.compress.calibration.rows import CalibrationRows
     from smelt.compress.prune.budget.within import Spent
     from smelt.compress.prune.compensate import Chosen
     from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
@@ -34,10 +33,11 @@ class Prune:
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
     follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads. With a budget
     (parameters, operations, measured latency) heads and neurons of all layers compete, each by its
-    importance for what it costs.
+    importance for what it costs. `what: [width]` takes channels of the hidden states instead.
 
         - prune: {what: [ffn], keep: 0.5, importance: taylor}
         - prune: {budget: {latency: 0.6, length: 32}}
+        - prune: {what: [width], keep: 0.75}
         - distill: {epochs: 1}
     """
 
@@ -49,7 +49,7 @@ class Prune:
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
         " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
         " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
-        " al. 2023, arXiv:2302.04089"
+        " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
     )
     version: ClassVar[int] = 4
     needs_float: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class Prune:
         unless it was asked for by name.
         """
         asked = settings.compensate and "compensate" in settings.model_fields_set
-        needs_none = settings.importance not in LOOK and not asked
+        needs_none = settings.importance not in ROWS and not asked
         if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
             return frozenset()
         return frozenset({"calibration"} if "calibration" in given else {"train"})
@@ -87,6 +87,8 @@ class Prune:
         cls, settings: PruneSettings, task: Task, data: Mapping[str, Split]
     ) -> list[tuple[str, str]]:
         """Return what does not fit the rows: the loss of a sentence embedder is made of scores."""
+        if "width" in settings.what and task == SIMILARITY:
+            return [("what", OF_VECTORS)]
         looks = settings.importance in LOOK
         found = scores_lacking(task, data, ("calibration",) if "calibration" in data else ("train",))
         return [("importance", f"{text} Or take magnitude.") for _, text in found] if looks else []
@@ -97,14 +99,19 @@ class Prune:
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         length = settings.budget.length if settings.budget is not None else None
-        return check_units(settings.what, config) or check_length(length, config), config
+        mistakes = check_units(settings.what, config) or check_length(length, config)
+        return mistakes, config if mistakes else narrower(settings, config)
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""
+        from smelt.compress.prune.width.narrower import prune_width
         from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
-            self._prune(src, settings, ctx)
+            if "width" in settings.what:
+                prune_width(src, settings, ctx)
+            else:
+                self._prune(src, settings, ctx)
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         from smelt.compress.prune.compensate import cut_units
@@ -112,6 +119,7 @@ class Prune:
         from smelt.compress.prune.cut import say_in_config
         from smelt.compress.prune.groups import find_groups
         from smelt.compress.prune.importance.of_units import score_units
+        from smelt.compress.prune.rows_to_fit import rows_to_fit
         from smelt.runtime.models.checkpoint import save_model
 
         streamed = _streamed(src, settings, ctx)
@@ -129,7 +137,7 @@ class Prune:
         spent = _spent(model, [*attentions, *blocks], scores, settings, ctx)
         kept = spent.kept if spent else _counts(model, attentions, blocks, scores, settings)
         chosen = _chosen(model, attentions, blocks, scores, kept)
-        rows = _rows_to_fit(model, src, settings, ctx) if chosen else None
+        rows = rows_to_fit(model, src, settings, ctx) if chosen else None
         ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed)
         edits = say_in_config(model, edits)
         ctx.facts["kept_heads"] = {g.name: g.count(model) for g in attentions}
@@ -225,20 +233,3 @@ def _counts(
         return heads | kept_across(among.neurons, settings.keep_ffn or settings.keep, settings.round_to)
     heads = {g.name: heads_kept(g.count(model), settings) for g in attentions}
     return heads | {b.name: neurons_kept(b.count(model), settings) for b in blocks}
-
-
-def _rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context) -> CalibrationRows | None:
-    """Return the rows that what stays is refitted on; None where it is to be cut alone."""
-    from smelt.compress.calibration.rows import calibration_rows
-
-    if not settings.compensate:
-        return None
-    split = ctx.data.get("calibration") or ctx.data.get("train")
-    if split is None or not len(split):
-        ctx.warnings.append(
-            "prune: there are no rows, so what stays is not refitted (compensate) and quality falls further."
-            " Name some with data: {calibration: FILE} or data: {train: FILE}; compensate: false says that"
-            " it is meant."
-        )
-        return None
-    return calibration_rows(model, src, settings.rows, ctx, "prune", padded=True)

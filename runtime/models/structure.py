@@ -14,6 +14,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
+    {"op": "width", "module": "", "keep": [c, ...]}                      these channels of the states stay
     {"op": "skip", "module": b, "part": p}                               a part of the block b is gone
 
 Edits only make room; the values come from the tensors. A mask is not stored either: the zeros of the weight
@@ -38,6 +39,7 @@ from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.layers.shared import SharedLinear
+from smelt.runtime.models.edits.narrow import narrow
 from smelt.runtime.models.edits.skip import skip
 
 Edit: TypeAlias = dict[str, Any]
@@ -281,6 +283,10 @@ def _skip(model: nn.Module, edit: Edit) -> None:
     skip(model, edit["module"], edit["part"])
 
 
+def _width(model: nn.Module, edit: Edit) -> None:
+    narrow(model, edit["keep"])
+
+
 _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "linear": _linear,
     "set": _set,
@@ -296,4 +302,5 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "own_bias": _own_bias,
     "mask": _mask,
     "skip": _skip,
+    "width": _width,
 }

@@ -20,6 +20,7 @@ STAGES = {
     "depth": (Depth(), DepthSettings(keep=0.67, importance="loss", rows=4)),
     "depth of parts": (Depth(), DepthSettings(what=["attention", "ffn"], keep=0.67, rows=4)),
     "prune": (Prune(), PruneSettings(keep=0.5, importance="magnitude")),
+    "prune width": (Prune(), PruneSettings.model_validate({"what": ["width"], "keep": 0.75, "rows": 4})),
     "factorize embeddings": (Factorize(), FactorizeSettings(what="embeddings", rank=12)),
     "prune within a budget": (
         Prune(),
@@ -40,6 +41,7 @@ STAGES = {
         ("depth", "t5"),
         ("depth of parts", "marian"),
         ("prune", "bert"),
+        ("prune width", "pegasus"),
         ("factorize", "gpt2"),
         ("share", "mistral"),
         ("share with differences", "t5"),

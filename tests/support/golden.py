@@ -96,6 +96,7 @@ CASES: dict[str, Case] = {
     "prune bert, within a budget": Case(
         "prune", "bert", {"budget": {"parameters": 0.8}, "compensate": False}
     ),
+    "prune bert, its width": Case("prune", "bert", {"what": ["width"]}, allowed=REFIT),
     "prune bert, not compensated": Case("prune", "bert", {"compensate": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),

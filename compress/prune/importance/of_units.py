@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
 from smelt.compress.prune.importance.at_random import random_scores
@@ -23,6 +23,8 @@ from smelt.runtime.backends.device import torch_device
 
 if TYPE_CHECKING:
     import torch
+
+Scored = TypeVar("Scored")
 
 
 def score_units(
@@ -43,15 +45,35 @@ def score_units(
         return magnitude_scores(model, attentions, blocks)
     if settings.importance == "random":
         return random_scores(model, attentions, blocks, ctx.seed)
-    rows = _rows(model, src, settings, ctx)
     score = fisher_scores if settings.importance == "fisher" else taylor_scores
+    return on_labelled_rows(
+        model,
+        src,
+        settings,
+        ctx,
+        lambda batches: score(model, attentions, blocks, batches, label_objective()),
+    )
+
+
+def on_labelled_rows(
+    model: Any,
+    src: Artifact,
+    settings: Any,
+    ctx: Context,
+    score: Callable[[Iterator[dict[str, torch.Tensor]]], Scored],
+) -> Scored:
+    """Return what `score` makes of batches of rows with labels; `model` is on the device meanwhile.
+
+    Raises:
+        InputError: there are none.
+    """
+    rows = _rows(model, src, settings, ctx)
     # a row at a time, because squares are taken; the loss of pairs compares them, so these stay together
     alone = settings.importance == "fisher" and ctx.task != SIMILARITY
     groups = group_by_length(rows, 1 if alone else settings.batch_size, None, None)
     device = torch_device(ctx.device)
     try:
-        batches = _batches(rows, groups, model.to(device), device, ctx)
-        return score(model, attentions, blocks, batches, label_objective())
+        return score(_batches(rows, groups, model.to(device), device, ctx))
     finally:
         model.to("cpu")
 

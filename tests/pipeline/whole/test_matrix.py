@@ -75,6 +75,7 @@ STAGES = {
     "movement": [f"finetune: {{sparsify: {{start: 0, end: 1}}, {TRAIN}}}"],
     "prune": ["prune: {keep: 0.5, rows: 4}"],
     "prune-global": ["prune: {scope: global, importance: fisher, round_to: 4, rows: 4}"],
+    "prune-width": ["prune: {what: [width], keep: 0.75, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
@@ -107,6 +108,7 @@ STAGES["chain-inside"] = [*STAGES["prune"], *STAGES["lora"], *STAGES["distill-in
 STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune"]]
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-parts"] = [*STAGES["depth-parts"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-narrow"] = [*STAGES["prune-width"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
@@ -131,7 +133,7 @@ FAST |= {("mbart", "chain-learned")}
 FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
-FAST |= {("bart", "chain-awq"), ("t5", "chain-parts")}
+FAST |= {("bart", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow")}
 FAST |= {("llama", "int3"), ("t5-gated", "ternary"), ("gpt2", "mixed"), ("bart", "chain-divided")}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
@@ -151,10 +153,14 @@ OF_IMAGES = {
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
 OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
+OF_IMAGES |= {"prune-width", "chain-narrow"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
 THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
 POSSIBLE = [(m, s) for m, s in POSSIBLE if s in THESE.get(m, STAGES)]
+# an embedder's vectors are its hidden states
+NARROW = {"prune-width", "chain-narrow"}
+POSSIBLE = [(m, s) for m, s in POSSIBLE if not (m.endswith("-embedder") and s in NARROW)]
 CELLS = sorted(POSSIBLE) if matrix.whole() else sorted(FAST)
 # what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
 STAGES_OPENVINO = ["prune", "int8-static", "int8-smooth"]

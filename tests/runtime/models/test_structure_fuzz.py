@@ -29,6 +29,7 @@ EDITS = st.fixed_dictionaries(
         "kind": st.sampled_from(["tucker", "cp", "svd", None]),
         "heads": NUMBERS,
         "part": NUMBERS,
+        "keep": st.lists(NUMBERS, max_size=3) | NUMBERS,
         "value": NUMBERS,
         "group": NUMBERS,
         "bits": NUMBERS,

@@ -16,6 +16,7 @@ from smelt.compress.distill.weights import LossWeights
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES
 from smelt.families.walk import blocks_of
 from smelt.runtime.backends.open_runner import open_runner
@@ -55,6 +56,9 @@ def test_the_rest_computes_as_if_the_part_gave_zeros(family, tmp_path):
     found = harness.logits(load_model(folder)[0])
     assert torch.equal(found, harness.logits(whole))
     assert torch.equal(found, harness.logits(model))
+    modules = dict(model.named_modules())
+    feeds = norm_feeds(model)
+    assert all(modules[feed.norm].weight.dim() == 1 and modules.keys() >= set(feed.readers) for feed in feeds)
     names = {name for name, _ in model.named_parameters()}
     for block in blocks_of(model):
         part = 0 if block.number == 0 else len(block.stack.attentions) if block.number == 1 else 1

@@ -1,0 +1,25 @@
+"""The rows that what stays of a pruned model is refitted on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
+from smelt.compress.prune.settings import PruneSettings
+from smelt.core.artifact import Artifact
+from smelt.core.stage import Context
+
+
+def rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context) -> CalibrationRows | None:
+    """Return the rows that what stays is refitted on; None where it is to be cut alone."""
+    if not settings.compensate:
+        return None
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if split is None or not len(split):
+        ctx.warnings.append(
+            "prune: there are no rows, so what stays is not refitted (compensate) and quality falls further."
+            " Name some with data: {calibration: FILE} or data: {train: FILE}; compensate: false says that"
+            " it is meant."
+        )
+        return None
+    return calibration_rows(model, src, settings.rows, ctx, "prune", padded=True)

@@ -1,0 +1,1 @@
+"""The hidden states of a model become narrower."""

@@ -1,0 +1,79 @@
+"""Pruning of the hidden width: the least important channels of the hidden states go, from every tensor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.prune.fit import channels_kept, width_is_fixed
+from smelt.compress.prune.importance.of_units import on_labelled_rows
+from smelt.compress.prune.rows_to_fit import rows_to_fit
+from smelt.compress.prune.settings import PruneSettings
+from smelt.compress.prune.width.refit import refit_readers
+from smelt.compress.prune.width.scores import activation_scores, magnitude_of_channels, slope_scores
+from smelt.compress.train.loop import label_objective
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError
+from smelt.core.stage import Context
+from smelt.runtime.backends.device import torch_device
+from smelt.runtime.models.checkpoint import save_model
+from smelt.runtime.models.edits.narrow import narrow, say_width_in_config, width_of
+
+
+def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
+    """Make the hidden states of `src` narrower, and write the model to `ctx.out`.
+
+    Raises:
+        InputError: a model whose width cannot change, or rows that are missing.
+    """
+    model, edits = load_float(src, "prune")
+    if reason := width_is_fixed(model.config.to_dict(), ctx.task):
+        raise InputError(f"prune: {reason}")
+    before, width = stored_parameters(model), width_of(model)
+    kept = channels_kept(width, settings)
+    ctx.facts["parameters_before"], ctx.facts["width_before"] = before, width
+    if kept < width:
+        keep = _scores(model, width, src, settings, ctx).topk(kept).indices.sort().values
+        rows = rows_to_fit(model, src, settings, ctx)
+        whole = copy.deepcopy(model) if rows is not None else None
+        edit = narrow(model, keep.tolist())
+        if rows is not None:
+            ctx.facts["left_after_refit"] = refit_readers(whole, model, keep, rows, ctx)
+        edits = say_width_in_config(model, edits, edit)
+    else:
+        ctx.warnings.append(
+            f"prune: keep {settings.keep:g} of {width} channels, rounded to a multiple of"
+            f" {settings.round_to}, is all of them, so nothing goes."
+        )
+    ctx.facts["width_after"] = kept
+    ctx.facts["parameters_after"] = stored_parameters(model)
+    ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+
+
+def _scores(model: Any, width: int, src: Artifact, settings: PruneSettings, ctx: Context) -> Tensor:
+    """Return what each channel is worth, float64 [D]."""
+    if settings.importance == "magnitude":
+        return magnitude_of_channels(model)
+    if settings.importance == "random":
+        return torch.rand(width, generator=torch.Generator().manual_seed(ctx.seed), dtype=torch.float64)
+    if settings.importance == "activation":
+        rows = calibration_rows(model, src, settings.rows, ctx, "prune")
+        device = torch_device(ctx.device)
+        try:
+            batches = ({n: v.to(device) for n, v in batch.items()} for batch in rows.batches)
+            return activation_scores(model.to(device), width, batches)
+        finally:
+            model.to("cpu")
+    squared = settings.importance == "fisher"
+    return on_labelled_rows(
+        model,
+        src,
+        settings,
+        ctx,
+        lambda batches: slope_scores(model, width, batches, label_objective(), squared),
+    )

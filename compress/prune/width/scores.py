@@ -1,0 +1,113 @@
+"""What each channel of the hidden states is worth.
+
+Shapes: B = batch, S = tokens, D = channels of the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compress.calibration.rows import outputs
+from smelt.compress.train.data import TensorBatch
+from smelt.families.norms import norm_feeds
+from smelt.families.registry import family_of
+from smelt.families.walk import attentions_of
+from smelt.runtime.models.axes import hidden_axes
+
+
+def hidden_norms(model: Any) -> list[nn.Module]:
+    """Return the norms of the hidden states of `model`, each once, in the order in which they compute."""
+    family: Any = family_of(model)
+    of_heads = {norm for attention in attentions_of(model) for norm in attention.norms or ()}
+    names = [feed.norm for feed in norm_feeds(model) if feed.norm not in of_heads]
+    return [model.get_submodule(name) for name in names if name not in family.head]
+
+
+def activation_scores(model: Any, width: int, batches: Iterable[TensorBatch]) -> Tensor:
+    """Score each channel by how large norms make it on rows, float64 [D].
+
+    Summed over norms, the L2 norm over rows of the mean over tokens of |y|, y what a norm gives. Source:
+    Muralidharan et al. 2024, Compact Language Models via Pruning and Knowledge Distillation (Minitron),
+    arXiv:2407.14679, section 2.2, aggregated by mean over tokens and L2 over rows.
+
+    Args:
+        model: in eval mode.
+        width: D.
+        batches: inputs without padding, on the device of the model.
+    """
+    squares: dict[nn.Module, Tensor] = {}
+
+    def see(norm: nn.Module, _: Any, result: Tensor) -> None:
+        rows = result.double().abs().flatten(1, -2).mean(dim=1).square().sum(dim=0).cpu()
+        squares[norm] = squares.get(norm, torch.zeros(width, dtype=torch.float64)) + rows
+
+    handles = [norm.register_forward_hook(see) for norm in hidden_norms(model)]
+    try:
+        for _ in outputs(model, batches):
+            pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    total = torch.zeros(width, dtype=torch.float64)
+    for found in squares.values():
+        total += found.sqrt()
+    return total
+
+
+def slope_scores(
+    model: Any,
+    width: int,
+    batches: Iterable[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    squared: bool,
+) -> Tensor:
+    """Score each channel by what the loss says of a mask m = 1 on what all norms give, float64 [D].
+
+    The sum over batches of |dL/dm|, or the mean over them of (dL/dm)^2 where `squared`: taylor and fisher, as
+    of heads and neurons.
+
+    Args:
+        model: in eval mode.
+        width: D.
+        batches: of rows with labels, on the device of the model; of one row each where squared.
+        loss_of: the mean loss of model and batch.
+        squared: which.
+    """
+    found, count = torch.zeros(width, dtype=torch.float64), 0
+    with _masked(model, width) as mask:
+        for batch in batches:
+            (slope,) = torch.autograd.grad(loss_of(model, batch), [mask])
+            found += (slope.double().square() if squared else slope.double().abs()).cpu()
+            count += 1
+    return found / max(1, count) if squared else found
+
+
+@contextmanager
+def _masked(model: Any, width: int) -> Iterator[Tensor]:
+    mask = torch.ones(width, requires_grad=True, device=next(model.parameters()).device)
+    handles = [norm.register_forward_hook(lambda m, x, y: y * mask) for norm in hidden_norms(model)]
+    try:
+        yield mask
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def magnitude_of_channels(model: Any) -> Tensor:
+    """Score each channel by the L2 norm of all weights that read, give, norm or add it, float64 [D]."""
+    squares: list[Tensor] = []
+    seen: set[tuple[str, int]] = set()
+    for axis in hidden_axes(model):
+        if axis.stream != "hidden" or (axis.name, axis.dim) in seen:
+            continue
+        seen.add((axis.name, axis.dim))
+        owner, _, last = axis.name.rpartition(".")
+        tensor: Tensor = getattr(model.get_submodule(owner), last)
+        squares.append(tensor.detach().double().transpose(0, axis.dim).flatten(1).square().sum(dim=1)
+                       if tensor.dim() > 1 else tensor.detach().double().square())  # fmt: skip
+    return torch.stack(squares).sum(dim=0).sqrt()

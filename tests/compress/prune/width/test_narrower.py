@@ -1,0 +1,123 @@
+"""The stage with what: [width]: which channels go, what it says, and what it refuses."""
+
+import json
+
+import every_family
+import pytest
+import torch
+from pydantic import ValidationError
+
+from smelt.compress.prune.fit import check_units, width_is_fixed
+from smelt.compress.prune.settings import PruneSettings
+from smelt.compress.prune.structured import Prune
+from smelt.core.data import SIMILARITY, Example, Split
+from smelt.core.errors import InputError
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.edits.narrow import width_of
+from smelt.runtime.models.structure import read_edits
+
+
+def run(out, family="bert", **settings):
+    said = PruneSettings.model_validate({"what": ["width"], "rows": 8, **settings})
+    return every_family.run(Prune(), said, every_family.of_layers(family, 2), family, out)
+
+
+@pytest.mark.parametrize("importance", ["activation", "taylor", "fisher", "magnitude", "random"])
+def test_channels_go_and_the_facts_say_so(importance, tmp_path):
+    ctx = run(tmp_path / "out", importance=importance, keep=0.75)
+    model, _ = load_model(ctx.out)
+    assert ctx.facts["width_before"] == 32
+    assert ctx.facts["width_after"] == width_of(model) == 24
+    assert ctx.facts["parameters_after"] == sum(p.numel() for p in model.parameters())
+    assert ctx.facts["parameters_after"] < 0.8 * ctx.facts["parameters_before"]
+    assert ctx.facts["left_after_refit"]
+    [edit] = read_edits(ctx.out)
+    assert json.loads((ctx.out / "config.json").read_text())["hidden_size"] == 32
+    assert len(edit["keep"]) == 24
+
+
+def test_what_norms_make_largest_stays(tmp_path):
+    """Channels that every norm scales to nothing go first."""
+    source = every_family.of_layers("llama", 2)
+    model, edits = load_model(source)
+    idle = list(range(0, 64, 4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter[idle] *= 1e-3
+    from smelt.runtime.models.checkpoint import save_model
+
+    (tmp_path / "idle").mkdir()
+    save_model(model, edits, tmp_path / "idle", source)
+    settings = PruneSettings.model_validate({"what": ["width"], "keep": 0.75, "rows": 4, "compensate": False})
+    ctx = every_family.run(Prune(), settings, tmp_path / "idle", "llama", tmp_path / "out")
+    left, _ = load_model(ctx.out)
+    stay = [at for at in range(64) if at not in idle]
+    assert torch.equal(left.model.norm.weight, model.model.norm.weight[stay])
+    assert "left_after_refit" not in ctx.facts
+    assert not (ctx.out / "structure.json").exists()
+
+
+def test_keep_that_takes_nothing_warns(tmp_path):
+    ctx = run(tmp_path / "out", keep=0.9, importance="magnitude")
+    assert ctx.warnings == [
+        "prune: keep 0.9 of 32 channels, rounded to a multiple of 8, is all of them, so nothing goes."
+    ]
+    assert ctx.facts["width_after"] == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"what": ["width", "ffn"]}, "the width is pruned in a step of its own"),
+        ({"what": ["width"], "budget": {"parameters": 0.5}}, "a budget chooses among heads and neurons"),
+        ({"what": ["width"], "scope": "global"}, "scope: global chooses among heads and neurons"),
+        ({"what": ["width"], "keep_ffn": 0.5}, "keep_ffn means nothing"),
+        ({"what": ["ffn"], "importance": "activation"}, "importance: activation is of the width"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        PruneSettings.model_validate(settings)
+
+
+def test_what_was_said_before_is_stored_as_before():
+    assert PruneSettings().importance == "taylor"
+    assert PruneSettings.model_validate({"what": ["width"]}).importance == "activation"
+    assert Prune.needs_with(PruneSettings.model_validate({"what": ["width"]}), ("train",)) == {"train"}
+
+
+def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
+    assert width_is_fixed({"model_type": "resnet"}, "image-classification")
+    assert "are not known. Known: marian" in width_is_fixed({"model_type": "electra"}, "text-classification")
+    assert width_is_fixed({"model_type": "bert"}, "text-classification") is None
+    split = Split("pairs.jsonl", (Example("a"), Example("b")))
+    settings = PruneSettings.model_validate({"what": ["width"]})
+    [(place, message)] = Prune.check_rows(settings, SIMILARITY, {"train": split})
+    assert place == "what"
+    assert message.startswith("the vectors of a sentence embedder are its hidden states")
+    [(_, lack)] = check_units(["width"], {"model_type": "resnet"})
+    assert "factorize" in lack
+
+
+def test_the_plan_goes_on_with_the_width_that_is_left():
+    """So that a distillation by cosine, which needs equal widths, is refused before anything runs."""
+    settings = PruneSettings.model_validate({"what": ["width"], "keep": 0.7})
+    mistakes, after = Prune.check_model(settings, {"model_type": "bert", "hidden_size": 768})
+    assert not mistakes
+    assert after == {"model_type": "bert", "hidden_size": 536}
+    assert (
+        Prune.check_model(PruneSettings(), {"model_type": "bert", "hidden_size": 768})[1]["hidden_size"]
+        == 768
+    )
+
+
+def test_codes_have_no_channels_that_could_go(tmp_path):
+    from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+
+    coded = every_family.run(
+        Quantize(), QuantizeSettings(), every_family.of_layers("bert", 2), "bert", tmp_path / "coded"
+    ).out
+    settings = PruneSettings.model_validate({"what": ["width"], "rows": 4})
+    with pytest.raises(InputError, match="prune"):
+        every_family.run(Prune(), settings, coded, "bert", tmp_path / "out")

@@ -87,7 +87,8 @@ def _first_readers(block: Block) -> dict[str, str]:
     for part in block.attentions:
         own = (part.key, part.value) if part.cross else (part.query, part.key, part.value)
         found |= dict.fromkeys(own, own[0])
-    return found | dict.fromkeys(block.feed_forward.inputs, block.feed_forward.inputs[0])
+    feed = block.feed_forward
+    return found if feed is None else found | dict.fromkeys(feed.inputs, feed.inputs[0])
 
 
 @dataclass

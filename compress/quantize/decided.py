@@ -60,10 +60,13 @@ def _look(
     rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
     found = Decided(layers)
+    if settings.bits is not None:  # first, since scales and ends of ranges are searched for the widths
+        _widths(model, found, rows, src, settings, ctx)
     _fold(model, found, rows, src, settings, ctx)
     if settings.observes:
         _observe(model, found, rows, settings, ctx)
-    _measure(model, found, rows, src, settings, ctx)
+    if AUTO in settings.skip or settings.observes or settings.smooth is not None:
+        _measure(model, found, rows, settings, ctx)
     if settings.method == "gptq":
         from smelt.compress.quantize.methods.gptq import gptq
 
@@ -112,7 +115,7 @@ def _observe(
         found.layers = [layer for layer in found.layers if layer.name not in unseen]
 
 
-def _measure(
+def _widths(
     model: Any,
     found: Decided,
     rows: CalibrationRows,
@@ -120,21 +123,27 @@ def _measure(
     settings: QuantizeSettings,
     ctx: Context,
 ) -> None:
-    """Find the damage of each layer, and what it decides: widths, or layers that stay float."""
-    if settings.bits is not None:
-        from smelt.compress.quantize.sensitivity.mixed import choose_widths
+    """Give each layer its bits."""
+    from smelt.compress.quantize.sensitivity.mixed import choose_widths
 
-        few, plain = rows.some(settings.damage_rows), coders(settings, {})
-        found.layers = choose_widths(model, found.layers, few, src, settings, plain, ctx)
-    elif settings.damage_rows and (settings.observes or settings.smooth is not None or AUTO in settings.skip):
-        from smelt.compress.quantize.damage import damages, sensitive
+    few, plain = rows.some(settings.damage_rows), coders(settings, {})
+    found.layers = choose_widths(model, found.layers, few, src, settings, plain, ctx)
 
-        few = rows.some(settings.damage_rows)
-        harm = damages(model, found.layers, found.ranges, few, ctx)
-        ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
-        ctx.facts["damage_rows"] = few.rows
-        stay = sensitive(harm, settings.budget or Budget()) if AUTO in settings.skip else []
-        found.layers = [layer for layer in found.layers if layer.name not in stay]
+
+def _measure(
+    model: Any, found: Decided, rows: CalibrationRows, settings: QuantizeSettings, ctx: Context
+) -> None:
+    """Find the damage of each layer, and which of them stay float for it."""
+    from smelt.compress.quantize.damage import damages, sensitive
+
+    if not settings.damage_rows:
+        return
+    few = rows.some(settings.damage_rows)
+    harm = damages(model, found.layers, found.ranges, few, ctx)
+    ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
+    ctx.facts["damage_rows"] = few.rows
+    stay = sensitive(harm, settings.budget or Budget()) if AUTO in settings.skip else []
+    found.layers = [layer for layer in found.layers if layer.name not in stay]
 
 
 def _pairs(

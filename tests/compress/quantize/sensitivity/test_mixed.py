@@ -7,8 +7,11 @@ import every_family
 import harness
 import pytest
 import tiny
+import torch
 from pydantic import ValidationError
 
+from smelt.compress.calibration.rows import calibration_rows, outputs
+from smelt.compress.quantize.methods.awq import awq
 from smelt.compress.quantize.planned import plan_layers, quantize_layers
 from smelt.compress.quantize.sensitivity.widths import units_of
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -53,11 +56,7 @@ def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path,
 
 
 def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
-    import torch
-
     source, made, ctx = run(tmp_path / "out", bits={"budget": 4.5, "widths": [2, 8]}, **FEW)
-    from smelt.compress.calibration.rows import calibration_rows, outputs
-
     model, _ = load_model(source)
     rows = calibration_rows(model, tiny.artifact(source, ctx.task), 4, ctx, "quantize").some(2)
     whole = torch.cat([o.flatten() for o in outputs(model, rows.batches)])
@@ -79,6 +78,22 @@ def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):
     assert "lm_head" not in ctx.facts["mixed"]["bits"]
     assert ctx.facts["gptq_error"]
     assert ctx.facts["bits_per_weight"] <= 4.0
+
+
+@pytest.mark.parametrize("clip", ["none", "awq"])
+def test_scales_and_ends_of_ranges_are_searched_for_the_chosen_widths(tmp_path, clip):
+    source, made, ctx = run(tmp_path / "out", bits={"budget": 4.5}, method="awq", clip=clip, **FEW)
+    told = ctx.facts["mixed"]["bits"]
+    layers = {n: m for n, m in harness.model_of(ctx).named_modules() if is_quantized(m)}
+    assert {n.removesuffix(".linear"): m.matrix.scheme.bits for n, m in layers.items()} == told
+    model, _ = load_model(source)
+    rows = calibration_rows(model, tiny.artifact(source, ctx.task), FEW["rows"], ctx, "quantize")
+    units = units_of(plan_layers(model, made), made, ())
+    asked = [layer for unit in units for layer in unit.at(told[unit.name], made)]
+    alone = harness.context(tmp_path / "alone")
+    awq(model, asked, rows, False, lambda names: torch.float32, alone)
+    assert ctx.facts["awq_alpha"] == alone.facts["awq_alpha"]
+    assert ctx.facts["awq_error"] == alone.facts["awq_error"]
 
 
 def scored_by_bits(artifact, *rows):

@@ -20,6 +20,7 @@ from smelt.core.errors import InputError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+NAMED = "transformers_weights"  # in a config: the file with the weights, or their index
 # A safetensors header longer than this is damaged (the format's own limit, 100 MB).
 _LONGEST_HEADER = 100_000_000
 _AGAIN = "Copy or download it again."
@@ -164,7 +165,7 @@ def _named_by_config(folder: Path) -> str | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # said where the config is read
-    named = config.get("transformers_weights") if isinstance(config, dict) else None
+    named = config.get(NAMED) if isinstance(config, dict) else None
     return (
         named
         if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))

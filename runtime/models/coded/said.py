@@ -26,12 +26,14 @@ class Coding:
     """How codes lie in a checkpoint.
 
     method: gptq or awq, which says how they are packed. group: inputs that share a scale; None: all of a row.
-    offset: what is added to a stored zero point.
+    offset: what is added to a stored zero point. ordered: whether inputs were taken in an order of their own,
+    so that only an index says which group each is in.
     """
 
     method: str
     group: int | None
     offset: int
+    ordered: bool = False
 
 
 def coding_of(config: Mapping[str, Any]) -> Coding | None:
@@ -58,8 +60,9 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
         raise InputError(f"{SAID}: group_size is {str(group)[:40]}; expected a whole number, or -1 for rows.")
     _require_layout(method, said)
-    form = str(said.get("checkpoint_format", "gptq")) if method == "gptq" else "gptq_v2"
-    return Coding(method, None if group == -1 else group, _OFFSETS[form])
+    form = str(said.get("checkpoint_format", "gptq")).lower() if method == "gptq" else "gptq_v2"
+    ordered = method == "gptq" and said.get("desc_act") is True and group != -1
+    return Coding(method, None if group == -1 else group, _OFFSETS[form], ordered)
 
 
 def _require_layout(method: str, said: Mapping[str, Any]) -> None:

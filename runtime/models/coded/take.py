@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from smelt.runtime.models.checkpoint import empty_model, load_model
 from smelt.runtime.models.coded.said import SAID, Coding
 from smelt.runtime.models.coded.unpack import Taken, unpack_awq, unpack_gptq
 from smelt.runtime.models.structure import Edit, write_edits
-from smelt.runtime.models.weight_files import WEIGHTS, weight_tensors
+from smelt.runtime.models.weight_files import NAMED, WEIGHTS, weight_tensors
 from smelt.runtime.schemes.parts.groups import GROUP_SIZE, group_count, groups_of
 from smelt.runtime.schemes.registry import TAKEN, defaults, find
 from smelt.runtime.schemes.scheme import Codes
@@ -46,7 +46,8 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
     for path in beside:
         shutil.copyfile(path, out / path.name)
     config = read_json(src / "config.json")
-    write_json(out / "config.json", {name: value for name, value in config.items() if name != SAID})
+    gone = (SAID, NAMED)  # the weights lie in one file, under its usual name
+    write_json(out / "config.json", {name: value for name, value in config.items() if name not in gone})
     model, _ = empty_model(out)
     tensors = _Tensors(src)
     coded = {n.removesuffix(".qweight"): None for n in tensors.places if n.endswith(".qweight")}
@@ -83,12 +84,15 @@ class _Tensors:
         """Return a tensor in its own type.
 
         Raises:
-            InputError: there is none.
+            InputError: there is none, or its file is damaged.
         """
         if name not in self.places:
             raise InputError(f"{self.src}: the tensor '{name}' is missing, which says what its codes mean.")
-        with safe_open(self.places[name], framework="pt") as file:
-            found: Tensor = file.get_tensor(name)
+        try:
+            with safe_open(self.places[name], framework="pt") as file:
+                found: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self.places[name]}: not a readable safetensors file: {error}") from error
         return found
 
 
@@ -121,7 +125,7 @@ def _matrix(
     """Return the tensors of the layer `name` as its scheme stores them, and the scheme's options."""
     taken = _taken(tensors, name, linear, coding)
     scheme, width = find(TAKEN), linear.in_features
-    group = coding.group or width
+    group = min(coding.group or width, width)
     allowed = [size for size in sorted(GROUP_SIZE.allowed, reverse=True) if isinstance(size, int)]
     size = next((s for s in allowed if group % s == 0 or group >= width), None)
     if size is None:
@@ -154,7 +158,8 @@ def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> T
     """Return what the file holds of a layer, looked at for what cannot be taken over."""
     qweight, qzeros, scales = (tensors.read(f"{name}.{part}") for part in _PARTS[:3])
     rows, width = linear.out_features, linear.in_features
-    count = group_count(width, coding.group or width)
+    group = min(coding.group or width, width)
+    count = group_count(width, group)
     along_inputs = coding.method == "gptq"
     shapes = {
         "qweight": (qweight, [width // 8, rows] if along_inputs else [width, rows // 8]),
@@ -168,8 +173,8 @@ def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> T
                 f" {coding.method} codes of a layer of {width} inputs and {rows} outputs, in groups of"
                 f" {coding.group or 'whole rows'}, have {'' if part == 'scales' else 'torch.int32 '}{shape}."
             )
-    if f"{name}.g_idx" in tensors.places:
-        _require_order(tensors, name, width, coding.group or width)
+    if coding.ordered or f"{name}.g_idx" in tensors.places:
+        _require_order(tensors, name, width, group)
     found = (
         unpack_gptq(qweight, qzeros, scales, coding.offset)
         if along_inputs

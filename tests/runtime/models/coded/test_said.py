@@ -17,6 +17,9 @@ def test_layouts_that_are_read():
     assert coding_of({}) is None
     assert of(**GPTQ) == of(**GPTQ, checkpoint_format="gptq") == Coding("gptq", 128, 1)
     assert of(**GPTQ, checkpoint_format="gptq_v2") == Coding("gptq", 128, 0)
+    assert of(**GPTQ, checkpoint_format="GPTQ_V2") == Coding("gptq", 128, 0)
+    assert of(**GPTQ | {"desc_act": True}) == Coding("gptq", 128, 1, ordered=True)
+    assert of(**GPTQ | {"desc_act": True, "group_size": -1}) == Coding("gptq", None, 1)
     assert of(**GPTQ | {"group_size": -1}) == Coding("gptq", None, 1)
     assert of(**AWQ) == Coding("awq", 64, 0)
     assert of(quant_method="awq", w_bit=4, q_group_size=128, version="gemm") == Coding("awq", 128, 0)

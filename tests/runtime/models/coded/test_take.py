@@ -1,5 +1,7 @@
 """GPTQ and AWQ checkpoints: their very codes, against values by the formats' definition; what is refused."""
 
+import json
+
 import causal
 import coded
 import every_family
@@ -125,6 +127,37 @@ def test_what_cannot_be_taken_over_exactly_is_refused(case, llama, tmp_path):
     coded.save(folder, tensors | ({} if new is None else {f"{GATE}.{part}": np.ascontiguousarray(new)}))
     with pytest.raises(InputError, match=message):
         taken(folder, tmp_path / "out")
+
+
+def test_act_order_without_its_index_is_refused(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq", desc_act=True)
+    assert taken(folder, tmp_path / "out")[1]  # an index that changes no order
+    coded.save(folder, {n: t for n, t in coded.load(folder).items() if not n.endswith(".g_idx")})
+    with pytest.raises(InputError, match=r"\.g_idx' is missing, which says what its codes mean"):
+        taken(folder, tmp_path / "again")
+
+
+def test_a_group_of_more_inputs_than_there_are_is_the_whole_row(llama, tmp_path):
+    folder, values = coded.gptq(llama, tmp_path / "gptq", group=-1, group_size=10**30)
+    model, _ = taken(folder, tmp_path / "out")
+    np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])
+
+
+def test_a_damaged_file_is_refused(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(InputError, match=r"model\.safetensors: not a readable safetensors file"):
+        taken(folder, tmp_path / "out")
+
+
+def test_weights_in_a_file_that_the_config_names(llama, tmp_path):
+    folder, values = coded.gptq(llama, tmp_path / "gptq")
+    (folder / "model.safetensors").rename(folder / "codes.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "codes.safetensors"}))
+    model, _ = taken(folder, tmp_path / "out")
+    np.testing.assert_array_equal(model.get_submodule(GATE).matrix.dequantize().numpy(), values[GATE])
 
 
 def test_groups_of_no_size_that_int4_has_are_refused(llama, tmp_path):

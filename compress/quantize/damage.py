@@ -12,6 +12,7 @@ from torch import Tensor
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.planned import Planned, quantized
 from smelt.compress.quantize.settings import Budget
+from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import replace_layer
 
@@ -33,9 +34,12 @@ def damages(
         ranges: as `quantize_layers` takes them.
         rows: what the model reads.
         ctx: its `progress` is told.
+
+    Raises:
+        InputError: its outputs are not finite.
     """
     whole = [out.clone() for out in outputs(model, rows.batches)]
-    spread = variance_of(whole)
+    spread = spread_of(whole, rows)
     products = [layer for layer in layers if layer.product]
     found = {}
     for done, layer in enumerate(products, start=1):
@@ -51,6 +55,21 @@ def damages(
         found[layer.name] = off / sum(right.numel() for right in whole) / spread
         ctx.progress(done, len(products), "damage of each layer")
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def spread_of(parts: Sequence[Tensor], rows: CalibrationRows) -> float:
+    """Return the variance of the outputs `parts` on `rows`, in parts of which damage is told.
+
+    Raises:
+        InputError: they are not finite.
+    """
+    found = variance_of(parts)
+    if not math.isfinite(found):
+        raise InputError(
+            f"quantize: on rows of {rows.origin} the model's outputs are not finite, so that no layer's damage"
+            " can be told. The training before it has probably gone astray."
+        )
+    return found
 
 
 def variance_of(parts: Sequence[Tensor]) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.coding import Coder
-from smelt.compress.quantize.damage import variance_of
+from smelt.compress.quantize.damage import spread_of
 from smelt.compress.quantize.planned import Planned, quantize_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.stage import Context
@@ -81,9 +81,12 @@ def measure(
         settings: whose options the codes have.
         coder_of: what decides the codes of a layer.
         ctx: its `progress` is told.
+
+    Raises:
+        InputError: its outputs are not finite.
     """
     whole = [out.clone() for out in outputs(model, rows.batches)]
-    spread = variance_of(whole) * sum(out.numel() for out in whole)
+    spread = spread_of(whole, rows) * sum(out.numel() for out in whole)
     total = sum(len(unit.costs) for unit in units)
     done = 0
     for unit in units:

@@ -20,7 +20,7 @@ from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
 from smelt.core.stage import needs_of
 from smelt.runtime.layers.quantized import is_quantized
-from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.schemes.registry import WIDTHS
 
 FEW = {"skip": ["*.layer.1.*", "*.attention.*", "*.pooler.*"], "group_size": 32, "rows": 4, "damage_rows": 2}
@@ -65,6 +65,19 @@ def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path
     quantize_layers(model, unit.at(2, made), {})
     off = torch.cat([o.flatten() for o in outputs(model, rows.batches)]) - whole
     assert found["2"] == pytest.approx(float(off.square().mean() / whole.var(correction=0)), rel=0.01)
+
+
+@pytest.mark.parametrize("given", [{"bits": {"budget": 4.5}}, {"skip": "auto", "scheme": "int4"}])
+def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
+    model, edits = load_model(every_family.of_layers("bert", 2))
+    with torch.no_grad():
+        model.get_submodule("bert.encoder.layer.1.output.LayerNorm").weight.fill_(float("nan"))
+    source = tmp_path / "astray"
+    source.mkdir()
+    save_model(model, edits, source, every_family.of_layers("bert", 2))
+    with pytest.raises(InputError, match="the model's outputs are not finite"):
+        made = QuantizeSettings(rows=2, damage_rows=1, **given)
+        every_family.run(Quantize(), made, source, "bert", tmp_path / "out")
 
 
 def test_an_embedding_and_a_head_of_one_matrix_get_one_width(tmp_path):

@@ -66,8 +66,8 @@ def spread_of(parts: Sequence[Tensor], rows: CalibrationRows) -> float:
     found = variance_of(parts)
     if not math.isfinite(found):
         raise InputError(
-            f"quantize: on rows of {rows.origin} the model's outputs are not finite, so that no layer's damage"
-            " can be told. The training before it has probably gone astray."
+            f"quantize: on rows of {rows.origin} the model's outputs are not finite, so that no layer's"
+            " damage can be told. The training before it has probably gone astray."
         )
     return found
 

@@ -75,8 +75,8 @@ def test_outputs_that_are_no_numbers_are_refused(tmp_path, given):
     source = tmp_path / "astray"
     source.mkdir()
     save_model(model, edits, source, every_family.of_layers("bert", 2))
+    made = QuantizeSettings(rows=2, damage_rows=1, **given)
     with pytest.raises(InputError, match="the model's outputs are not finite"):
-        made = QuantizeSettings(rows=2, damage_rows=1, **given)
         every_family.run(Quantize(), made, source, "bert", tmp_path / "out")
 
 

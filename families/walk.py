@@ -70,6 +70,15 @@ def blocks_of(model: Any) -> list[Block]:
     return [block for stack in family.stacks(config) for block in _blocks(model, family, stack, config)]
 
 
+def is_word_table(family: Family, config: Config, name: str) -> bool:
+    """Say whether a tensor is called as a word embedding of the family is, outside of all blocks.
+
+    Inside of them `shared` is what products share beside their differences (runtime/layers/shared.py).
+    """
+    inside = tuple(f"{stack.place}." for stack in family.stacks(config))
+    return name.endswith(family.embedding) and not name.startswith(inside)
+
+
 def attentions_of(model: Any) -> list[Attention]:
     """Return the attentions of `model` in order, with the names that they have in it."""
     return [attention for block in blocks_of(model) for attention in block.attentions]

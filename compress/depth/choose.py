@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.families.family import Stack
 from smelt.families.registry import family_of
+from smelt.families.walk import skipped_parts
 from smelt.runtime.backends.device import torch_device
 
 
@@ -36,10 +37,15 @@ def by_influence(
         influence = block_influence(model, stacks, moved(rows.batches, device, ctx))
     ctx.facts["block_influence"] = {n: [round(v, 6) for v in values] for n, values in influence.items()}
     first = _first_stays(model)
+    lasts = _lasts(model, stacks)
     kept = {}
     for name, count in numbers.items():
         order = sorted((not (first and at == 0), -value, at) for at, value in enumerate(influence[name]))
-        kept[name] = sorted(at for _, _, at in order[:count])
+        gone: list[Layer] = []
+        for layer in [(name, at) for _, _, at in reversed(order)]:
+            if len(order) - len(gone) > count and not lasts(layer, gone):
+                gone.append(layer)
+        kept[name] = [at for at in range(len(order)) if (name, at) not in gone]
     return kept
 
 
@@ -65,7 +71,7 @@ def by_loss(
     there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
     told: set[Layer] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
     batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
-    tries = 0
+    tries, lasts = 0, _lasts(model, stacks, told)
 
     with on_device(model, ctx) as device:
 
@@ -79,12 +85,38 @@ def by_loss(
 
         ctx.facts["loss_before"] = round(loss_without(()), 6)
         fixed = {(name, 0) for name in numbers} if _first_stays(model) else set()
-        gone, losses = drop_by_loss(numbers, {n: there[n] for n in numbers}, fixed, loss_without)
+        gone, losses = drop_by_loss(numbers, {n: there[n] for n in numbers}, fixed, loss_without, lasts)
     ctx.facts["dropped"] = [
         {"stack": name, "layer": number, "loss": round(loss, 6)}
         for (name, number), loss in zip(gone, losses, strict=True)
     ]
     return {name: [at for at in range(there[name]) if (name, at) not in gone] for name in numbers}
+
+
+def _lasts(
+    model: Any, stacks: list[Stack], told: Collection[Layer] = ()
+) -> Callable[[Layer, Collection[Layer]], bool]:
+    """Return what says of a layer whether, once others are gone, it alone has one of its parts.
+
+    An earlier step may have taken parts out of the other layers, and of each kind one stays in a stack.
+
+    told: layers that are gone from the beginning.
+    """
+    there = {
+        stack.name: [
+            set(range(len(stack.attentions) + 1)) - skipped_parts(layer)
+            for layer in model.get_submodule(stack.place)
+        ]
+        for stack in stacks
+    }
+
+    def is_last(layer: Layer, gone: Collection[Layer]) -> bool:
+        name, number = layer
+        away = {*gone, *told, layer}
+        left = [parts for at, parts in enumerate(there[name]) if (name, at) not in away]
+        return not there[name][number] <= set().union(*left)
+
+    return is_last
 
 
 def most_tries(numbers: dict[str, int], there: dict[str, int]) -> int:

@@ -12,6 +12,11 @@ Layers = int | list[int]
 _WHOLE: list[Any] = ["layers"]
 # What says of a part how much it does; the others say where a layer stands.
 OF_PARTS = ("loss", "block-influence", "random")
+# What a plan says where whole layers go behind some that lost parts.
+LAYERS_BEHIND_PARTS = (
+    "'{step}' takes parts out of layers of its own choice, and of each kind one has to be in the layers that"
+    " stay: else this step keeps more of them, or stops; take layers away before '{step}'"
+)
 
 
 class DepthSettings(Settings):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.depth.fit import STACKS, check_depth, fraction_kept, layers_kept
-from smelt.compress.depth.settings import DepthSettings, Layers
+from smelt.compress.depth.settings import LAYERS_BEHIND_PARTS, DepthSettings, Layers
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
@@ -52,12 +52,18 @@ class Depth:
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
     @classmethod
+    def leaves(cls, settings: DepthSettings) -> frozenset[str]:
+        """Return what later steps may lose: layers that have all their parts."""
+        return frozenset({"parts"} if settings.parts else ())
+
+    @classmethod
     def spoils(cls, settings: DepthSettings) -> Mapping[str, str]:
         """Return what is lost of the work of steps before it: what the layers that go have learned."""
-        return {
+        found = {
             "training": "layers that go take part of what '{step}' trained with them, and nothing trains"
             " afterwards; put a finetune or distill behind it"
         }
+        return found if settings.parts else found | {"parts": LAYERS_BEHIND_PARTS}
 
     @classmethod
     def needs_with(cls, settings: DepthSettings, given: Collection[str]) -> frozenset[Need]:
@@ -137,10 +143,18 @@ def _choose(
     numbers = {name: c for name, c in wanted.items() if isinstance(c, int) and name not in kept}
     if not numbers:
         return kept
-    if settings.importance == "block-influence":
-        return kept | by_influence(model, stacks, numbers, src, settings, ctx)
-    if settings.importance == "loss":
-        return kept | by_loss(model, stacks, kept, numbers, src, settings, ctx)
+    if settings.importance in _LOOKS:
+        if settings.importance == "loss":
+            found = by_loss(model, stacks, kept, numbers, src, settings, ctx)
+        else:
+            found = by_influence(model, stacks, numbers, src, settings, ctx)
+        ctx.warnings.extend(
+            f"depth: {name}: {len(found[name])} layers stay, and not {count}: an earlier step took parts out"
+            " of layers, and one of each kind has to be left. Take layers away before their parts."
+            for name, count in numbers.items()
+            if len(found[name]) > count
+        )
+        return kept | found
     return kept | {name: _by_place(count, there[name], settings, ctx) for name, count in numbers.items()}
 
 

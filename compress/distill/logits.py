@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.compress.depth.settings import LAYERS_BEHIND_PARTS
 from smelt.compress.distill.fit import check_losses, check_student, check_teacher
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.unlabelled import check_unlabelled, needs_of_rows, with_rows
@@ -71,8 +72,12 @@ class Distill:
 
     @classmethod
     def spoils(cls, settings: DistillSettings) -> Mapping[str, str]:
-        """Return what is lost of the work of steps before it: codes that were chosen with care."""
-        return lost_by_training(settings)
+        """Return what is lost of the work of steps before it: codes that were chosen with care.
+
+        A student of fewer layers needs of each kind of part one that `depth` left it.
+        """
+        cut = settings.student is not None and not settings.student.other
+        return {**lost_by_training(settings), **({"parts": LAYERS_BEHIND_PARTS} if cut else {})}
 
     @classmethod
     def needs_with(cls, settings: DistillSettings, given: Collection[str]) -> frozenset[Need]:

@@ -53,8 +53,15 @@ class Share:
 
     @classmethod
     def spoils(cls, settings: ShareSettings) -> Mapping[str, str]:
-        """Return what of the steps before it is in its way: layers of different sizes are not shared."""
-        return {
+        """Return what of the steps before it is in its way, or lost.
+
+        Layers of different sizes are not shared; what stands for layers with zeros has none.
+        """
+        zeros = {
+            "zeros": "what layers share beside their differences is dense, and so are these: the zeros of"
+            " '{step}' are lost; share before '{step}'"
+        }
+        return (zeros if settings.difference is not None else {}) | {
             "widths": "'{step}' leaves layers of different sizes, which stay apart; share before '{step}',"
             " which then cuts those that are shared as one"
         }
@@ -137,7 +144,14 @@ def share_layers(
         if not together:
             notes.append(f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.")
         for group in together:
-            for parts in _parts([blocks[at] for at in group], settings):
+            there = _parts([blocks[at] for at in group], settings)
+            if not there:
+                said = ", ".join(str(blocks[at].number) for at in group)
+                notes.append(
+                    f"share: the {name} {said} stay apart: no two of them have a part in common that"
+                    f" what: {settings.what} names, since 'depth' took some out."
+                )
+            for parts in there:
                 notes.extend(_share(model, edits, parts, settings, {} if lost is None else lost))
     return shared, notes
 

@@ -105,8 +105,8 @@ class Sparsify:
 
     @classmethod
     def leaves(cls, settings: SparsifySettings) -> frozenset[str]:
-        """Return what later steps may lose: n of each m neighbouring inputs."""
-        return frozenset() if settings.pattern is None else frozenset({"pattern"})
+        """Return what later steps may lose: zeros, and n of each m neighbouring inputs."""
+        return frozenset({"zeros"} if settings.pattern is None else {"zeros", "pattern"})
 
     @classmethod
     def needs_with(cls, settings: SparsifySettings, given: Collection[str]) -> frozenset[Need]:

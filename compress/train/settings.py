@@ -220,7 +220,8 @@ def training_needs(settings: TrainingSettings) -> frozenset[Need]:
 
 def left_by_training(settings: TrainingSettings) -> frozenset[str]:
     """Return what a stage that trains leaves that later ones may lose, or cannot work with."""
-    return frozenset({"training"} if settings.masks is None else {"training", "widths"})
+    found = {"widths": settings.masks, "zeros": settings.sparsify}
+    return frozenset({"training", *(word for word, said in found.items() if said is not None)})
 
 
 def lost_by_training(settings: TrainingSettings) -> Mapping[str, str]:

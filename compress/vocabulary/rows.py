@@ -10,7 +10,7 @@ from torch import nn
 from smelt.core.errors import InputError
 from smelt.families.family import Family
 from smelt.families.registry import FAMILIES, family_of
-from smelt.families.walk import head_of
+from smelt.families.walk import head_of, is_word_table
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 
 
@@ -53,11 +53,12 @@ def keep_rows(model: Any, kept: list[int]) -> None:
 
 def _of_words(model: Any, family: Family) -> dict[str, Any]:
     """Return the modules of `model` whose rows are words, by name."""
-    tables = {stack.stream.tables[0] for stack in family.stacks(model.config.to_dict())}
+    config = model.config.to_dict()
+    tables = {stack.stream.tables[0] for stack in family.stacks(config)}
     found = {
         name.removesuffix(".weight"): model.get_submodule(name.removesuffix(".weight"))
         for name in (f"{n}.weight" for n, _ in model.named_modules(remove_duplicate=False))
-        if name in tables or name.endswith(family.embedding)
+        if name in tables or is_word_table(family, config, name)
     }
     if model.can_generate():
         name = head_of(model)[-1]

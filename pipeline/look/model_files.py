@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.families.registry import FAMILIES, find_family
+from smelt.families.walk import is_word_table
 from smelt.runtime.models.weight_files import weight_tensors
 
 # https://github.com/huggingface/safetensors, "Format"; sub-byte types are counted in bits.
@@ -87,11 +88,11 @@ def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
     family = find_family(config)
     if family is None:
         return []
-    said = config.get(family.width)
+    said = _narrower(folder) or config.get(family.width)
     width = said if isinstance(said, int) else None
     for path, name, entry in weight_tensors(folder):
         shape = entry["shape"]
-        if not name.endswith(family.embedding) or len(shape) != 2:
+        if not is_word_table(family, config, name) or len(shape) != 2:
             continue
         if shape[0] != rows or width not in (None, shape[1]):
             wanted = [rows, shape[1] if width is None else width]
@@ -100,6 +101,20 @@ def _embedding(folder: Path, config: Mapping[str, Any], rows: int) -> list[str]:
                 " (vocab_size, width): weights and config do not belong together."
             ]
     return []
+
+
+def _narrower(folder: Path) -> int | None:
+    """Return how many channels an earlier `prune` left, where the structure says it and not the config."""
+    try:
+        edits = _read(folder / "structure.json").get("edits")
+    except (OSError, ValueError, RecursionError):
+        return None  # there is none; what is wrong with one says who loads the model
+    kept = [edit.get("keep") for edit in edits if edit.get("op") == "width"] if _are_edits(edits) else []
+    return len(kept[-1]) if kept and isinstance(kept[-1], list) else None
+
+
+def _are_edits(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(edit, dict) for edit in value)
 
 
 def _highest_token(folder: Path, kind: str) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from smelt.core.errors import InputError
 from smelt.core.text import article
 from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES, family_of
-from smelt.families.walk import blocks_of, head_of
+from smelt.families.walk import blocks_of, head_of, is_word_table
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 
 States = Literal["hidden", "head"]
@@ -77,14 +77,15 @@ def hidden_axes(model: Any) -> list[Axis]:
 def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
     """Yield name of the tensor, dim, stream and whether it reads."""
     family: Any = family_of(model)
-    for stack in family.stacks(model.config.to_dict()):
+    config = model.config.to_dict()
+    for stack in family.stacks(config):
         for table in stack.stream.tables:
             yield from _of_table(model, table)
         for name, dim in stack.stream.beside:
             yield name, dim, "hidden", False
     # where BART's sides have embeddings of their own, a third one stays, which is made as wide as they are
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name.endswith(family.embedding):
+        if is_word_table(family, config, name):
             yield name, 1, "hidden", False
     for block in blocks_of(model):
         for part in block.parts:

@@ -21,7 +21,6 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
-from smelt.runtime.models.checkpoint import save_model
 from smelt.runtime.models.edits.narrow import narrow, say_width_in_config, width_of
 
 
@@ -31,6 +30,8 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     Raises:
         InputError: a model whose width cannot change, or rows that are missing.
     """
+    from smelt.runtime.models.checkpoint import save_model
+
     model, edits = load_float(src, "prune")
     if reason := width_is_fixed(model.config.to_dict(), ctx.task):
         raise InputError(f"prune: {reason}")

@@ -203,3 +203,19 @@ def test_more_layers_than_there_are(tmp_path):
     with pytest.raises(InputError, match="depth: layers: 9 layers cannot stay of 3"):
         harness.run(Depth(), DepthSettings(layers=9), every_family.of_layers("bert", 3), tmp_path / "out",
                     "text-classification")  # fmt: skip
+
+
+@pytest.mark.parametrize("importance", ["loss", "block-influence"])
+def test_layers_that_alone_have_a_part_stay(importance, tmp_path):
+    """An earlier step left one attention and one ffn, of different layers: a single one has not both."""
+    source = every_family.of_layers("llama", 3)
+    for word, number in (("attention", 0), ("ffn", 2)):
+        said = DepthSettings(what=[word], layers=[number], rows=4)
+        source = every_family.run(Depth(), said, source, "llama", tmp_path / word).out
+    said = DepthSettings(layers=1, importance=importance, rows=4)
+    ctx = every_family.run(Depth(), said, source, "llama", tmp_path / "out")
+    assert ctx.facts["kept_layers"] == {"layers": [0, 2]}
+    assert any(text.startswith("depth: layers: 2 layers stay, and not 1:") for text in ctx.warnings)
+    first, second = blocks_of(load_model(ctx.out)[0])
+    assert (bool(first.attentions), first.feed_forward) == (True, None)
+    assert (bool(second.attentions), second.feed_forward is None) == (False, False)

@@ -1,5 +1,7 @@
 """A shared matrix and thin differences: against the decomposition by numpy, and through what comes after."""
 
+import json
+
 import every_family
 import harness
 import numpy as np
@@ -23,8 +25,10 @@ from smelt.compress.share.difference import divided
 from smelt.compress.share.layers import Share, share_layers
 from smelt.compress.share.settings import ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.compress.vocabulary.rows import keep_rows
 from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.look.model_files import misfits
 from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import keeps_zeros, read_edits
@@ -196,3 +200,24 @@ def test_keys_of_steps_without_a_difference_are_those_of_before():
     assert "difference" not in ShareSettings().model_dump()
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         settings(0)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_what_is_shared_is_no_word_embedding(family, tmp_path):
+    """So these call their word embedding, which `vocabulary` cuts and which must fit the config."""
+    made = shared(family, tmp_path / "shared")
+    config = json.loads((made.out / "config.json").read_text())
+    assert misfits(made.out, config)[0] == []
+    model = load_model(made.out)[0]
+    inside = {n: p.clone() for n, p in model.named_parameters() if n.endswith(".shared.weight")}
+    keep_rows(model, list(range(12)))
+    assert len(model.get_input_embeddings().weight) == 12
+    now = dict(model.named_parameters())
+    places = [name for name in inside if SharedLinear in map(type, _owners(model, name))]
+    assert places
+    assert all(torch.equal(now[name], inside[name]) for name in places)
+
+
+def _owners(model, name):
+    parts = name.split(".")
+    return [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]

@@ -16,6 +16,7 @@ from smelt.compress.share.layers import Share, ShareSettings, grouped, share_lay
 from smelt.core.errors import InputError
 from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.edits.skip import skip
 
 
 @pytest.mark.parametrize("family", sorted(OF_TEXTS))
@@ -138,6 +139,15 @@ def test_nothing_to_share_is_said():
     shared, notes = share_layers(model, edits, ShareSettings(groups=3))
     assert (shared, edits) == ({"layers": []}, [])
     assert notes == ["share: the 3 layers stay apart: no two of them fall into one group."]
+
+
+def test_layers_without_a_part_in_common_stay_apart_and_say_so():
+    model, edits = load_model(every_family.of_layers("bert", 2))
+    edits += [skip(model, "bert.encoder.layer.0", 0), skip(model, "bert.encoder.layer.1", 1)]
+    groups, notes = share_layers(model, edits, ShareSettings())
+    assert groups == {"layers": [[0, 1]]}
+    assert [note.split(":")[1] for note in notes] == [" the layers 0, 1 stay apart"]
+    assert not any(edit["op"] == "share" for edit in edits)
 
 
 def test_stack_that_the_model_does_not_have_is_a_mistake_of_the_recipe():

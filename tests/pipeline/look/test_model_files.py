@@ -89,6 +89,19 @@ def test_the_embedding_must_have_the_shape_of_the_config(tmp_path):
     assert misfits(tmp_path, _model(tmp_path, 99, vocab_size=None)) == ([], [])
 
 
+def test_a_width_that_the_structure_says_counts(tmp_path):
+    """`prune: {what: [width]}` leaves the config as wide as it was where other things follow from that."""
+    config = _model(tmp_path, 10, 3)
+    structure = tmp_path / "structure.json"
+    for kept, fits in (([[0, 1, 3]], True), ([[0, 1, 2, 3], [0, 2, 3]], True), ([[0, 1]], False)):
+        edits = [{"op": "width", "module": "", "keep": keep} for keep in kept]
+        structure.write_text(json.dumps({"schema": 1, "edits": edits}))
+        assert (misfits(tmp_path, config)[0] == []) == fits
+    for broken in ("{", "[]", '{"edits": 3}', '{"edits": [{"op": "width", "keep": 3}]}'):
+        structure.write_text(broken)
+        assert "asks for [10, 4]" in misfits(tmp_path, config)[0][0]
+
+
 def test_a_tokenizer_that_knows_little_is_a_warning(tmp_path):
     config = _model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(_words(4)))

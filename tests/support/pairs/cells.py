@@ -27,7 +27,16 @@ def takes(model: Model, technique: Technique) -> bool:
 
 
 def follows(first: Technique, second: Technique) -> bool:
-    """Say whether `second` can go on from what `first` leaves: what changes float weights needs some."""
+    """Say whether `second` can go on from what `first` leaves.
+
+    What changes float weights needs some, and what takes units away needs layers that do not hold theirs.
+    """
+    if (holds := getattr(load_stage(first.word), "holds_units", None)) and (
+        getattr(load_stage(second.word), "cuts_units", False) or "masks" in second.settings
+    ):
+        settings: Settings = load_stage(first.word).settings_type.model_validate(dict(first.settings))
+        if holds(settings):
+            return False
     floats = getattr(load_stage(second.word), "needs_float", False)
     return first.word != "quantize" or not (floats or {"masks", "sparsify"} & second.settings.keys())
 

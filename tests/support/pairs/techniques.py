@@ -123,11 +123,14 @@ TECHNIQUES: dict[str, Technique] = {
     "depth": Technique("depth", {"keep": 0.5, **FEW}, True),
     "prune": Technique("prune", {"keep": 0.5, **FEW}, True),
     "prune-budget": Technique("prune", {"budget": {"parameters": 0.8}, "importance": "fisher", **FEW}, True),
+    "depth-parts": Technique("depth", {"what": ["attention", "ffn"], **FEW}, True),
+    "width": Technique("prune", {"what": ["width"], "keep": 0.5, **FEW}, True),
     "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW}),
     "factorize": Technique("factorize", {"rank": 12, "aim": "size", **FEW}, True),
     "factorize-embeddings": Technique("factorize", {"what": "embeddings", "rank": 12}, True),
     "tucker": Technique("factorize", {"method": "tucker", "ratio": 0.5}, True),
     "share": Technique("share", {}, True),
+    "share-difference": Technique("share", {"difference": {"rank": 2}}, True),
     "shortlist": Technique("shortlist", {"per_token": 3, "frequent": 6}),
     "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
     "int8-static": Technique("quantize", {"smooth": 0.5, **STATIC}, True),
@@ -139,6 +142,14 @@ TECHNIQUES: dict[str, Technique] = {
     "int2": Technique("quantize", {"scheme": "int2", "group_size": 32}, True),
     "ternary": Technique("quantize", {"scheme": "ternary"}, True),
     "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW}, True),
+    "awq": Technique(
+        "quantize", {"scheme": "int4", "group_size": 32, "method": "awq", "clip": "awq", **FEW}, True
+    ),
+    "hqq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "hqq"}, True),
+    "bits": Technique(
+        "quantize", {"bits": {"budget": 8, "widths": [4, 8]}, "group_size": 16, "damage_rows": 1, **FEW}, True
+    ),
+    "low-rank": Technique("quantize", {"scheme": "int4", "group_size": 32, "low_rank": {"rank": 2}}, True),
     "binary": Technique("quantize", {"scheme": "binary", "group_size": 32}, True),
     "bnb-nf4": Technique("quantize", {"scheme": "bnb-nf4"}, True),
     "bnb-int8": Technique("quantize", {"scheme": "bnb-int8"}, True),

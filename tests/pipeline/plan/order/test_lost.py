@@ -23,6 +23,9 @@ def told(*steps):
 PATTERN = ("sparsify", {"pattern": "2:4"})
 UNEVEN = ("prune", {"scope": "global"})
 MASKS = ("finetune", {"masks": {}})
+DIVIDED = ("share", {"difference": {"rank": 2}})
+MOVED = ("finetune", {"sparsify": {}})
+PARTS = ("depth", {"what": ["attention"]})
 GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
 
 
@@ -41,6 +44,10 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
         ),
         ((MASKS, "share"), "'finetune-0' leaves layers of different sizes"),
         ((PATTERN, MASKS), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
+        (("sparsify", DIVIDED), "the zeros of 'sparsify-0' are lost; share before 'sparsify-0'."),
+        ((MOVED, DIVIDED), "the zeros of 'finetune-0' are lost; share before 'finetune-0'."),
+        ((PARTS, "prune", "depth"), "take layers away before 'depth-0'."),
+        ((PARTS, ("distill", {"student": {"layers": 1}})), "take layers away before 'depth-0'."),
         ((GPTQ, "distill"), "those which 'quantize-0' chose with care are lost; train with lora"),
     ],
 )
@@ -53,6 +60,11 @@ def test_work_that_is_lost_is_told_once(steps, said):
     "steps",
     [
         (("sparsify", {"sparsity": 0.5}), "prune"),
+        ("depth", PARTS, "distill"),
+        ("sparsify", "share"),
+        (DIVIDED, "sparsify"),
+        ("sparsify", DIVIDED, "sparsify"),
+        (PARTS, PARTS),
         ("prune", PATTERN),
         (PATTERN, "prune", PATTERN),
         ("finetune", "depth", "finetune"),

@@ -99,9 +99,24 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str
             )
             continue
         count = stacks[name].count(config)
-        if isinstance(said, list) and count is not None and not _rising(said, count):
-            found.append((name, f"expected rising numbers from 0 to {count - 1}, read {said}."))
+        kinds = [part for part in settings.parts if part != "cross-attention" or name == "decoder_layers"]
+        wrong = None if count is None else _wrong_parts(said, count, len(kinds))
+        if wrong:
+            found.append((name, wrong))
     return found
+
+
+def _wrong_parts(said: int | list[int], layers: int, kinds: int) -> str | None:
+    """Return what is wrong with the parts that are to stay in a stack of so many whole layers, else None."""
+    if not kinds:  # an encoder attends to nothing but itself
+        return "its layers have no cross-attention; remove it."
+    if isinstance(said, list):
+        return (
+            None if _rising(said, layers) else f"expected rising numbers from 0 to {layers - 1}, read {said}."
+        )
+    if said > kinds * layers:
+        return f"{said} parts cannot stay of {kinds * layers}."
+    return f"{said}: one of each kind stays, which makes {kinds}." if said < kinds else None
 
 
 def _rising(numbers: list[int], below: int) -> bool:

@@ -79,6 +79,12 @@ class Quantize:
         return frozenset(scored | ({"calibration"} if "calibration" in given else {"train"}))
 
     @classmethod
+    def metrics_named(cls, settings: QuantizeSettings) -> list[tuple[str, str]]:
+        """Return the metrics that are asked for by name, with the setting: the recipe must score them."""
+        bits = settings.bits
+        return [("bits.metric", bits.metric)] if bits is not None and bits.metric is not None else []
+
+    @classmethod
     def check_model(
         cls, settings: QuantizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:

@@ -6,7 +6,8 @@ others leave the config as it is. One whose settings name other steps may have a
 `check_named(settings, config, named)`: config is that of the model that it leaves, named are those of the
 steps, by setting, as far as they are known. One that cannot do with all rows has a class method
 `check_rows(settings, task, data)`, which returns its mistakes likewise, where the recipe has the `task` and
-the splits `data` were read.
+the splits `data` were read. One whose settings name metrics returns them as (setting, metric) from
+`metrics_named(settings)`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split, Task
+from smelt.core.errors import nearest
 from smelt.look.model_folder import read_config
 from smelt.plan.order.coded import coded_mistakes
 from smelt.plan.plan import Step
@@ -107,6 +109,25 @@ def check_rows(
         for setting, message in check(step.settings, task, splits) if check else ():
             if setting.split(".")[0] not in step.wrong:
                 mistakes.add((*places[step.name], *_place(setting)), message)
+
+
+def check_metrics(
+    steps: Sequence[Step], places: dict[str, Where], quality: Sequence[str], mistakes: Mistakes
+) -> None:
+    """Note the metrics that settings name and the recipe does not score.
+
+    quality: what is scored; empty where the rows of a run decide it, and nothing is concluded.
+    """
+    for step in steps if quality else ():
+        named = getattr(step.cls, "metrics_named", None)
+        for setting, metric in named(step.settings) if named else ():
+            if metric not in quality and setting.split(".")[0] not in step.wrong:
+                mistakes.add(
+                    (*places[step.name], *_place(setting)),
+                    f"the recipe does not score '{metric}', only {', '.join(quality)}."
+                    f"{nearest(metric, quality)}"
+                    " Name one of these, or add it to score: {quality: [...]}.",
+                )
 
 
 def _place(setting: str) -> tuple[str | int, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from smelt.look.foreign import is_onnx
 from smelt.plan.engines import fit_engines
-from smelt.plan.fit import check_fit, check_rows, check_windows
+from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
 from smelt.plan.foreign.graph import check_foreign, fit_batches
 from smelt.plan.gates import baseline, cut, gates
@@ -18,6 +18,7 @@ from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained
 from smelt.plan.warnings import data_warnings, decoding_warnings
+from smelt.recipe.errors import touches
 from smelt.recipe.recipe import examine, find_recipe
 from smelt.recipe.yaml_file import Document, read_yaml
 
@@ -64,6 +65,8 @@ def make_plan(
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     read = check_sentences(read, folder, splits, mistakes, bad, checker.warnings)
     check_rows(every, checker.places, read.task, splits, mistakes, bad)
+    if not touches(bad, "task", "score.quality"):
+        check_metrics(every, checker.places, read.score.quality, mistakes)
     mistakes.raise_all()
     steps = tuple(step for step in every if step.name in kept)
     doubts = data_warnings(read, any(step.trains for step in steps), splits)

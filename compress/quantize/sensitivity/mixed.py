@@ -60,6 +60,9 @@ def choose_widths(
             f"quantize: bits: budget {asked.budget:g} cannot be met: {widths[0]} bits throughout take"
             f" {least:.3g} a weight in this model, with scales and what fills the last groups up."
         )
+    trial = _Trial(src, settings, coder_of, ctx)
+    # the float model first: a metric that nobody scores is said before the long part
+    whole = trial.whole() if asked.budget is None else 0.0
     measure(model, units, rows, settings, coder_of, ctx)
     found = frontier([[(unit.costs[b], unit.damage[b]) for b in widths] for unit in units])
     told: dict[str, Any] = {}
@@ -67,8 +70,7 @@ def choose_widths(
         chosen = within(found, asked.budget * total)
         assert chosen is not None
     else:
-        trial = _Trial(src, settings, coder_of, ctx)
-        chosen = _within_drop(found, widths, total, asked, trial, ctx)
+        chosen = _within_drop(found, widths, total, asked, whole, trial, ctx)
         told = {"metric": trial.metric, "scores": trial.told}
     picked = {unit.name: widths[at] for unit, at in zip(units, chosen.picks, strict=True)}
     ctx.facts["mixed"] = {
@@ -132,11 +134,17 @@ class _Trial:
 
 
 def _within_drop(
-    found: Sequence[Chosen], widths: Sequence[int], total: int, asked: Bits, trial: _Trial, ctx: Context
+    found: Sequence[Chosen],
+    widths: Sequence[int],
+    total: int,
+    asked: Bits,
+    whole: float,
+    trial: _Trial,
+    ctx: Context,
 ) -> Chosen:
     """Return the cheapest of `found` that was seen to lose at most `asked.max_drop`: a bisection."""
     assert asked.max_drop is not None
-    limit = trial.whole() - asked.max_drop
+    limit = whole - asked.max_drop
 
     def good(at: int) -> bool:
         one = found[at]

@@ -52,6 +52,36 @@ def test_layers_that_there_are_not(settings, config, place, message):
     assert (found, said) == (place, message)
 
 
+@pytest.mark.parametrize(
+    ("settings", "place", "message"),
+    [
+        ({"what": ["ffn"], "decoder_layers": 4}, "decoder_layers", "4 parts cannot stay of 3."),
+        (
+            {"what": ["attention", "cross-attention", "ffn"], "decoder_layers": 10},
+            "decoder_layers",
+            "10 parts cannot stay of 9.",
+        ),
+        (
+            {"what": ["attention", "ffn"], "encoder_layers": 1},
+            "encoder_layers",
+            "1: one of each kind stays, which makes 2.",
+        ),
+        (
+            {"what": ["cross-attention"], "encoder_layers": 2},
+            "encoder_layers",
+            "its layers have no cross-attention; remove it.",
+        ),
+    ],
+)
+def test_parts_that_there_are_not(settings, place, message):
+    assert check_depth(DepthSettings(**settings), MARIAN)[0] == [(place, message)]
+
+
+def test_as_many_parts_as_there_are_may_stay():
+    settings = {"what": ["attention", "cross-attention", "ffn"], "encoder_layers": 12, "decoder_layers": 9}
+    assert check_depth(DepthSettings(**settings), MARIAN)[0] == []
+
+
 def test_last_layers_of_a_model_whose_first_must_stay_blame_the_importance():
     ((found, _),) = check_depth(DepthSettings(keep=0.5, importance="last"), MODERN)[0]
     assert found == "importance"

@@ -173,3 +173,37 @@ def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it
 def test_other_schemes_need_no_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "version", lambda name: "0.1")
     plan(folder, "[quantize: {scheme: int4}]").require_runnable()
+
+
+def scored_by(folder: Path, metric: str, score: str) -> Plan:
+    path = folder / "scored.yaml"
+    path.write_text(
+        "model: model\ntask: translation\n"
+        "data: {train: train.jsonl, validation: train.jsonl, test: test.jsonl}\n"
+        f"stages:\n  - quantize: {{bits: {{max_drop: 0.5, metric: {metric}}}}}\n{score}"
+    )
+    return load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "message"),
+    [
+        (
+            "chrf",
+            "score: {quality: [bleu]}\n",
+            r"scored.yaml:5: stages\[0\].quantize.bits.metric: the recipe does not score 'chrf', only bleu\."
+            r" Name one of these, or add it to score: \{quality: \[...\]\}\.$",
+        ),
+        ("blue", "", r"does not score 'blue', only bleu, chrf, .* Did you mean 'bleu'\?"),
+    ],
+)
+def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
+    folder: Path, metric: str, score: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        scored_by(folder, metric, score)
+
+
+def test_a_metric_that_the_recipe_scores_is_taken(folder: Path) -> None:
+    scored_by(folder, "chrf", "score: {quality: [bleu, chrf]}\n")
+    scored_by(folder, "chrf", "")

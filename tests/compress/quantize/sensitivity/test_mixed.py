@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from smelt.compress.calibration.rows import calibration_rows, outputs
 from smelt.compress.quantize.methods.awq import awq
 from smelt.compress.quantize.planned import plan_layers, quantize_layers
+from smelt.compress.quantize.sensitivity import mixed
 from smelt.compress.quantize.sensitivity.widths import units_of
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
@@ -154,7 +155,8 @@ def test_what_even_the_widest_codes_lose_is_said(tmp_path):
     assert any(said in text for text in ctx.warnings)
 
 
-def test_a_metric_that_nobody_scores_is_refused(tmp_path):
+def test_a_metric_that_nobody_scores_is_refused_before_damage_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(mixed, "measure", lambda *given: pytest.fail("the long part was done first"))
     with pytest.raises(InputError, match="metric 'chrf' is not among those that this recipe scores: bleu"):
         dropped(tmp_path, max_drop=0.5, metric="chrf")
 

@@ -109,12 +109,9 @@ def _narrower(folder: Path) -> int | None:
         edits = _read(folder / "structure.json").get("edits")
     except (OSError, ValueError, RecursionError):
         return None  # there is none; what is wrong with one says who loads the model
-    kept = [edit.get("keep") for edit in edits if edit.get("op") == "width"] if _are_edits(edits) else []
+    edits = edits if isinstance(edits, list) else []
+    kept = [edit.get("keep") for edit in edits if isinstance(edit, dict) and edit.get("op") == "width"]
     return len(kept[-1]) if kept and isinstance(kept[-1], list) else None
-
-
-def _are_edits(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(edit, dict) for edit in value)
 
 
 def _highest_token(folder: Path, kind: str) -> tuple[int, int] | None:

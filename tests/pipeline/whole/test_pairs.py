@@ -7,7 +7,7 @@ keep what they promise (tests/support/pairs/promises.py). All pairs, and graphs 
 import pytest
 from bench import Bench, refused
 from cells import every_cell, few_cells, refused_pairs
-from techniques import MODELS, TECHNIQUES
+from paired_techniques import MODELS, TECHNIQUES
 
 from smelt.families.registry import FAMILIES
 from smelt.recipe.stage_table import stages

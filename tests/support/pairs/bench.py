@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import promises
-from techniques import MODELS, TECHNIQUES, write_recipe
+from paired_techniques import MODELS, TECHNIQUES, write_recipe
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from zlib import crc32
 
-from techniques import MODELS, TECHNIQUES, Model, Technique
+from paired_techniques import MODELS, TECHNIQUES, Model, Technique
 
 from smelt.core.stage import Settings
 from smelt.recipe.stage_table import load_stage

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench import Bench, refused
 from cells import Cell, every_cell, exported
-from techniques import MODELS, TECHNIQUES
+from paired_techniques import MODELS, TECHNIQUES
 
 from smelt.core.errors import InputError
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from techniques import Technique
+from paired_techniques import Technique
 
 from smelt.core.artifact import Artifact
 

@@ -67,11 +67,11 @@ def model_of(ctx: Context) -> Any:
     return load_model(ctx.out)[0]
 
 
-def logits(model: Any) -> Any:
-    """Return what a model of any kind makes of two texts of nine fixed tokens (and five of output)."""
+def logits(model: Any, texts: int = 2) -> Any:
+    """Return what a model of any kind makes of so many texts of nine fixed tokens (and five of output)."""
     import torch
 
-    ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, 20, (texts, 9), generator=torch.Generator().manual_seed(0))
     more = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model(ids, **more).logits

@@ -63,9 +63,9 @@ def codes_compute_nearly_the_same(made: Path, family: str, out: Path) -> None:
 
     ctx = every_family.run(Quantize(), QuantizeSettings(), made, family, out)
     assert ctx.facts["float_linear_layers"] == []
-    whole, codes = (harness.logits(load_model(folder)[0]) for folder in (made, out))
-    # four numbers of a tiny model; codes of other weights would be a whole deviation off and more
-    assert 0 < (codes - whole).abs().mean() < 0.4 * whole.std()
+    # of a classifier two texts are four numbers, whose spread says little
+    whole, codes = (harness.logits(load_model(folder)[0], texts=64) for folder in (made, out))
+    assert 0 < (codes - whole).abs().mean() < 0.2 * whole.std()
 
 
 def graphs_agree(made: Path, family: str, out: Path) -> None:

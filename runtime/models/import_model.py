@@ -19,11 +19,11 @@ from smelt.runtime.models.checkpoint import (
     load_config,
     load_model,
     quiet,
-    renamed,
     save_model,
 )
 from smelt.runtime.models.coded.said import coding_of
 from smelt.runtime.models.coded.take import take_codes
+from smelt.runtime.models.places.fill import renamed
 from smelt.runtime.models.places.weights_fit import require_body
 from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.models.weight_files import INDEX, find_weights, weight_tensors

@@ -42,10 +42,12 @@ class Int2(AffineGroups):
         """Say whether activations stay float32."""
         return not parts.rounds_activations(options)
 
-    def spread(self, matrix: Coded) -> Tensor:
-        """Emit two bytes of 4-bit codes for each byte."""
+    def product_codes(self, matrix: Coded) -> Tensor:
+        """Emit the codes, or where `spreads` two bytes of 4-bit codes for each byte."""
         from smelt.runtime.layers import emit
 
+        if not self.spreads(matrix.options):
+            return super().product_codes(matrix)
         return emit.spread(_TABLE, matrix.tensor("codes"), 2)
 
     def load_tables(self) -> dict[str, Any]:

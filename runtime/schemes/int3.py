@@ -38,7 +38,7 @@ class Int3(AffineGroups):
         """Return true: there is no 3-bit product."""
         return True
 
-    def spread(self, matrix: Coded) -> Tensor:
+    def product_codes(self, matrix: Coded) -> Tensor:
         """Emit 4-bit codes: the low bits of each, and its high one."""
         from smelt.runtime.layers import emit
 

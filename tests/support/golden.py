@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import causal
 import images
 import numpy as np
+import outline
 import seq2seq
 import tiny
 
@@ -302,68 +303,12 @@ def _of_graphs(out: Path) -> dict[str, Any]:
     for path in sorted(out.glob("*.onnx")):
         model = onnx.load(path)
         kinds = Counter(node.op_type for node in model.graph.node)
-        exact[path.stem] = {"operators": dict(sorted(kinds.items())), "structure": _digest(_lines(model))}
-        numbers |= _projections(_constants(model.graph), path.stem)
+        exact[path.stem] = {
+            "operators": dict(sorted(kinds.items())),
+            "structure": _digest(outline.lines(model)),
+        }
+        numbers |= _projections(outline.constants_of(model.graph), path.stem)
     return {"exact": exact, "numbers": numbers}
-
-
-def _constants(graph: Any) -> dict[str, Any]:
-    """Return a graph's constants in the order of their use, so that two that changed places are noticed.
-
-    One without a name of its own is called by the operator that takes it.
-    """
-    from onnx import numpy_helper
-
-    users: dict[str, str] = {}
-    for node in graph.node:
-        for name in node.input:
-            users.setdefault(name, node.op_type)
-    tensors = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
-    ordered = [name for name in users if name in tensors]
-    ordered += sorted(tensors.keys() - users.keys())
-    return {
-        f"{place:05}.{name if '.' in name else users.get(name, name)}": tensors[name]
-        for place, name in enumerate(ordered)
-        if tensors[name].dtype.kind in "fiu"
-    }
-
-
-def _lines(model: Any) -> Iterator[str]:
-    """Describe inputs, outputs, constants and nodes; values have numbers instead of names."""
-
-    places: dict[str, int] = {"": -1}
-    for value in (*model.graph.input, *model.graph.output):
-        sizes = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
-        yield f"{value.name} {value.type.tensor_type.elem_type} {sizes}"
-        places.setdefault(value.name, len(places))
-    yield from _nodes(model.graph, places, {})
-
-
-def _nodes(graph: Any, places: dict[str, int], shapes: dict[str, str]) -> Iterator[str]:
-    """Describe the nodes of a graph, those of the graphs inside of them behind each."""
-    import onnx
-
-    shapes = shapes | {t.name: f"{t.data_type} {list(t.dims)}" for t in graph.initializer}
-    apart = (onnx.AttributeProto.TENSOR, onnx.AttributeProto.GRAPH)
-    for node in graph.node:
-        inputs = [shapes.get(n) or places.setdefault(n, len(places)) for n in node.input]
-        attributes = sorted(
-            f"{a.name}={_rounded(onnx.helper.get_attribute_value(a))}"
-            for a in node.attribute
-            if a.type not in apart
-        )
-        outputs = [places.setdefault(n, len(places)) for n in node.output]
-        yield f"{node.domain}::{node.op_type} {inputs} {attributes} {outputs}"
-        for a in node.attribute:
-            if a.type == onnx.AttributeProto.GRAPH:
-                told = [places.setdefault(v.name, len(places)) for v in a.g.input]
-                yield f"{a.name} of {told}"
-                yield from _nodes(a.g, places, shapes)
-                yield f"gives {[places[v.name] for v in a.g.output]}"
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _projections(values: dict[str, Any], prefix: str = "") -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,36 @@ def by_onnx_runtime(
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     whole: NDArray[np.float32] = session.run(None, {"x": x.numpy()})[0]
     return list(np.split(whole, np.cumsum([layer.out_features for layer in layers])[:-1], axis=-1))
+
+
+def said_of_products(layers: list[QuantizedLinear], path: Path) -> list[dict[str, int]]:
+    """Return the attributes of what ONNX Runtime keeps of each layer once a session has loaded it.
+
+    Fails unless that is MatMulNBits alone, and computes what torch does. The loaded graph goes to `path`.
+    """
+    import onnx
+
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, layers[0].in_features)
+    for layer, got in zip(layers, by_onnx_runtime(layers, x, str(path)), strict=True):
+        with torch.inference_mode():
+            expected = layer(x).numpy()
+        assert np.abs(got - expected).max() < 1e-5 * expected.std()
+    nodes = [node for node in onnx.load(path).graph.node if node.op_type != "Concat"]
+    assert {node.op_type for node in nodes} == {"MatMulNBits"}
+    return [{"accuracy_level": 0} | {a.name: a.i for a in node.attribute} for node in nodes]
+
+
+def random_affine(
+    scheme: str, group: int = 32, symmetric: bool = True, level: int = 4, inputs: int = 100, outputs: int = 24
+) -> QuantizedLinear:
+    """Return a layer with random codes in groups, by a scheme of whole-number codes."""
+    torch.manual_seed(0)
+    most = 2 ** find(scheme).bits
+    groups = -(-inputs // group)
+    codes = torch.randint(0, most, (outputs, groups, group), dtype=torch.uint8)
+    grid = {"scales": torch.rand(outputs, groups) + 0.5}
+    if not symmetric:
+        grid["zeros"] = torch.randint(0, most, (outputs, groups), dtype=torch.uint8)
+    options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
+    return random_layer(scheme, Codes(codes, grid), inputs, **options)

@@ -159,18 +159,17 @@ class AffineGroups(Scheme):
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits, of 4 bits where codes are spread."""
         spreads = self.spreads(matrix.options)
-        bits, codes = (4, self.spread(matrix)) if spreads else (self.bits, matrix.tensor("codes"))
-        name = _WIDE_ZEROS if spreads else "zeros"
+        bits, name = (4, _WIDE_ZEROS) if spreads else (self.bits, "zeros")
         zeros = matrix.tensor(name) if matrix.has(name) else None
-        return parts.emit_product(matrix, x, bias, bits, codes, zeros)
+        return parts.emit_product(matrix, x, bias, bits, self.product_codes(matrix), zeros)
 
     def spreads(self, options: Options) -> bool:
         """Say whether codes become 4-bit ones when the graph is loaded."""
         return False
 
-    def spread(self, matrix: Coded) -> Tensor:
-        """Emit the codes as 4-bit ones, where `spreads`."""
-        raise NotImplementedError
+    def product_codes(self, matrix: Coded) -> Tensor:
+        """Emit the codes as the operator takes them: as they are stored, or where `spreads` 4-bit ones."""
+        return matrix.tensor("codes")
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Return the same operator at accuracy level 0."""

@@ -1,6 +1,6 @@
 """What is replaced in a program gives torch's own graph; what is not known here is left to torch."""
 
-import golden
+import outline
 import pytest
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ def test_the_graph_is_the_one_of_the_second_trace_node_for_node(monkeypatch):
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
     with one_trace():
         ours = exported(Each(), inputs(), AXES, list("abcde"))
-    assert list(golden._lines(ours)) == list(golden._lines(torchs))
+    assert list(outline.lines(ours)) == list(outline.lines(torchs))
     kinds = {node.op_type for node in ours.graph.node}
     assert {"Split", "Reshape", "Min", "Slice", "Sub", "Cast"} <= kinds
 
@@ -131,8 +131,8 @@ def test_a_product_of_a_size_and_a_number_is_not_traced_again(shape, dynamic, mo
     torchs = exported(Flat(dynamic), values, axes, ["y", "z"])
     monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *_: pytest.fail("traced again"))
     with one_trace():
-        assert list(golden._lines(exported(Flat(dynamic), values, axes, ["y", "z"]))) == list(
-            golden._lines(torchs)
+        assert list(outline.lines(exported(Flat(dynamic), values, axes, ["y", "z"]))) == list(
+            outline.lines(torchs)
         )
 
 

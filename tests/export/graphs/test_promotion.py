@@ -1,6 +1,6 @@
 """The casts that torch puts into a graph are there although nothing is computed to find them."""
 
-import golden
+import outline
 import pytest
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ def test_the_graph_is_torchs_and_only_what_got_a_cast_is_computed(computed):
     computed.clear()
     with known_types():
         ours = exported()
-    assert list(golden._lines(ours)) == list(golden._lines(torchs))
+    assert list(outline.lines(ours)) == list(outline.lines(torchs))
     assert [node.op_type for node in ours.graph.node].count("Cast") >= 3
     assert "prims.convert_element_type.default" in computed
     assert "aten.tanh.default" not in computed

@@ -5,21 +5,9 @@ import torch
 
 from smelt.compress.quantize.coding import round_to_nearest
 from smelt.runtime.schemes.int2 import Int2
-from smelt.runtime.schemes.scheme import Codes
 
 SIZES = (32, 64, 128)
 LAYOUTS = [(group, symmetric, level) for group in SIZES for symmetric in (True, False) for level in (0, 4)]
-
-
-def random_layer(inputs=100, outputs=24, group=32, symmetric=True, level=4):
-    torch.manual_seed(0)
-    groups = -(-inputs // group)
-    codes = torch.randint(0, 4, (outputs, groups, group), dtype=torch.uint8)
-    grid = {"scales": torch.rand(outputs, groups) + 0.5}
-    if not symmetric:
-        grid["zeros"] = torch.randint(0, 4, (outputs, groups), dtype=torch.uint8)
-    options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
-    return schemes.random_layer("int2", Codes(codes, grid), inputs, **options)
 
 
 def decide(weight, symmetric):
@@ -28,7 +16,7 @@ def decide(weight, symmetric):
 
 @pytest.mark.parametrize(("group", "symmetric", "level"), LAYOUTS)
 def test_layer_equals_matmul_nbits(group, symmetric, level):
-    layer = random_layer(group=group, symmetric=symmetric, level=level)
+    layer = schemes.random_affine("int2", group, symmetric, level)
     x = torch.randn(3, 5, 100)
     x[0, 0] = 0
     expected = schemes.matmul_nbits(layer, x, bits=2)
@@ -39,20 +27,9 @@ def test_layer_equals_matmul_nbits(group, symmetric, level):
 
 def test_every_layout_leaves_as_what_torch_computes_and_a_session_spreads_codes_once(tmp_path):
     """With whole activations as 4 bits, for which there is a fast kernel, with rounded ones as 2 bits."""
-    import onnx
-
-    x = torch.randn(2, 3, 100)
-    layers = [random_layer(group=g, symmetric=s, level=level) for g, s, level in LAYOUTS]
-    path = tmp_path / "optimized.onnx"
-    found = schemes.by_onnx_runtime(layers, x, str(path))
-    for layer, got in zip(layers, found, strict=True):
-        with torch.inference_mode():
-            expected = layer(x).numpy()
-        assert np.abs(got - expected).max() < 1e-5 * expected.std()
-    nodes = [n for n in onnx.load(path).graph.node if n.op_type != "Concat"]
-    assert {n.op_type for n in nodes} == {"MatMulNBits"}
-    said = [{a.name: a.i for a in n.attribute} for n in nodes]
-    assert {(a.get("accuracy_level", 0), a["bits"]) for a in said} == {(0, 4), (4, 2)}
+    layers = [schemes.random_affine("int2", *layout) for layout in LAYOUTS]
+    said = schemes.said_of_products(layers, tmp_path / "optimized.onnx")
+    assert {(a["accuracy_level"], a["bits"]) for a in said} == {(0, 4), (4, 2)}
 
 
 def test_symmetric_codes_by_hand():
@@ -71,7 +48,7 @@ def test_asymmetric_codes_by_hand():
 
 
 def test_four_codes_lie_in_a_byte():
-    layer = random_layer(inputs=64, group=64)
+    layer = schemes.random_affine("int2", 64, inputs=64)
     codes = layer.matrix.decided().codes[3, 0]
     assert layer.matrix.codes[3, 0, 5] == sum(int(codes[20 + i]) << 2 * i for i in range(4))
     assert layer.matrix.codes.shape == (24, 1, 16)

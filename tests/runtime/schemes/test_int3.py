@@ -1,25 +1,12 @@
-import numpy as np
 import pytest
 import schemes
 import torch
 
 from smelt.compress.quantize.coding import round_to_nearest
 from smelt.runtime.schemes.int3 import Int3
-from smelt.runtime.schemes.scheme import Codes
 
 SIZES = (16, 32, 64, 128)
 LAYOUTS = [(group, symmetric, level) for group in SIZES for symmetric in (True, False) for level in (0, 4)]
-
-
-def random_layer(inputs=100, outputs=24, group=32, symmetric=True, level=4):
-    torch.manual_seed(0)
-    groups = -(-inputs // group)
-    codes = torch.randint(0, 8, (outputs, groups, group), dtype=torch.uint8)
-    grid = {"scales": torch.rand(outputs, groups) + 0.5}
-    if not symmetric:
-        grid["zeros"] = torch.randint(0, 8, (outputs, groups), dtype=torch.uint8)
-    options = {"group_size": group, "symmetric": symmetric, "accuracy_level": level}
-    return schemes.random_layer("int3", Codes(codes, grid), inputs, **options)
 
 
 def decide(weight, symmetric):
@@ -29,27 +16,17 @@ def decide(weight, symmetric):
 def test_onnx_runtime_has_no_three_bit_product():
     """When it has, its codes need not be spread."""
     with pytest.raises(Exception, match="Only 2b, 4b and 8b quantization is supported"):
-        schemes.matmul_nbits(random_layer(), torch.randn(1, 100), bits=3)
+        schemes.matmul_nbits(schemes.random_affine("int3"), torch.randn(1, 100), bits=3)
 
 
 def test_every_layout_leaves_as_four_bits_which_a_session_makes_once(tmp_path):
-    import onnx
-
-    x = torch.randn(2, 3, 100)
-    layers = [random_layer(group=g, symmetric=s, level=level) for g, s, level in LAYOUTS]
-    path = tmp_path / "optimized.onnx"
-    found = schemes.by_onnx_runtime(layers, x, str(path))
-    for layer, got in zip(layers, found, strict=True):
-        with torch.inference_mode():
-            expected = layer(x).numpy()
-        assert np.abs(got - expected).max() < 1e-5 * expected.std()
-    nodes = [n for n in onnx.load(path).graph.node if n.op_type != "Concat"]
-    assert {n.op_type for n in nodes} == {"MatMulNBits"}
-    assert {a.i for n in nodes for a in n.attribute if a.name == "bits"} == {4}
+    layers = [schemes.random_affine("int3", *layout) for layout in LAYOUTS]
+    said = schemes.said_of_products(layers, tmp_path / "optimized.onnx")
+    assert {a["bits"] for a in said} == {4}
 
 
 def test_a_graph_holds_three_bits_a_weight():
-    layer = random_layer(inputs=1024, outputs=512, group=128)
+    layer = schemes.random_affine("int3", 128, inputs=1024, outputs=512)
     made = schemes.graph_of([layer], torch.randn(1, 2, 1024))
     stored = [t for t in made.graph.initializer if list(t.dims)[:1] == [512] and len(t.dims) > 1]
     assert sum(len(t.raw_data) for t in stored) == 512 * (1024 * 3 // 8 + 8 * 2)
@@ -72,7 +49,7 @@ def test_asymmetric_codes_by_hand():
 
 
 def test_two_low_bits_lie_beside_the_high_one():
-    matrix = random_layer(inputs=64, group=64).matrix
+    matrix = schemes.random_affine("int3", 64, inputs=64).matrix
     codes = matrix.decided().codes[3, 0]
     assert matrix.codes[3, 0, 5] == sum(int(codes[20 + i]) % 4 << 2 * i for i in range(4))
     assert matrix.tensor("highs")[3, 0, 2] == sum(int(codes[16 + i]) // 4 << i for i in range(8))

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from updates import FROM_LOGITS
+
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
-_UPDATES: dict[str, Any] = {
-    "max_steps": 240,
-    "batch_size": 32,
-    "learning_rate": 5e-4,
-    "evals": 0,
-    "temperature": 1.0,
-    "losses": {"logits": 1.0, "labels": 0},
-}
 _CHOICES = ("random", "alternate", "block-influence", "loss")
 
 
@@ -23,6 +17,6 @@ def _depth(importance: str) -> Arm:
 
 ARMS: dict[str, Arm] = {
     **{choice: _depth(choice) for choice in (*_CHOICES, "first", "last")},
-    **{f"{choice}, trained": [*_depth(choice), ("distill", _UPDATES)] for choice in _CHOICES},
+    **{f"{choice}, trained": [*_depth(choice), ("distill", FROM_LOGITS)] for choice in _CHOICES},
 }
 AGAINST = {f"{choice}, trained": "random, trained" for choice in _CHOICES}

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from updates import UPDATES
+
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
 _SHALLOW: dict[str, Any] = {"student": {"decoder_layers": 2}}
-_UPDATES: dict[str, Any] = {
-    "max_steps": 240,
-    "batch_size": 32,
-    "learning_rate": 5e-4,
-    "evals": 0,
-    "temperature": 1.0,
-}
 _GOLD: dict[str, Any] = {"losses": {"logits": 0, "labels": 1.0}}
 _LOGITS: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0}}
 _GENTLE: dict[str, Any] = {"learning_rate": 1e-4}  # five times as much is too much for a trained model
 
 
 def _distill(*more: dict[str, Any]) -> Arm:
-    settings = dict(_UPDATES)
+    settings = dict(UPDATES)
     for each in more:
         settings |= each
     return [("distill", settings)]

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from updates import UPDATES
+
 TRAIN, SEEDS = 7680, 3
-_UPDATES: dict[str, Any] = {
-    "student": {"decoder_layers": 2},
-    "max_steps": 240,
-    "batch_size": 32,
-    "learning_rate": 5e-4,
-    "evals": 0,
-    "temperature": 1.0,
-}
+_STUDENT: dict[str, Any] = {"student": {"decoder_layers": 2}, **UPDATES}
 
 
 def _beside(**losses: float) -> list[tuple[str, dict[str, Any]]]:
-    return [("distill", {**_UPDATES, "losses": {"logits": 1.0, "labels": 0, **losses}})]
+    return [("distill", {**_STUDENT, "losses": {"logits": 1.0, "labels": 0, **losses}})]
 
 
 def _before(layer_map: Any = "uniform", **losses: float) -> list[tuple[str, dict[str, Any]]]:
     phases = [{"losses": losses, "max_steps": 120}, {"losses": {"logits": 1.0}, "max_steps": 120}]
-    return [("distill", {**_UPDATES, "phases": phases, "layer_map": layer_map})]
+    return [("distill", {**_STUDENT, "phases": phases, "layer_map": layer_map})]
 
 
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {

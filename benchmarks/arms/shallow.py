@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from updates import FROM_LOGITS
+
 TRAIN, SEEDS = 7680, 3
 
 
 def _student(**layers: int) -> list[tuple[str, dict[str, Any]]]:
-    settings: dict[str, Any] = {
-        "student": layers,
-        "max_steps": 240,
-        "batch_size": 32,
-        "learning_rate": 5e-4,
-        "evals": 0,
-        "temperature": 1.0,
-        "losses": {"logits": 1.0, "labels": 0},
-    }
-    return [("distill", settings)]
+    return [("distill", {"student": layers, **FROM_LOGITS})]
 
 
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {

@@ -10,7 +10,8 @@ Shapes: N = rows (batch times positions), V = vocabulary or classes.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,25 +19,17 @@ from torch import Tensor
 IGNORE = -100
 _FLOOR = -1e4  # of log-probabilities: where a teacher forbids a word, the loss is large and not infinite
 _BLOCK_BYTES = 8 * 2**20  # of float32 per block: small enough for the caches, large enough for threads
+OfRows: TypeAlias = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class _BlockLoss(torch.autograd.Function):
-    """Returns the mixed loss, then its three parts, through which no gradient flows."""
+    """Returns the sum of all parts, then each, through which no gradient flows."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        teacher: Tensor | None,
-        temperature: float,
-        weights: tuple[float, float, float],
-        smoothing: float,
-    ) -> tuple[Tensor, ...]:
-        logits_weight, labels_weight, reverse_weight = weights
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, parts: int, of_rows: OfRows) -> tuple[Tensor, ...]:
         kept = labels != IGNORE
         count = max(1, int(kept.sum()))
-        sums = logits.new_zeros(3, dtype=torch.float64)
+        sums = logits.new_zeros(parts, dtype=torch.float64)
         gradient = torch.zeros_like(logits) if logits.requires_grad else None
         size = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
         for at in range(0, logits.shape[0], size):
@@ -44,29 +37,37 @@ class _BlockLoss(torch.autograd.Function):
             mask = kept[rows]
             if not bool(mask.any()):
                 continue
-            z, y = logits[rows].float(), labels[rows].clamp(min=0)
-            slope: Tensor | None = None
-            if labels_weight:
-                value, slope = _cross_entropy(z, y, mask, smoothing=smoothing, weight=labels_weight)
-                sums[1] += value
-            for place, weight, part in ((0, logits_weight, _divergence), (2, reverse_weight, _reverse)):
-                if teacher is None or not weight:
-                    continue
-                value, more = part(z, teacher[rows].float(), mask, temperature=temperature, weight=weight)
-                sums[place] += value
-                slope = more if slope is None else slope.add_(more)
+            values, slope = of_rows(logits[rows].float(), rows, mask)
+            sums += values
             if gradient is not None and slope is not None:
                 gradient[rows] = (slope.mul_(mask.unsqueeze(1)) / count).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
-        parts = tuple((sums / count).float())
-        ctx.mark_non_differentiable(*parts)
-        return ((sums.sum() / count).float(), *parts)
+        means = tuple((sums / count).float())
+        ctx.mark_non_differentiable(*means)
+        return ((sums.sum() / count).float(), *means)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None
+        return gradient * outputs[0].to(gradient.dtype), None, None, None
+
+
+def in_blocks(logits: Tensor, labels: Tensor, parts: int, of_rows: OfRows) -> tuple[Tensor, Tensor]:
+    """Return a loss whose gradient is known, float32 scalar, and its parts, float32 [parts], without one.
+
+    Both are means over the rows that count.
+
+    Args:
+        logits: float [N, V].
+        labels: int64 [N], -100 where a row does not count.
+        parts: how many parts add up to the loss.
+        of_rows: given some rows of the logits, float32 [n, V], which they are, and which of them count
+            (bool [n]), returns the sums of the parts over those that count, float64 [parts], and the slope
+            of their sum, float32 [n, V], which is written over; None: it is 0.
+    """
+    found: tuple[Tensor, ...] = _BlockLoss.apply(logits, labels, parts, of_rows)  # type: ignore[no-untyped-call]
+    return found[0], torch.stack(found[1:])
 
 
 def _cross_entropy(
@@ -151,10 +152,22 @@ def mixed_loss(
     flat = logits.reshape(-1, logits.shape[-1])
     other = None if teacher is None else teacher.detach().reshape(-1, teacher.shape[-1])
     weights = (logits_weight, labels_weight, reverse_weight)
-    found: tuple[Tensor, ...] = _BlockLoss.apply(  # type: ignore[no-untyped-call]
-        flat, labels.reshape(-1), other, temperature, weights, smoothing
-    )
+    y = labels.reshape(-1)
+
+    def of_rows(z: Tensor, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        sums = z.new_zeros(3, dtype=torch.float64)
+        slope: Tensor | None = None
+        if labels_weight:
+            sums[1], slope = _cross_entropy(z, y[rows].clamp(min=0), mask, smoothing, labels_weight)
+        for place, weight, part in ((0, logits_weight, _divergence), (2, reverse_weight, _reverse)):
+            if other is None or not weight:
+                continue
+            sums[place], more = part(z, other[rows].float(), mask, temperature, weight)
+            slope = more if slope is None else slope.add_(more)
+        return sums, slope
+
+    loss, parts = in_blocks(flat, y, 3, of_rows)
     if told is not None:
         names = ("logits", "labels", "reverse_logits")
-        told.update({n: part for n, part, weight in zip(names, found[1:], weights, strict=True) if weight})
-    return found[0]
+        told.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
+    return loss

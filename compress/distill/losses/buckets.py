@@ -11,15 +11,13 @@ Shapes: N = positions, V = vocabulary, k = words that are kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from smelt.compress.train.losses import IGNORE
+from smelt.compress.train.losses import in_blocks
 
 _FLOOR = -1e4  # of the teacher's log-probabilities, as in `mixed_loss`
-_BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -40,50 +38,6 @@ def buckets_of(logits: Tensor, top: int, temperature: float) -> Buckets:
     others = logits.float().scatter(-1, ids, float("-inf")) - values[..., :1]
     rest = (others / temperature).logsumexp(dim=-1, keepdim=True)
     return Buckets(torch.cat([(values - values[..., :1]) / temperature, rest], dim=-1), ids)
-
-
-class _BucketLoss(torch.autograd.Function):
-    """Returns the sum of both divergences, then each, through which no gradient flows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        theirs: Tensor,
-        ids: Tensor,
-        temperature: float,
-        weights: tuple[float, float],
-    ) -> tuple[Tensor, ...]:
-        kept = labels != IGNORE
-        count = max(1, int(kept.sum()))
-        sums = logits.new_zeros(2, dtype=torch.float64)
-        gradient = torch.zeros_like(logits) if logits.requires_grad else None
-        size = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
-        for at in range(0, logits.shape[0], size):
-            rows = slice(at, at + size)
-            if not bool(kept[rows].any()):
-                continue
-            scale = temperature * kept[rows].unsqueeze(1)
-            values, slope = _compare(
-                logits[rows].float() / temperature,
-                theirs[rows].float().log_softmax(dim=1),
-                ids[rows],
-                weights,
-            )
-            sums += temperature**2 * values[kept[rows]].double().sum(dim=0)
-            if gradient is not None:
-                gradient[rows] = (slope.mul_(scale) / count).to(gradient.dtype)
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
-        parts = tuple((sums / count).float())
-        ctx.mark_non_differentiable(*parts)
-        return ((sums.sum() / count).float(), *parts)
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None
 
 
 def _compare(z: Tensor, theirs: Tensor, ids: Tensor, weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -147,15 +101,14 @@ def bucket_loss(
     """
     weights = (logits_weight, reverse_weight)
     k = teacher.ids.shape[-1]
-    found: tuple[Tensor, ...] = _BucketLoss.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]),
-        labels.reshape(-1),
-        teacher.logits.detach().reshape(-1, k + 1),
-        teacher.ids.reshape(-1, k),
-        temperature,
-        weights,
-    )
+    theirs, ids = teacher.logits.detach().reshape(-1, k + 1), teacher.ids.reshape(-1, k)
+
+    def of_rows(z: Tensor, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
+        values, slope = _compare(z / temperature, theirs[rows].float().log_softmax(dim=1), ids[rows], weights)
+        return temperature**2 * values[mask].double().sum(dim=0), slope.mul_(temperature)
+
+    loss, parts = in_blocks(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), 2, of_rows)
     if told is not None:
         names = ("logits", "reverse_logits")
-        told.update({n: part for n, part, weight in zip(names, found[1:], weights, strict=True) if weight})
-    return found[0]
+        told.update({n: part for n, part, weight in zip(names, parts, weights, strict=True) if weight})
+    return loss

@@ -25,7 +25,7 @@ from smelt.runtime.backends.ort_tensorrt.session import open_session
 from smelt.runtime.backends.ort_tensorrt.told import FILE, Told, read_told
 from smelt.runtime.batch import Logits, Tokens
 
-_ROWS, _LENGTH = 0, 1  # places in input_ids [R, S]
+_ROWS, _LENGTH = 0, 1  # places in input_ids [R, S]; of any other input the first are rows too
 _PLACES = 2  # the place in a cache [R, H, P, d]
 _PAST = "past_key_values."
 
@@ -69,9 +69,11 @@ class OrtTensorrtBackend:
         """Read the sizes that engines are built for; return how a graph is opened."""
         told = read_told(folder, provider.name)
         first, main = (_of(told, graph, folder).most for graph in (graphs.in_order[0], graphs.main))
-        if "input_ids" not in first:
-            raise InputError(f"{folder / FILE}: no sizes of input_ids. {MAKE_AGAIN}")
-        self._most_rows, self.at_once = first["input_ids"][_ROWS], first["input_ids"][_LENGTH]
+        read = "input_ids" in first  # an image is not read piece by piece
+        sizes = first["input_ids"] if read else next(iter(first.values()), ())
+        if len(sizes) <= _LENGTH:
+            raise InputError(f"{folder / FILE}: no sizes of what is fed first. {MAKE_AGAIN}")
+        self._most_rows, self.at_once = sizes[_ROWS], sizes[_LENGTH] if read else None
         # a cache that only the graph before fills is as long as a text, not as what was put out
         grown = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
         if graphs.caches and grown:
@@ -86,9 +88,8 @@ class OrtTensorrtBackend:
 
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
-        parts = [
-            self._inner.call(graph, _rows(feeds, rows)) for rows in self._slices(len(feeds["input_ids"]))
-        ]
+        count = len(next(iter(feeds.values())))  # axis 0 of all that is fed are the rows
+        parts = [self._inner.call(graph, _rows(feeds, rows)) for rows in self._slices(count)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> Held:

@@ -171,6 +171,7 @@ CELLS_OPENVINO = WHOLE_OPENVINO if matrix.whole() else sorted(FAST_OPENVINO)
 # TensorRT's graphs with the sizes of engines, for ONNX Runtime's providers of it, in float32 and int8
 STAGES_PROVIDERS = ["prune", "int8-static"]
 FAST_PROVIDERS = {("bart", "int8-static", "ort-tensorrt"), ("qwen2", "prune", "ort-tensorrt-rtx")}
+FAST_PROVIDERS |= {("vit", "int8-static", "ort-tensorrt")}
 WHOLE_PROVIDERS = sorted((m, s, t) for m, s in POSSIBLE if s in STAGES_PROVIDERS for t in PROVIDERS)
 CELLS_PROVIDERS = WHOLE_PROVIDERS if matrix.whole() else sorted(FAST_PROVIDERS)
 

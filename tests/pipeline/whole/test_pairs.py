@@ -4,6 +4,7 @@ The plan takes a pair, or says why not; a pair that it takes is done as a run do
 keep what they promise (tests/support/pairs/promises.py). All pairs, and graphs of a part: `make matrix`.
 """
 
+import every_pair
 import pytest
 from bench import Bench, refused
 from cells import every_cell, few_cells, refused_pairs
@@ -45,6 +46,14 @@ def test_what_the_plan_refuses_it_refuses_in_words_and_nothing_else(bench):
     taken = {(a, b) for model, a, b in every_cell() if model == SMALL}
     for first, second in sorted(taken)[:: len(taken) // 20]:
         assert refused(bench(SMALL), first, second) is None
+
+
+def test_the_command_takes_all_models_where_none_is_named_and_names_those_that_it_knows(capsys):
+    assert every_pair.parsed([]).models == list(MODELS)
+    assert every_pair.parsed(["bert", "t5"]).models == ["bert", "t5"]
+    with pytest.raises(SystemExit):
+        every_pair.parsed(["brt"])
+    assert "no model 'brt'; known: marian, " in capsys.readouterr().err
 
 
 def test_each_stage_each_family_and_each_scheme_has_its_line():

@@ -32,14 +32,24 @@ LOG = Path("build/matrix/pairs.jsonl")
 PART = 25
 
 
-def main(arguments: list[str]) -> int:
-    """Work through the pairs; return 1 where one broke."""
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """Return what was asked for: models, all where none is named, and which techniques."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []])
+    # no `choices`: argparse would look for the default list, as a whole, among them
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
     for place in ("first", "second"):
         parser.add_argument(f"--{place}", action="append", choices=list(TECHNIQUES))
     parser.add_argument("--fresh", action="store_true")
     said = parser.parse_args(arguments)
+    if odd := sorted(set(said.models) - MODELS.keys()):
+        parser.error(f"no model '{odd[0]}'; known: {', '.join(MODELS)}")
+    said.models = said.models or list(MODELS)
+    return said
+
+
+def main(arguments: list[str]) -> int:
+    """Work through the pairs; return 1 where one broke."""
+    said = parsed(arguments)
     LOG.parent.mkdir(parents=True, exist_ok=True)
     if said.fresh:
         LOG.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ import click
 )
 @click.option("--source-language", metavar="CODE", help="Of a multilingual model, as in en_XX.")
 @click.option("--target-language", metavar="CODE", help="Of a multilingual model, as in de_DE.")
+@click.option("--fast", is_flag=True, help="As fast as we know to make it, by a longer training.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 def init(
     model: str,
@@ -32,6 +33,7 @@ def init(
     columns: tuple[str, ...],
     source_language: str | None,
     target_language: str | None,
+    fast: bool,
     force: bool,
 ) -> None:
     """Look at MODEL (a folder, a hub id or an .onnx file) and write a first recipe for it."""
@@ -44,7 +46,7 @@ def init(
         known = ", ".join(EVERY_TASK)
         raise InputError(f"--task {task}: no such task; there are {known}.{nearest(task, EVERY_TASK)}")
     named = parse_columns(columns).model_dump(exclude_unset=True)
-    wishes = Wishes(task, named, (source_language, target_language))
+    wishes = Wishes(task, named, (source_language, target_language), fast)
     text, path = init_recipe(model, data, out, task, force, wishes)
     if path is None:
         click.echo(text, nl=False)

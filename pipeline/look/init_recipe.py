@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Columns, Label, SplitName, Task
+from smelt.core.data import IMAGES, TEXT_TO_TEXT, Columns, Label, SplitName, Task
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.labels import decide_problem
@@ -22,11 +22,10 @@ from smelt.families.registry import FAMILIES, blockless
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import is_onnx
 from smelt.look.init_foreign import graph_recipe
+from smelt.look.init_stages import Machine, lines_of, steps
 from smelt.look.model import ModelLook, look
 from smelt.recipe.problem import METRICS_OF
-from smelt.recipe.stage_table import load_stage
 from smelt.recipe.yaml_file import parse_yaml
-from smelt.runtime.schemes.registry import DEFAULT
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
 _ROWS = {
@@ -48,42 +47,21 @@ _LEADS = {
     "language-modeling": "perplexity",
     "sentence-similarity": "agreement",
 }
-# The parts of the loss of `distill`, where they are not those of logits.
-_PARTS = {"sentence-similarity": "embedding: 1.0, similarity: 1.0"}
 # Rows that are looked at to see what the labels are.
 _SEEN_ROWS = 2000
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What of this machine a recipe depends on. cores: physical ones. provider: TensorRT in ONNX Runtime."""
-
-    cores: int
-    gpu: bool
-    tensorrt: bool
-    openvino: bool = False
-    provider: bool = False
-
-
-@dataclass(frozen=True)
 class Wishes:
-    """What the user says beside the model. columns: by role. languages: source and target, of mBART."""
+    """What the user says beside the model.
+
+    columns: by role. languages: source and target, of mBART. fast: as small a student as is known to work.
+    """
 
     task: Task | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     languages: tuple[str | None, str | None] = (None, None)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A line of the list of stages, and why it is there."""
-
-    word: str
-    settings: str = "{}"
-    why: str = ""
-    name: str = ""
-    parent: str = ""
-    optional: bool = False
+    fast: bool = False
 
 
 def look_at_machine() -> Machine:
@@ -135,7 +113,7 @@ def init_recipe(
     if path is not None and path.exists() and not force:
         raise InputError(f"{path}: this file exists. Name another with --out, or write over it with --force.")
     base = (path.parent if path is not None else Path()).resolve()
-    text = recipe_text(model, seen, found, look_at_machine(), base, path or Path("RECIPE.yaml"))
+    text = recipe_text(model, seen, found, look_at_machine(), base, path or Path("RECIPE.yaml"), wishes.fast)
     if found:
         _require_plan(text, base / (path or Path("RECIPE.yaml")).name)
     if path is not None:
@@ -192,11 +170,17 @@ def _require_plan(text: str, path: Path) -> None:
 
 
 def recipe_text(
-    model: str, seen: ModelLook, data: DataLook | None, machine: Machine, base: Path, path: Path
+    model: str,
+    seen: ModelLook,
+    data: DataLook | None,
+    machine: Machine,
+    base: Path,
+    path: Path,
+    fast: bool = False,
 ) -> str:
     """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
-    steps = list(_steps(seen, machine, "train" in splits))
+    proposed = list(steps(seen, machine, "train" in splits, fast))
     named = model if seen.folder is None else _relative(seen.folder, base)
     lines = [*_head(model, seen, data, machine, path), f"model: {_scalar(named)}", f"task: {seen.task}"]
     if len(seen.tasks) > 1:
@@ -215,7 +199,7 @@ def recipe_text(
     if all(seen.languages):
         source, target = map(_scalar, map(str, seen.languages))
         lines += [f"  source_language: {source}", f"  target_language: {target}"]
-    lines += ["stages:", *(line for step in steps for line in _lines(step))]
+    lines += ["stages:", *(line for step in proposed for line in lines_of(step))]
     lines += _score(seen)
     if seen.new_head:
         lines += ["baseline: tuned    # before it the classifier is random"]
@@ -267,75 +251,6 @@ def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, 
         )
     yield f"# `smelt plan {path}` checks it; with `--limit 64` a run is a first try;"
     yield "# `smelt stages NAME` explains a stage and its settings."
-
-
-def _steps(seen: ModelLook, machine: Machine, train: bool) -> Iterator[_Step]:
-    """Yield the stages that work for the task, as far as there are rows to train on."""
-    plain = blockless(seen.config) is not None  # convolutions stay float
-    wanted = [*(_trained(seen) if train else _untrained(plain)), *_leaving(machine, plain)]
-    for step in wanted:
-        if seen.task in load_stage(step.word).tasks:
-            yield step
-
-
-def _trained(seen: ModelLook) -> Iterator[_Step]:
-    teacher = ""
-    if seen.new_head:
-        yield _Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
-        teacher = "teacher: tuned, "
-    if blockless(seen.config):
-        yield _Step("factorize", "{method: tucker, ratio: 0.5}", "convolutions become thinner ones")
-        how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
-        yield _Step("distill", how, "recovers what that lost", "small")
-        return
-    # by magnitude, where the rows may have no scores to make a loss of
-    how = ", importance: magnitude" if seen.task == SIMILARITY else ""
-    yield _Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
-    parts = _PARTS.get(seen.task, "logits: 1.0, labels: 0.5")
-    how = f"{{{teacher}losses: {{{parts}}}, epochs: 1}}"
-    yield _Step("distill", how, "recovers what that lost", "small")
-
-
-def _untrained(plain: bool) -> Iterator[_Step]:
-    if plain:
-        how = "{method: tucker, energy: 0.9}"
-        yield _Step("factorize", how, "with training rows: distill behind it", "small")
-        return
-    yield _Step(
-        "factorize",
-        "{method: svd, energy: 0.98}",
-        "needs no training rows; with some: prune, then distill",
-        "small",
-    )
-
-
-def _leaving(machine: Machine, plain: bool) -> Iterator[_Step]:
-    why = "what you deploy on a CPU" if plain else "a branch without quantization, to compare with"
-    yield _Step("onnx", "{target: ort-cpu}", why, "onnx-fp32")
-    if machine.openvino:
-        yield _Step("onnx", "{target: openvino}", "the same in OpenVINO", "openvino", "small", optional=True)
-    if not plain:
-        yield _Step("quantize", f"{{scheme: {DEFAULT}}}", "int8 weights", "int8", "small")
-        yield _Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
-    if machine.gpu or machine.tensorrt:
-        yield _Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
-        yield _Step("tensorrt", "{}", "skipped where it cannot run", optional=True)
-    if machine.provider:
-        how = "{target: ort-tensorrt, dtype: fp16}"
-        yield _Step("onnx", how, "engines that ONNX Runtime builds", "ort-tensorrt", "small", optional=True)
-
-
-def _lines(step: _Step) -> Iterator[str]:
-    """Yield the step; its reason stands above it where both do not fit in 80 columns."""
-    text = f"  - {step.word}: {step.settings}"
-    why = f"    # {step.why}" if step.why else ""
-    if len(text) + len(why) > 80:
-        yield f"  # {step.why}:"
-        why = ""
-    yield text + why
-    for key, value in (("name", step.name), ("from", step.parent), ("optional", step.optional and "true")):
-        if value:
-            yield f"    {key}: {value}"
 
 
 def _score(seen: ModelLook) -> Iterator[str]:

@@ -1,0 +1,168 @@
+"""The stages that `smelt init` proposes: by task, by what there is to train on, and by the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
+from smelt.families.registry import FAMILIES, blockless
+from smelt.look.model import ModelLook
+from smelt.recipe.stage_table import load_stage
+from smelt.runtime.schemes.registry import DEFAULT
+
+# The parts of the loss of `distill`, where they are not those of logits.
+_PARTS = {"sentence-similarity": "embedding: 1.0, similarity: 1.0"}
+_LOGITS, _COLUMNS = "losses: {logits: 1.0, labels: 0}, temperature: 1.0", 80
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of this machine a recipe depends on. cores: physical ones. provider: TensorRT in ONNX Runtime."""
+
+    cores: int
+    gpu: bool
+    tensorrt: bool
+    openvino: bool = False
+    provider: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line of the list of stages, and why it is there."""
+
+    word: str
+    settings: str = "{}"
+    why: str = ""
+    name: str = ""
+    parent: str = ""
+    optional: bool = False
+
+
+def steps(seen: ModelLook, machine: Machine, train: bool, fast: bool = False) -> Iterator[Step]:
+    """Yield the stages that work for the task, as far as there are rows to train on.
+
+    Args:
+        seen: the model.
+        machine: what runs there.
+        train: whether there are training rows.
+        fast: as fast as we know to make a model, by a longer training, instead of a first try.
+    """
+    plain = blockless(seen.config) is not None  # convolutions stay float
+    trained = _fast if fast and not plain else _trained
+    wanted = [*(trained(seen) if train else _untrained(plain)), *_leaving(machine, plain)]
+    for step in wanted:
+        if seen.task in load_stage(step.word).tasks:
+            yield step
+
+
+def _tuned(seen: ModelLook) -> Iterator[Step]:
+    if seen.new_head:
+        yield Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
+
+
+def _teacher(seen: ModelLook) -> str:
+    return "teacher: tuned, " if seen.new_head else ""
+
+
+def _trained(seen: ModelLook) -> Iterator[Step]:
+    yield from _tuned(seen)
+    teacher = _teacher(seen)
+    if blockless(seen.config):
+        yield Step("factorize", "{method: tucker, ratio: 0.5}", "convolutions become thinner ones")
+        how = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
+        yield Step("distill", how, "recovers what that lost", "small")
+        return
+    # by magnitude, where the rows may have no scores to make a loss of
+    how = ", importance: magnitude" if seen.task == SIMILARITY else ""
+    yield Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
+    parts = _PARTS.get(seen.task, "logits: 1.0, labels: 0.5")
+    how = f"{{{teacher}losses: {{{parts}}}, epochs: 1}}"
+    yield Step("distill", how, "recovers what that lost", "small")
+
+
+def _fast(seen: ModelLook) -> Iterator[Step]:
+    """Yield the chain that each task got furthest with: docs/recipe.md, "The fast ones", has the figures."""
+    yield from _tuned(seen)
+    teacher, counts = _teacher(seen), layers(seen)
+    if seen.task in TEXT_TO_TEXT:
+        yield Step("onnx", "{target: ort-cpu}", "writes the texts that the student learns from", "whole-onnx")
+        few = f"student: {{decoder_layers: {max(1, counts['decoder_layers'] // 3)}}}"
+        how = f"{few}, sequences: {{beams: 5, mix: 0.5, decoded_by: whole-onnx}}, {_LOGITS}, epochs: 6"
+        why = "few decoder layers are fast, since each token goes through all of them"
+        yield Step("distill", f"{{{how}}}", why, "shallow", "model")
+        yield Step("shortlist", "{}", "each source has few words to choose from", "small")
+        return
+    # a third of the layers, as evenly spaced ones; a decoder-only model writes worse for each that goes
+    share = 2 if seen.task == "language-modeling" else 3
+    few = f"student: {{{next(iter(counts))}: {max(1, round(next(iter(counts.values())) / share))}}}"
+    parts = f"losses: {{{_PARTS[seen.task]}}}" if seen.task in _PARTS else _LOGITS
+    yield Step("distill", f"{{{teacher}{few}, {parts}, epochs: 3}}", "few layers are fast", "shallow")
+    how = ", importance: magnitude" if seen.task == SIMILARITY else ""
+    yield Step("prune", f"{{what: [ffn], keep: 0.5{how}}}", "half of the FFN neurons goes")
+    yield Step("distill", f"{{{teacher}{parts}, epochs: 2}}", "recovers what that lost", "small")
+
+
+def layers(seen: ModelLook) -> dict[str, int]:
+    """Return how many layers each stack has, by its name in settings; 1 where a config does not say."""
+    stacks = FAMILIES[seen.family].stacks
+    return {} if stacks is None else {s.name: s.count(seen.config) or 1 for s in stacks(seen.config)}
+
+
+def _untrained(plain: bool) -> Iterator[Step]:
+    if plain:
+        how = "{method: tucker, energy: 0.9}"
+        yield Step("factorize", how, "with training rows: distill behind it", "small")
+        return
+    yield Step(
+        "factorize",
+        "{method: svd, energy: 0.98}",
+        "needs no training rows; with some: prune, then distill",
+        "small",
+    )
+
+
+def _leaving(machine: Machine, plain: bool) -> Iterator[Step]:
+    why = "what you deploy on a CPU" if plain else "a branch without quantization, to compare with"
+    yield Step("onnx", "{target: ort-cpu}", why, "onnx-fp32")
+    if machine.openvino:
+        yield Step("onnx", "{target: openvino}", "the same in OpenVINO", "openvino", "small", optional=True)
+    if not plain:
+        yield Step("quantize", f"{{scheme: {DEFAULT}}}", "int8 weights", "int8", "small")
+        yield Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
+    if machine.gpu or machine.tensorrt:
+        yield Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
+        yield Step("tensorrt", "{}", "skipped where it cannot run", optional=True)
+    if machine.provider:
+        how = "{target: ort-tensorrt, dtype: fp16}"
+        yield Step("onnx", how, "engines that ONNX Runtime builds", "ort-tensorrt", "small", optional=True)
+
+
+def lines_of(step: Step) -> Iterator[str]:
+    """Yield the step; its reason stands above it, and its settings in several lines, where 80 columns end."""
+    text = f"  - {step.word}: {step.settings}"
+    why = f"    # {step.why}" if step.why else ""
+    if len(text) + len(why) > _COLUMNS:
+        yield from [f"  # {step.why}:"] if step.why else []
+        why = ""
+    if len(text) > _COLUMNS:
+        yield f"  - {step.word}:"
+        yield from _block(step.settings)
+    else:
+        yield text + why
+    for key, value in (("name", step.name), ("from", step.parent), ("optional", step.optional and "true")):
+        if value:
+            yield f"    {key}: {value}"
+
+
+def _block(settings: str) -> Iterator[str]:
+    """Yield a mapping in braces with a line for each of its own keys."""
+    depth, line = 0, "      "
+    for letter in settings[1:-1]:
+        depth += (letter in "{[") - (letter in "]}")
+        if letter == "," and not depth:
+            yield line
+            line = "     "  # a space follows the comma
+        else:
+            line += letter
+    yield line

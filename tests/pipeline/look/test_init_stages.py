@@ -1,0 +1,97 @@
+"""`smelt init --fast`: for every family and task a chain that plans, with fewer layers than the model."""
+
+from dataclasses import replace
+
+import for_init
+import images
+import pytest
+import sentences
+import tiny
+
+import smelt
+from smelt.look.init_recipe import Wishes, init_recipe
+from smelt.look.init_stages import Step, layers, lines_of
+from smelt.look.model import look
+from smelt.plan.load import load_plan
+from smelt.recipe.yaml_file import parse_yaml
+
+
+@pytest.fixture(scope="module")
+def models():
+    return for_init.models()
+
+
+def rows(folder, task):
+    folder.mkdir(exist_ok=True)
+    if task == "language-modeling":
+        (folder / "train.txt").write_text("\n".join(tiny.SENTENCES * 40))
+    else:
+        write = {"text-classification": tiny.labelled, sentences.TASK: sentences.rows}.get(task, tiny.pairs)
+        write(folder / "train.jsonl", 40)
+    return folder
+
+
+def fast(model, data, path, task):
+    return init_recipe(str(model), [data], str(path), task, wishes=Wishes(task, fast=True))
+
+
+@pytest.mark.parametrize(("family", "task"), for_init.CASES)
+def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch, family, task):
+    monkeypatch.chdir(tmp_path)
+    model = for_init.model_for(models, family, task)
+    text, path = fast(model, rows(tmp_path / "rows", task), "r.yaml", task)
+    assert max(len(line) for line in text.splitlines() if not line.startswith("model:")) <= 80
+    plan = load_plan(path)
+    assert not plan.blocked
+    student = plan.step("shallow").settings.student
+    said = student.decoder_layers or student.layers
+    counts = layers(look(str(model), task))
+    assert said == max(1, round(list(counts.values())[-1] / (2 if task == "language-modeling" else 3)))
+    assert plan.step("shallow").settings.losses.labels in (0, None) or task == sentences.TASK
+
+
+def test_images_get_a_shallow_student_and_convolutions_what_they_get_in_any_case(tmp_path):
+    for kind in ("vit", "resnet"):
+        images.model(tmp_path / kind, kind)
+    images.classes(tmp_path / "rows" / "train")
+    found = {}
+    for kind in ("vit", "resnet"):
+        _, path = fast(tmp_path / kind, tmp_path / "rows", tmp_path / f"{kind}.yaml", images.TASK)
+        found[kind] = [step.stage for step in load_plan(path).steps if step.name != "openvino"]
+    assert found["vit"] == ["distill", "prune", "distill", "onnx", "quantize", "onnx"]
+    assert found["resnet"] == ["factorize", "distill", "onnx"]
+
+
+def test_without_training_rows_nothing_is_distilled(tmp_path, models):
+    tiny.pairs(tmp_path / "test.jsonl", 8)
+    _, path = fast(models["marian"], tmp_path / "test.jsonl", tmp_path / "r.yaml", "translation")
+    assert "distill" not in [step.stage for step in load_plan(path).steps]
+
+
+@pytest.mark.parametrize(("family", "task"), [("pegasus", "summarization"), ("llama", "language-modeling")])
+def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, family, task):
+    monkeypatch.chdir(tmp_path)
+    fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)
+    changes = {"score.latency": False, "shallow.max_steps": 1, "threads": 1}  # only to be quick
+    if task == "language-modeling":
+        changes |= {"small.max_steps": 1, "data.windows": {"length": 32}}
+    result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert result.exit_code == 0, result.report
+    assert {step["status"] for step in steps.values()} == {"done"}
+    assert steps["small"]["parameters"] < steps["model"]["parameters"]
+
+
+def test_a_stack_whose_length_a_config_does_not_say_counts_as_one(models):
+    seen = look(str(models["llama"]), "language-modeling")
+    assert layers(seen) == {"layers": seen.config["num_hidden_layers"]}
+    assert layers(replace(seen, config={})) == {"layers": 1}
+
+
+def test_settings_that_are_too_long_for_a_line_mean_the_same_in_several():
+    settings = "{student: {decoder_layers: 1}, layer_map: [a, b, {c: 1, d: [2, 3]}], losses: {logits: 1.0}}"
+    for why in ("", "a reason"):
+        lines = list(lines_of(Step("distill", settings, why, "x")))
+        (step,) = parse_yaml("stages:\n" + "\n".join(lines), "r").value["stages"]
+        assert step == {"distill": parse_yaml(f"a: {settings}", "r").value["a"], "name": "x"}
+        assert len(lines) == 5 + bool(why)

@@ -18,8 +18,15 @@ _ADAPTERS: Arm = _finetune(2e-3, lora={"rank": 16})
 ARMS: dict[str, Arm] = {
     "pruned": _HALF,
     "all weights": [*_HALF, *_finetune(5e-4)],
+    "all weights, 1e-3": [*_HALF, *_finetune(1e-3)],
+    "all weights, 2e-4": [*_HALF, *_finetune(2e-4)],
     "LoRA, rank 16": [*_HALF, *_ADAPTERS],
     "QLoRA, rank 16": [*_HALF, *_NF4, *_ADAPTERS],
     "pruned, coded": [*_HALF, *_NF4],
 }
-AGAINST = {"LoRA, rank 16": "all weights", "QLoRA, rank 16": "LoRA, rank 16"}
+AGAINST = {
+    "all weights, 1e-3": "all weights",
+    "all weights, 2e-4": "all weights",
+    "LoRA, rank 16": "all weights",
+    "QLoRA, rank 16": "LoRA, rank 16",
+}

@@ -19,4 +19,7 @@ ARMS: dict[str, Arm] = {
     **{choice: _depth(choice) for choice in (*_CHOICES, "first", "last")},
     **{f"{choice}, trained": [*_depth(choice), ("distill", FROM_LOGITS)] for choice in _CHOICES},
 }
-AGAINST = {f"{choice}, trained": "random, trained" for choice in _CHOICES}
+AGAINST = {
+    **{choice: "alternate" for choice in ("random", "block-influence", "loss", "first", "last")},
+    **{f"{choice}, trained": "alternate, trained" for choice in ("random", "block-influence", "loss")},
+}

@@ -27,6 +27,6 @@ ARMS: dict[str, Arm] = {
 AGAINST = {
     "all weights, 1e-3": "all weights",
     "all weights, 2e-4": "all weights",
-    "LoRA, rank 16": "all weights",
+    "LoRA, rank 16": "all weights, 2e-4",  # the best of the three rates
     "QLoRA, rank 16": "LoRA, rank 16",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from smelt.compress.calibration.rows import calibration_rows
@@ -22,6 +23,31 @@ from smelt.runtime.models.edits.skip import skip
 from smelt.runtime.models.structure import Edit
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Of a model's parts, those of the stacks that are asked for, which are told to go, and how many stay.
+
+    numbers: of the stacks of which nothing was told by number.
+    """
+
+    model: Any
+    parts: list[Part]
+    stacks: Mapping[str, list[Part]]
+    told: list[Part]
+    numbers: dict[str, int]
+
+    @property
+    def there(self) -> dict[str, int]:
+        """How many there are where some may go."""
+        return {name: len(self.stacks[name]) for name in self.numbers}
+
+    def is_last(self, unit: Layer, gone: Collection[Layer]) -> bool:
+        """Say whether the part is the last of its kind in its stack."""
+        stack = self.stacks[unit[0]]
+        same = [at for at, other in enumerate(stack) if other.kind == stack[unit[1]].kind]
+        return all((unit[0], at) in gone for at in same if at != unit[1])
+
+
 def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSettings, ctx: Context) -> None:
     """Take out of `model`, in place, the parts that do least; append the edits, tell the facts.
 
@@ -37,8 +63,8 @@ def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSett
     for part in parts:
         if part.kind in settings.parts:
             stacks.setdefault(part.stack, []).append(part)
-    told, numbers = _asked(settings, stacks, ctx)
-    gone = {*told, *_chosen(model, parts, stacks, told, numbers, src, settings, ctx)}
+    asked = _Asked(model, parts, stacks, *_numbers(settings, stacks, ctx))
+    gone = {*asked.told, *_chosen(asked, src, settings, ctx)}
     for part in (part for part in parts if part in gone):
         edits.append(skip(model, part.block.place, part.number))
     ctx.facts["dropped_parts"] = {
@@ -46,7 +72,7 @@ def drop_parts(model: Any, edits: list[Edit], src: Artifact, settings: DepthSett
     }
 
 
-def _asked(
+def _numbers(
     settings: DepthSettings, stacks: Mapping[str, list[Part]], ctx: Context
 ) -> tuple[list[Part], dict[str, int]]:
     """Return the parts that were told to go, and of the other stacks how many stay."""
@@ -77,35 +103,20 @@ def _asked(
     return told, numbers
 
 
-def _chosen(
-    model: Any,
-    parts: list[Part],
-    stacks: Mapping[str, list[Part]],
-    told: list[Part],
-    numbers: dict[str, int],
-    src: Artifact,
-    settings: DepthSettings,
-    ctx: Context,
-) -> list[Part]:
+def _chosen(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context) -> list[Part]:
     """Return the parts that go besides those that were told to."""
-    there = {name: len(stacks[name]) for name in numbers}
+    model, stacks, numbers, there = asked.model, asked.stacks, asked.numbers, asked.there
     if numbers == there:
         return []
-
-    def is_last(unit: Layer, gone: Collection[Layer]) -> bool:
-        part = stacks[unit[0]][unit[1]]
-        same = [at for at, other in enumerate(stacks[unit[0]]) if other.kind == part.kind]
-        return all((unit[0], at) in gone for at in same if at != unit[1])
-
     if settings.importance == "loss":
-        return _by_loss(model, parts, stacks, told, numbers, is_last, src, settings, ctx)
+        return _by_loss(asked, src, settings, ctx)
     if settings.importance == "random":
         draw = random.Random(ctx.seed)
         scores = {name: [draw.random() for _ in stacks[name]] for name in numbers}
     else:
         rows = calibration_rows(model, src, settings.rows, ctx, "depth")
-        with on_device(model, ctx) as device, without_parts(model, parts, told):
-            found = part_influence(model, parts, moved(rows.batches, device, ctx))
+        with on_device(model, ctx) as device, without_parts(model, asked.parts, asked.told):
+            found = part_influence(model, asked.parts, moved(rows.batches, device, ctx))
         scores = {name: [found[part] for part in stacks[name]] for name in numbers}
         ctx.facts["part_influence"] = {
             name: {part.name: round(found[part], 6) for part in stacks[name]} for name in numbers
@@ -113,24 +124,14 @@ def _chosen(
     gone: list[Layer] = []
     for name, count in numbers.items():
         for at in sorted(range(there[name]), key=lambda at: scores[name][at]):
-            if there[name] - sum(stack == name for stack, _ in gone) > count and not is_last(
+            if there[name] - sum(stack == name for stack, _ in gone) > count and not asked.is_last(
                 (name, at), gone
             ):
                 gone.append((name, at))
     return [stacks[name][at] for name, at in gone]
 
 
-def _by_loss(
-    model: Any,
-    parts: list[Part],
-    stacks: Mapping[str, list[Part]],
-    told: list[Part],
-    numbers: dict[str, int],
-    is_last: Any,
-    src: Artifact,
-    settings: DepthSettings,
-    ctx: Context,
-) -> list[Part]:
+def _by_loss(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context) -> list[Part]:
     """Drop one after another the part without which the loss is smallest; all stacks are tried together.
 
     Raises:
@@ -139,21 +140,21 @@ def _by_loss(
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
-    there = {name: len(stacks[name]) for name in numbers}
+    model, stacks = asked.model, asked.stacks
     batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
     tries = 0
     with on_device(model, ctx) as device:
 
         def loss_without(gone: Collection[Layer]) -> float:
             nonlocal tries
-            with without_parts(model, parts, {*told, *(stacks[name][at] for name, at in gone)}):
+            with without_parts(model, asked.parts, {*asked.told, *(stacks[name][at] for name, at in gone)}):
                 loss = mean_loss(model, batches, label_objective(), "fp32", device)
             tries += 1
-            ctx.progress(tries, most_tries(numbers, there), f"loss {loss:.3f}")
+            ctx.progress(tries, most_tries(asked.numbers, asked.there), f"loss {loss:.3f}")
             return loss
 
         ctx.facts["loss_before"] = round(loss_without(()), 6)
-        gone, losses = drop_by_loss(numbers, there, (), loss_without, is_last)
+        gone, losses = drop_by_loss(asked.numbers, asked.there, (), loss_without, asked.is_last)
     dropped = [stacks[name][at] for name, at in gone]
     ctx.facts["dropped"] = [
         {"stack": part.stack, "layer": part.block.number, "part": part.kind, "loss": round(loss, 6)}

@@ -156,9 +156,9 @@ def check(technique: Technique, before: Seen, after: Seen, warned: str) -> None:
     size = (after.bytes, before.bytes) if word == "quantize" else (after.parameters, before.parameters)
     fewer = sum(after.layers.values()) < sum(before.layers.values())
     empty = fewer and len(after.units) == len(before.units)  # what went had no parts any more
-    thin = "student" in settings and (1 in before.layers.values() or empty)  # as it is to be
+    thin = "student" in settings and 1 in before.layers.values()  # as it is to be
     if technique.shrinks and not re.search(GAINS_NOTHING, warned):
-        grown = size[0] > size[1] if thin else size[0] >= size[1]
+        grown = size[0] > size[1] if thin or empty else size[0] >= size[1]
         assert not grown, f"{size[1]:,} became {size[0]:,}"
     if word in ("finetune", "distill") and "masks" not in settings and "student" not in settings:
         assert (after.layers, after.units) == (before.layers, before.units)

@@ -77,10 +77,8 @@ class Finetune:
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
-        from smelt.compress.quantize.through_codes import load_trainable, settle
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.compress.quantize.through_codes import load_trainable, save_trained
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
         train(model, src, settings, ctx, edits=edits, stage=self.name)
-        settle(model, ctx)
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        save_trained(model, edits, src.path, settings, ctx)

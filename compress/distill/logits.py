@@ -155,8 +155,7 @@ class Distill:
             identity_of,
             load_teachers,
         )
-        from smelt.compress.quantize.through_codes import settle
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.compress.quantize.through_codes import save_trained
 
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
             space = Path(folder)
@@ -183,8 +182,7 @@ class Distill:
                 said = kept_teacher(teacher, who, model, settings, ctx)
             with contextlib.closing(said) if said else contextlib.nullcontext():
                 _train(model, teacher, Artifact(home, src.manifest), settings, ctx, edits, said)
-            settle(model, ctx)
-            ctx.warnings.extend(save_model(model, edits, ctx.out, home, settings.dtype))
+            save_trained(model, edits, home, settings, ctx)
 
 
 def _student(

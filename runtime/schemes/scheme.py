@@ -192,6 +192,13 @@ class Scheme(Protocol):
     def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
         """Return what `codes` [N, G, g] stand for, float32 [N, G, g]."""
 
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return the least and the greatest value on `grid` in scales, as they broadcast over codes.
+
+        None where values are no whole multiples of a scale with both ends: its scales cannot be learned then.
+        """
+        return None
+
     # How it is stored.
 
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
@@ -229,6 +236,10 @@ class Scheme(Protocol):
     def seen_in_training(self, matrix: Coded, x: Tensor) -> Tensor:
         """Return the activations that a layer trains on, for float `x`; `x` itself where they stay whole."""
         return x
+
+    def fixed_range(self, matrix: Coded) -> tuple[Tensor, float, float] | None:
+        """Return the scale of activations, their least and their greatest code, where these are fixed."""
+        return None
 
     # How it leaves.
 

@@ -83,6 +83,10 @@ class Ternary(Scheme):
         """Return -scale, 0 or scale."""
         return (codes.float() - 1) * grid["scales"][..., None]
 
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return -1 and 1."""
+        return -1.0, 1.0
+
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
         """Return five codes in a byte, and scales."""
         size = self.group(width, options)

@@ -1,4 +1,4 @@
-"""What cannot follow a model whose checkpoint holds codes already (GPTQ, AWQ): known from its config."""
+"""What cannot follow a model whose checkpoint holds codes already (GPTQ, AWQ), or one that has none."""
 
 from __future__ import annotations
 
@@ -45,4 +45,27 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
                 f"{target} cannot run the {SCHEMES[TAKEN].leaves_as} of the model ({coding.method});"
                 f" give target: {' or '.join(targets_of([SCHEMES[TAKEN]]))}, or start from the model that"
                 " these were made of.",
+            )
+
+
+def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of steps that say how codes train where there are none, and what to say.
+
+    Args:
+        steps: of the plan, parents first.
+        config: of the untouched model.
+    """
+    try:
+        coded = set[str]() if coding_of(config) is None else {ROOT}
+    except InputError:  # said of the model
+        return
+    for step in steps:
+        other = getattr(getattr(step.settings, "student", None), "other", False)
+        if step.stage == "quantize" or (step.parent in coded and not other):
+            coded.add(step.name)
+        elif getattr(step.settings, "codes", None) is not None:
+            yield (
+                step.name,
+                "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
+                " before it, or leave codes out.",
             )

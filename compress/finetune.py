@@ -78,7 +78,9 @@ class Finetune:
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
         from smelt.compress.quantize.through_codes import load_trainable, save_trained
+        from smelt.compress.quantize.training.splitting import split_first
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
+        edits = split_first(model, edits, settings, ctx)
         train(model, src, settings, ctx, edits=edits, stage=self.name)
         save_trained(model, edits, src.path, settings, ctx)

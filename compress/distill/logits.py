@@ -156,6 +156,7 @@ class Distill:
             load_teachers,
         )
         from smelt.compress.quantize.through_codes import save_trained
+        from smelt.compress.quantize.training.splitting import split_first
 
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
             space = Path(folder)
@@ -164,6 +165,7 @@ class Distill:
             model, edits, home = _student(
                 src, as_one(teachers, None, settings), settings, space / "student", ctx
             )
+            edits = split_first(model, edits, settings, ctx)
             words = agree_on_words(teachers, model, home, ctx)
             for one in teachers:
                 check_outputs(model, one.model, settings, several=len(teachers) > 1)

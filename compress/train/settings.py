@@ -107,6 +107,10 @@ class CodesSettings(Settings):
     learning_rate: float = Field(
         default=1e-3, gt=0, description="lsq: highest learning rate of the logarithms of scales"
     )
+    split: bool = Field(
+        default=False,
+        description="first make two binary layers of each ternary one, which add up to it (BinaryBERT)",
+    )
     keep_weights: bool = Field(
         default=True,
         description="keep the float weights behind the codes beside the model, for the next training",

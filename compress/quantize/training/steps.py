@@ -11,7 +11,7 @@ the features of an activation (section 2.2). Zero points, where codes have them,
 LSQ+ do (Bhalgat et al. 2020, arXiv:2004.09576, equations 4 and 5): dv^/dz = -s beyond an end, else 0.
 
 What is ours: a step begins as the scale that is stored, so that a training begins with the model that was
-scored (2 mean |v| / sqrt(Q_P), the paper's first value, suits 2 to 4 bits; 8 bits would span 14 mean |v|).
+scored (2 mean |v| / sqrt(Q_P), the paper's first value, suits few bits: 8 would reach to 22 mean |v|).
 Since AdamW moves each parameter by its learning rate, whatever the size of its gradient, what it moves is
 the logarithm of the step against its first value, and the zero point in parts of the range: one learning
 rate then means the same for scales of 0.0005 and of 0.05. And forwards a step is rounded as it is stored.

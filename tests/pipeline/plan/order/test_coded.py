@@ -58,6 +58,16 @@ def test_learned_scales_need_codes(folder):
     assert "learning_rate is that of scales: lsq" in told
 
 
+def test_only_ternary_layers_are_split_and_only_once(folder):
+    ternary, split = "quantize: {scheme: ternary}", "finetune: {codes: {split: true}}"
+    told = harness.smelt("plan", recipe(folder, "quantize: {}", split, model="float"), code=2).stderr
+    assert "codes: split makes binary layers of ternary ones, and those before it are int8-dynamic" in told
+    harness.smelt("plan", recipe(folder, ternary, "finetune: {}", split, model="float"), code=0)
+    twice = recipe(folder, ternary, split, f"{split}\n    name: again", model="float")
+    assert "those before it are binary" in harness.smelt("plan", twice, code=2).stderr
+    assert "before it are int4" in harness.smelt("plan", recipe(folder, split), code=2).stderr  # GPTQ's
+
+
 def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     coded.gptq(folder / "float", tmp_path / "gptq", bits=3)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())

@@ -32,6 +32,7 @@ class Finetune:
     of the scores of pairs (CoSENT).
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
+        - finetune: {codes: {scales: lsq}}
     """
 
     name: ClassVar[str] = "finetune"
@@ -40,7 +41,9 @@ class Finetune:
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = (
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
-        " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32"
+        " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32;"
+        " scales: LSQ, Esser et al. 2020, arXiv:1902.08153;"
+        " split: BinaryBERT, Bai et al. 2021, arXiv:2012.15701"
     )
     version: ClassVar[int] = 4
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings

@@ -7,18 +7,20 @@ from typing import Any
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 3840, 3
 _CODES: Arm = [("quantize", {"scheme": "int2", "vocabulary": "int8-dynamic"})]
-_LEARNED = {"codes": {"scales": "lsq"}}
 
 
-def _finetune(rate: float, **more: Any) -> Arm:
-    return [("finetune", {"max_steps": 120, "batch_size": 32, "learning_rate": rate, "evals": 0, **more})]
+def _finetune(**more: Any) -> Arm:
+    return [("finetune", {"max_steps": 120, "batch_size": 32, "learning_rate": 5e-4, "evals": 0, **more})]
+
+
+def _learned(rate: float) -> Arm:
+    return _finetune(codes={"scales": "lsq", "learning_rate": rate})
 
 
 ARMS: dict[str, Arm] = {
     "not trained": _CODES,
-    "follow, 5e-4": [*_CODES, *_finetune(5e-4)],
-    "learned, 5e-4": [*_CODES, *_finetune(5e-4, **_LEARNED)],
-    "follow, 1e-3": [*_CODES, *_finetune(1e-3)],
-    "learned, 1e-3": [*_CODES, *_finetune(1e-3, **_LEARNED)],
+    "scales follow": [*_CODES, *_finetune()],
+    "learned, 1e-3": [*_CODES, *_learned(1e-3)],
+    "learned, 1e-2": [*_CODES, *_learned(1e-2)],
 }
-AGAINST = {"learned, 5e-4": "follow, 5e-4", "learned, 1e-3": "follow, 1e-3"}
+AGAINST = {"learned, 1e-3": "scales follow", "learned, 1e-2": "scales follow"}

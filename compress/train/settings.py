@@ -109,7 +109,7 @@ class CodesSettings(Settings):
     )
     split: bool = Field(
         default=False,
-        description="first make two binary layers of each ternary one, which add up to it (BinaryBERT)",
+        description="first make of each layer of three values two of one bit that add up to it (BinaryBERT)",
     )
     keep_weights: bool = Field(
         default=True,

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
@@ -49,6 +50,7 @@ class Ternary(Scheme):
     )
     vocabulary: ClassVar[str] = Int4.name
     trained: ClassVar[bool] = True
+    halves: ClassVar[str] = Binary.name
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS

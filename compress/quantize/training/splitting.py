@@ -35,11 +35,9 @@ from smelt.core.stage import Context
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
 from smelt.runtime.layers.split import SplitLinear
 from smelt.runtime.models.structure import Edit, replace_module
-from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.parts.groups import groups_of
-from smelt.runtime.schemes.registry import find
-from smelt.runtime.schemes.scheme import Codes
-from smelt.runtime.schemes.ternary import Ternary
+from smelt.runtime.schemes.registry import SCHEMES, find
+from smelt.runtime.schemes.scheme import Codes, Scheme
 
 _LEAST = 1e-3  # b in scales, m in parts of one
 
@@ -104,18 +102,17 @@ def split_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit], int]:
     made: dict[int, SplitLinear] = {}
     for name, latent in latents:
         matrix = latent.home.matrix
-        ternary = isinstance(latent, LatentLinear) and matrix.scheme.name == Ternary.name
-        if not ternary or id(matrix) in looked_up:
+        if not isinstance(latent, LatentLinear) or not matrix.scheme.halves or id(matrix) in looked_up:
             continue
-        assert isinstance(latent, LatentLinear)
         if id(latent) not in made:
             edits = _room(edits, name, matrix)
             made[id(latent)] = _halves(latent).train(latent.training)
         replace_module(model, name, made[id(latent)])
     if not made:
+        known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.halves)
         raise InputError(
-            f"codes: split: makes binary layers of {Ternary.name} ones, and the model has none. Put quantize:"
-            f" {{scheme: {Ternary.name}}} and a training before this step, or leave it out."
+            f"codes: split: makes two layers of each {known} one, and the model has none. Put quantize:"
+            f" {{scheme: {known}}} and a training before this step, or leave it out."
         )
     return edits, len(made)
 
@@ -132,40 +129,42 @@ def _room(edits: list[Edit], name: str, matrix: Matrix) -> list[Edit]:
             f"codes: split: '{name}' has a low-rank pair beside its codes, which cannot be split. Leave"
             " low_rank or lora out before it."
         )
-    options = _options(matrix)
-    if matrix.scheme.group(matrix.width, matrix.options) != find(Binary.name).group(matrix.width, options):
+    scheme, options = _halved(matrix)
+    if matrix.scheme.group(matrix.width, matrix.options) != scheme.group(matrix.width, options):
         raise InputError(
-            f"codes: split: '{name}' has a scale for each row, and binary codes have one for each group of"
-            " inputs. Quantize with granularity: group."
+            f"codes: split: '{name}' has a scale for each row, and {scheme.name} codes have one for each"
+            " group of inputs. Quantize with granularity: group."
         )
     halves = [
-        {"op": "quantize", "module": f"{name}.{half}", "scheme": Binary.name, **options}
+        {"op": "quantize", "module": f"{name}.{half}", "scheme": scheme.name, **options}
         for half in ("first", "second")
     ]
     return [*edits[:place], {"op": "split", "module": name}, *halves, *edits[place + 1 :]]
 
 
-def _options(matrix: Matrix) -> dict[str, Any]:
-    """Return those of the matrix's options that binary codes have."""
-    return {one.name: matrix.options[one.name] for one in Binary.settings}
+def _halved(matrix: Matrix) -> tuple[Scheme, dict[str, Any]]:
+    """Return the scheme of the halves, and those of the matrix's options that it has."""
+    scheme = find(matrix.scheme.halves)
+    return scheme, {one.name: matrix.options[one.name] for one in scheme.settings}
 
 
 def _halves(latent: LatentLinear) -> SplitLinear:
-    """Return the layer as two binary ones, with float weights behind them."""
+    """Return the layer as two, with float weights behind them."""
     matrix = latent.home.matrix
     size = matrix.scheme.group(matrix.width, matrix.options)
-    decided = matrix.decided()
+    codes, grid = matrix.decided()
+    signs = matrix.scheme.values(codes, grid, matrix.options).sign()
     real = groups_of(torch.ones(1, matrix.width), size)[0] > 0
-    scales = decided.grid["scales"]
-    parts = split_groups(groups_of(latent.weight.detach(), size), decided.codes.float() - 1, scales, real)
+    parts = split_groups(groups_of(latent.weight.detach(), size), signs, grid["scales"], real)
+    scheme, options = _halved(matrix)
     halves = []
     for number, part in enumerate(parts):
         home = QuantizedLinear(
             latent.in_features,
             latent.bias is not None and number == 0,
-            Matrix(find(Binary.name), latent.out_features, matrix.width, _options(matrix)),
+            Matrix(scheme, latent.out_features, matrix.width, options),
         )
-        home.matrix.set_(Codes(part >= 0, {"scales": scales / 2}))
+        home.matrix.set_(Codes(part >= 0, {"scales": grid["scales"] / 2}))
         if home.bias is not None:
             home.bias.data = latent.bias.detach().clone()
         weight = nn.Parameter(part.flatten(1)[:, : matrix.width].float())

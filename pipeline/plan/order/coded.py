@@ -9,10 +9,8 @@ from smelt.core.errors import InputError
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.models.coded.said import coding_of
-from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.registry import SCHEMES, TAKEN, targets_of
 from smelt.runtime.schemes.scheme import graphs_for
-from smelt.runtime.schemes.ternary import Ternary
 
 
 def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -65,14 +63,16 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
     for step in steps:
         schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
         codes = getattr(step.settings, "codes", None)
-        if codes is not None and codes.split and step.parent in coded and schemes[step.name] != Ternary.name:
-            yield (
-                step.name,
-                f"codes: split makes binary layers of {Ternary.name} ones, and those before it are"
-                f" {schemes[step.name]}; quantize with scheme: {Ternary.name}, or leave split out.",
-            )
-        if codes is not None and codes.split:
-            schemes[step.name] = Binary.name
+        if codes is not None and codes.split and step.parent in coded:
+            before, known = schemes[step.name], [name for name, one in SCHEMES.items() if one.halves]
+            if before not in known:
+                yield (
+                    step.name,
+                    f"codes: split makes two layers of each {' or '.join(known)} one, and those before it are"
+                    f" {before}; quantize with scheme: {' or '.join(known)}, or leave split out.",
+                )
+            else:
+                schemes[step.name] = SCHEMES[before].halves
         other = getattr(getattr(step.settings, "student", None), "other", False)
         if step.stage == "quantize" or (step.parent in coded and not other):
             coded.add(step.name)

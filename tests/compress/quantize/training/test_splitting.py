@@ -171,7 +171,7 @@ def test_what_cannot_be_split_is_refused(tmp_path):
         with pytest.raises(InputError, match=match):
             trained("bert", made, out / "trained", codes={"split": True})
 
-    refused("makes binary layers of ternary ones, and the model has none", scheme="int4")
+    refused("makes two layers of each ternary one, and the model has none", scheme="int4")
     refused("scale for each row.*granularity: group", scheme="ternary", granularity="row", group_size=32)
     refused("low-rank pair beside its codes", **TERNARY, low_rank={"rank": 2})
     with pytest.raises(InputError, match="the model has none"):

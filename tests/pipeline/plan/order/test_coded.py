@@ -61,7 +61,7 @@ def test_learned_scales_need_codes(folder):
 def test_only_ternary_layers_are_split_and_only_once(folder):
     ternary, split = "quantize: {scheme: ternary}", "finetune: {codes: {split: true}}"
     told = harness.smelt("plan", recipe(folder, "quantize: {}", split, model="float"), code=2).stderr
-    assert "codes: split makes binary layers of ternary ones, and those before it are int8-dynamic" in told
+    assert "codes: split makes two layers of each ternary one, and those before it are int8-dynamic" in told
     harness.smelt("plan", recipe(folder, ternary, "finetune: {}", split, model="float"), code=0)
     twice = recipe(folder, ternary, split, f"{split}\n    name: again", model="float")
     assert "those before it are binary" in harness.smelt("plan", twice, code=2).stderr

@@ -105,7 +105,7 @@ class CodesSettings(Settings):
         " weights (learned step size), zero points and fixed ranges of activations as well",
     )
     learning_rate: float = Field(
-        default=1e-3, gt=0, description="lsq: highest learning rate of the logarithms of scales"
+        default=1e-2, gt=0, description="lsq: highest learning rate of the logarithms of scales"
     )
     split: bool = Field(
         default=False,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from torch.nn import functional as F
 
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -48,13 +49,17 @@ def ternary_of(w):
     return codes, (np.abs(w) * (codes != 0)).sum(axis=1) / (codes != 0).sum(axis=1)
 
 
-def test_values_are_those_that_were_published():
+@pytest.mark.parametrize("filled", [0, 12])
+def test_values_are_those_that_were_published(filled):
+    """Also where zeros fill the group up, which are no weights."""
     w = np.random.default_rng(0).normal(size=(12, 64)) * 0.05
     w[3, 5] = 0.0
     codes, scales = ternary_of(w)
-    real = torch.ones(1, 64, dtype=torch.bool)
-    given = (torch.tensor(w)[:, None], torch.tensor(codes)[:, None], torch.tensor(scales)[:, None])
-    one, two = (part[:, 0].numpy() for part in split_groups(*given, real))
+    real = torch.arange(64 + filled)[None] < 64
+    groups = (F.pad(torch.tensor(part), (0, filled))[:, None] for part in (w, codes))
+    parts = split_groups(*groups, torch.tensor(scales)[:, None], real)
+    assert all(part[..., 64:].eq(0).all() for part in parts)
+    one, two = (part[:, 0, :64].numpy() for part in parts)
     expected = published(w)
     assert one == pytest.approx(expected[0], abs=1e-12)
     assert two == pytest.approx(expected[1], abs=1e-12)

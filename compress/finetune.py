@@ -32,6 +32,7 @@ class Finetune:
     of the scores of pairs (CoSENT).
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
+        - finetune: {codes: {scales: lsq}}
     """
 
     name: ClassVar[str] = "finetune"
@@ -40,7 +41,9 @@ class Finetune:
     needs: ClassVar[frozenset[Need]] = frozenset({"train", "validation"})
     source: ClassVar[str] = (
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
-        " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32"
+        " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32;"
+        " scales: LSQ, Esser et al. 2020, arXiv:1902.08153;"
+        " split: BinaryBERT, Bai et al. 2021, arXiv:2012.15701"
     )
     version: ClassVar[int] = 4
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
@@ -77,10 +80,10 @@ class Finetune:
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
-        from smelt.compress.quantize.through_codes import load_trainable, settle
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.compress.quantize.through_codes import load_trainable, save_trained
+        from smelt.compress.quantize.training.splitting import split_first
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
+        edits = split_first(model, edits, settings, ctx)
         train(model, src, settings, ctx, edits=edits, stage=self.name)
-        settle(model, ctx)
-        ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+        save_trained(model, edits, src.path, settings, ctx)

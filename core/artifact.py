@@ -17,6 +17,9 @@ from smelt.core.files import sha256_of
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
+# The float weights behind the codes of a quantized model that was trained: a later training goes on from
+# them (compress/quantize/training). They are no part of the model.
+LATENTS = "latent.safetensors"
 SUMS = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
 _REBUILD = "Run the recipe again with --fresh to build it anew."
 _COPY_AGAIN = f"Copy the package again, or write it anew with `smelt package` ({SUMS} lists its files)."
@@ -82,10 +85,15 @@ class Artifact:
         return self.manifest.format
 
     @property
+    def model_files(self) -> dict[str, FileRecord]:
+        """The files of the model itself, which leave the house: all but those that only a training reads."""
+        return {name: record for name, record in self.manifest.files.items() if name != LATENTS}
+
+    @property
     def size_bytes(self) -> int:
         """Bytes on disk of what is deployed: weights, graphs, engines; not the tokenizer's files."""
         ends = (".safetensors", ".onnx", ".data", ".onnx_data", ".plan")
-        return sum(r.size_bytes for n, r in self.manifest.files.items() if n.endswith(ends))
+        return sum(r.size_bytes for n, r in self.model_files.items() if n.endswith(ends))
 
     def verify(self, mend: str | None = None) -> None:
         """Compare every file with its recorded size and hash.

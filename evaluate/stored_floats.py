@@ -22,7 +22,7 @@ def float_dtype(artifact: Artifact) -> str | None:
     if artifact.format != "torch":
         return _GRAPHS.get(str(artifact.manifest.facts.get("dtype")))
     values: Counter[str] = Counter()
-    for name in artifact.manifest.files:
+    for name in artifact.model_files:
         if name.endswith(".safetensors"):
             for tensor, entry in read_header(artifact.path / name).items():
                 if tensor != "__metadata__" and entry["dtype"] in _TYPES:

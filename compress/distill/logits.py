@@ -155,8 +155,8 @@ class Distill:
             identity_of,
             load_teachers,
         )
-        from smelt.compress.quantize.through_codes import settle
-        from smelt.runtime.models.checkpoint import save_model
+        from smelt.compress.quantize.through_codes import save_trained
+        from smelt.compress.quantize.training.splitting import split_first
 
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
             space = Path(folder)
@@ -165,6 +165,7 @@ class Distill:
             model, edits, home = _student(
                 src, as_one(teachers, None, settings), settings, space / "student", ctx
             )
+            edits = split_first(model, edits, settings, ctx)
             words = agree_on_words(teachers, model, home, ctx)
             for one in teachers:
                 check_outputs(model, one.model, settings, several=len(teachers) > 1)
@@ -183,8 +184,7 @@ class Distill:
                 said = kept_teacher(teacher, who, model, settings, ctx)
             with contextlib.closing(said) if said else contextlib.nullcontext():
                 _train(model, teacher, Artifact(home, src.manifest), settings, ctx, edits, said)
-            settle(model, ctx)
-            ctx.warnings.extend(save_model(model, edits, ctx.out, home, settings.dtype))
+            save_trained(model, edits, home, settings, ctx)
 
 
 def _student(

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.quantize.straight_through import straight_through
+from smelt.compress.quantize.training.straight_through import straight_through
 from smelt.core.errors import InputError
 from smelt.runtime.layers.quantized import Matrix, QuantizedEmbedding, QuantizedLinear, empty_quantized
 from smelt.runtime.schemes.parts.groups import groups_of

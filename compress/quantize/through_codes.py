@@ -4,10 +4,12 @@ While a quantized model trains, each of its layers computes with what its codes 
 gradient goes to float weights behind them (straight-through, see the scheme's file). Afterwards codes
 and scales are decided once more. Biases, norms and layers that stayed float train as ever.
 
-The float weights start from those that were quantized, which the step before `quantize` still holds, so
-that a weight near a boundary may cross it soon; where that step cannot be had (the model was trained
-through its codes before) or has other scales (AWQ), from what the codes stand for. They are not stored: the
-artifact stays small.
+The float weights start from those that the training before this one kept beside its codes; else from those
+that were quantized, which the step before `quantize` still holds, so that a weight near a boundary may cross
+it soon; where that step cannot be had or has other scales (AWQ), from what the codes stand for. Afterwards
+they are kept beside the model (training/kept.py), and are no part of it.
+
+Scales are found anew from the weights in each update, or learned with them (training/steps.py).
 
 What is fake-quantized: weights in every scheme; activations where the scheme says so. The int8 blocks of
 activations of MatMulNBits move a product by 0.6 % of its spread, weights of 4 bits by 10 % and more: there
@@ -19,14 +21,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compress.quantize.coding import fake, fake_activations, fill_
+from smelt.compress.quantize.coding import fake, fake_activations, fill_, round_to_nearest
 from smelt.compress.quantize.smooth import follow
+from smelt.compress.quantize.training.kept import read_latents, write_latents
+from smelt.compress.quantize.training.steps import Steps
+from smelt.compress.train.settings import TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.runtime.layers.adapted import AdaptedLinear
@@ -37,7 +43,7 @@ from smelt.runtime.layers.quantized import (
     is_quantized,
     keep_scale,
 )
-from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.structure import Edit, replace_module
 
 
@@ -50,6 +56,16 @@ class LatentLinear(nn.Linear):
         if home.bias is not None:
             self.bias = nn.Parameter(home.bias.detach().clone())
         self._home = [home]  # in a list: it is no part of what trains
+        self._steps: list[Steps] = []
+
+    @property
+    def steps(self) -> Steps | None:
+        """The scales that are learned, where they are."""
+        return self._steps[0] if self._steps else None
+
+    def learn(self, steps: Steps) -> None:
+        """Compute with `steps` from now on."""
+        self._steps[:] = [steps]
 
     @property
     def home(self) -> QuantizedLinear:
@@ -58,6 +74,8 @@ class LatentLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
+        if self.steps is not None:
+            return F.linear(self.steps.seen(x), self.steps.fake(self.weight), self.bias)
         x = fake_activations(x, self.home.matrix)
         return F.linear(x, fake(self.weight, self.home.matrix), self.bias)
 
@@ -69,6 +87,16 @@ class LatentEmbedding(nn.Embedding):
         super().__init__(home.num_embeddings, home.embedding_dim, home.padding_idx, device="meta")
         self.weight = weight
         self._home = [home]
+        self._steps: list[Steps] = []
+
+    @property
+    def steps(self) -> Steps | None:
+        """The scales that are learned, where they are."""
+        return self._steps[0] if self._steps else None
+
+    def learn(self, steps: Steps) -> None:
+        """Compute with `steps` from now on."""
+        self._steps[:] = [steps]
 
     @property
     def home(self) -> QuantizedEmbedding:
@@ -77,11 +105,17 @@ class LatentEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map int64 [...] to [..., D]; where rows are decided alone, only those that are looked up."""
-        matrix = self.home.matrix
+        matrix, steps = self.home.matrix, self.steps
         if not matrix.decided_by_row():
-            return F.embedding(input, fake(self.weight, matrix), self.padding_idx)
-        rows = F.embedding(input.flatten(), self.weight, self.padding_idx)
-        return fake(rows, matrix).reshape(*input.shape, self.embedding_dim)
+            whole = fake(self.weight, matrix) if steps is None else steps.fake(self.weight)
+            return F.embedding(input, whole, self.padding_idx)
+        ids = input.flatten()
+        rows = F.embedding(ids, self.weight, self.padding_idx)
+        found = fake(rows, matrix) if steps is None else steps.fake(rows, ids)
+        return found.reshape(*input.shape, self.embedding_dim)
+
+
+Latent: TypeAlias = LatentLinear | LatentEmbedding
 
 
 def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:
@@ -92,6 +126,12 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
     """
     model, edits = load_model(src.path)
     if not adapters and any(edit.get("op") == "quantize" for edit in edits):
+        kept, doubt = read_latents(src.path, _shapes(model))
+        ctx.warnings.extend([] if doubt is None else [doubt])
+        if kept is not None:
+            ctx.facts["latent_weights"] = "kept"
+            put_latent(model, None, kept)
+            return model, edits
         found = _float_parent(src, ctx.ancestors)
         ctx.facts["latent_weights"] = found[0] if found else "codes"
         floats = load_model(found[1].path)[0] if found else None
@@ -108,13 +148,23 @@ def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str
     return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
 
 
-def put_latent(model: nn.Module, floats: nn.Module | None) -> None:
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return (N, K) of each quantized matrix, by the first name of a layer with it."""
+    found: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_quantized(module):
+            found.setdefault(id(module.matrix), (name, (len(module.matrix.codes), module.matrix.width)))
+    return dict(found.values())
+
+
+def put_latent(model: nn.Module, floats: nn.Module | None, kept: Mapping[str, Tensor] | None = None) -> None:
     """Put float weights behind every quantized layer of `model`, in place.
 
     Args:
         model: layers that share a matrix will share the float weights too.
         floats: the model before it was quantized, whose modules have the same names; None to start from
             what the codes stand for.
+        kept: float32 [N, K] by the first name of each matrix: where a training before left them.
     """
     weights: dict[int, nn.Parameter] = {}
     made: dict[int, nn.Module] = {}
@@ -122,7 +172,10 @@ def put_latent(model: nn.Module, floats: nn.Module | None) -> None:
         if not is_quantized(module):
             continue
         if id(module.matrix) not in weights:
-            start = module.matrix.dequantize() if floats is None else _weight(floats, model, name)
+            if kept is not None:
+                start = kept[name]
+            else:
+                start = module.matrix.dequantize() if floats is None else _weight(floats, model, name)
             weights[id(module.matrix)] = nn.Parameter(start.detach().clone())
         weight = weights[id(module.matrix)]
         if id(module) not in made:
@@ -145,12 +198,36 @@ def _weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
     return cast(Tensor, floats.get_submodule(name).weight)
 
 
-def settle(model: nn.Module, ctx: Context) -> None:
+def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSettings, ctx: Context) -> None:
+    """Write a trained model into `ctx.out`, its codes decided, and beside it the float weights behind them.
+
+    `ctx.facts["latent_bytes"]` says how large these are.
+
+    Args:
+        model: as `load_trainable` gave it, trained; afterwards its quantized layers are back.
+        edits: its structure.
+        src: the folder that says how weights are stored.
+        settings: of the training.
+        ctx: the stage's.
+    """
+    weights = settle(model, ctx)
+    ctx.warnings.extend(save_model(model, edits, ctx.out, src, settings.dtype))
+    if weights and settings.keeps_weights:
+        ctx.facts["latent_bytes"] = write_latents(weights, ctx.out)
+
+
+def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
     """Decide codes and scales from the trained weights, and put the quantized layers back in place.
 
     `ctx.facts["codes_changed"]` says which fraction of all codes is another than before.
+
+    Returns:
+        The float weights of each matrix, float32 [N, K], by the first name of a layer with it.
     """
-    latents = _latents(model)
+    latents = latents_of(model)
+    weights: dict[int, tuple[str, Tensor]] = {}
+    for name, latent in latents:
+        weights.setdefault(id(latent.home.matrix), (name, latent.weight.detach()))
     before = {id(m.home.matrix): _codes(m.home.matrix) for _, m in latents}
     _put_back(model, latents, {name: latent.home for name, latent in latents})
     if latents:
@@ -158,12 +235,13 @@ def settle(model: nn.Module, ctx: Context) -> None:
         changed = sum(int((now[place] != before[place]).sum()) for place in before)
         total = sum(codes.numel() for codes in before.values())
         ctx.facts["codes_changed"] = round(changed / max(1, total), 4)
+    return dict(weights.values())
 
 
 @contextlib.contextmanager
 def settled(model: nn.Module) -> Iterator[None]:
     """Let `model` meanwhile be what `settle` would make of it; the layers of before are not touched."""
-    latents = _latents(model)
+    latents = latents_of(model)
     # in one copy, so that layers which share a matrix go on sharing it
     _put_back(model, latents, copy.deepcopy({name: latent.home for name, latent in latents}))
     try:
@@ -173,27 +251,29 @@ def settled(model: nn.Module) -> Iterator[None]:
             replace_module(model, name, latent)
 
 
-def _latents(model: nn.Module) -> list[tuple[str, LatentLinear | LatentEmbedding]]:
+def latents_of(model: nn.Module) -> list[tuple[str, Latent]]:
     """Return the layers with float weights behind their codes, those that are shared under each name."""
     return [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, LatentLinear | LatentEmbedding)
+        if isinstance(module, Latent)
     ]
 
 
 def _put_back(
     model: nn.Module,
-    latents: list[tuple[str, LatentLinear | LatentEmbedding]],
+    latents: list[tuple[str, Latent]],
     homes: Mapping[str, QuantizedLinear | QuantizedEmbedding],
 ) -> None:
     """Fill `homes` from the weights of `latents` and put them in their places."""
     filled: set[int] = set()
     for name, latent in latents:
-        home = homes[name]
+        home, steps = homes[name], latent.steps
         if id(home.matrix) not in filled:
             with torch.no_grad():
-                fill_(home.matrix, latent.weight)
+                fill_(home.matrix, latent.weight, round_to_nearest if steps is None else steps.coder())
+                if steps is not None:
+                    steps.put_range(home.matrix)
             filled.add(id(home.matrix))
         if isinstance(latent, LatentLinear) and isinstance(home, QuantizedLinear) and home.bias is not None:
             home.bias.data = latent.bias.detach().clone()

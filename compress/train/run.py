@@ -109,7 +109,7 @@ def train(
             " FILE}."
         )
     rounding = Rounding(model, src.path, settings.lora is not None) if settings.dtype == "keep" else None
-    techniques = _while_training(model, settings, [] if edits is None else edits)
+    techniques = _while_training(model, settings, [] if edits is None else edits, stage)
     objective = objective or label_objective(settings.label_smoothing)
     for technique in techniques:
         objective = technique.objective(objective)
@@ -148,7 +148,9 @@ def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:
         ctx.warnings.append(f"{stage}: {warning}")
 
 
-def _while_training(model: Any, settings: TrainingSettings, edits: list[Edit]) -> list[WhileTraining]:
+def _while_training(
+    model: Any, settings: TrainingSettings, edits: list[Edit], stage: str
+) -> list[WhileTraining]:
     """Begin the techniques that change the model while it trains, as far as they are asked for."""
     found: list[WhileTraining] = []
     if settings.sparsify is not None:
@@ -159,6 +161,10 @@ def _while_training(model: Any, settings: TrainingSettings, edits: list[Edit]) -
         from smelt.compress.prune.learned import LearnedMasks
 
         found.append(LearnedMasks(model, settings.masks, edits))
+    if settings.codes is not None and settings.codes.scales == "lsq":
+        from smelt.compress.quantize.training.learned import LearnedSteps
+
+        found.append(LearnedSteps(model, settings.codes, stage))
     return found
 
 

@@ -96,6 +96,33 @@ class SparsitySettings(Settings):
         return self
 
 
+class CodesSettings(Settings):
+    """How a quantized model trains through its codes."""
+
+    scales: Literal["follow", "lsq"] = Field(
+        default="follow",
+        description="follow: each update finds scales anew from the weights; lsq: they are learned with the"
+        " weights (learned step size), zero points and fixed ranges of activations as well",
+    )
+    learning_rate: float = Field(
+        default=1e-2, gt=0, description="lsq: highest learning rate of the logarithms of scales"
+    )
+    split: bool = Field(
+        default=False,
+        description="first make of each layer of three values two of one bit that add up to it (BinaryBERT)",
+    )
+    keep_weights: bool = Field(
+        default=True,
+        description="keep the float weights behind the codes beside the model, for the next training",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.scales != "lsq" and "learning_rate" in self.model_fields_set:
+            raise ValueError("learning_rate is that of scales: lsq; give that, or leave it out")
+        return self
+
+
 class MasksSettings(Settings):
     """Heads and neurons whose masks are learned under a budget while the weights train, and then cut."""
 
@@ -176,6 +203,9 @@ class TrainingSettings(Settings):
         default=None,
         description="learn which heads and neurons stay while the weights train, and cut the others",
     )
+    codes: CodesSettings | None = Field(
+        default=None, description="how a quantized model trains through its codes; else as by default"
+    )
     dtype: StoredDtype = "keep"
     checkpoint_minutes: float | None = Field(
         default=5.0,
@@ -189,13 +219,23 @@ class TrainingSettings(Settings):
     )
 
     # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
-    unsaid: ClassVar[frozenset[str]] = frozenset({"lora", "sparsify", "masks"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"lora", "sparsify", "masks", "codes"})
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = handler(self)
         plain = {name: type(self).model_fields[name].default for name in self.unsaid}
         return {name: value for name, value in found.items() if name not in plain or value != plain[name]}
+
+    @property
+    def moves_codes(self) -> bool:
+        """Whether it moves the codes of a quantized model: adapters train beside codes that stay."""
+        return self.lora is None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the float weights behind codes are kept."""
+        return self.codes is None or self.codes.keep_weights
 
     def packages(self) -> dict[str, str]:
         """Return peft where there are adapters."""
@@ -205,6 +245,8 @@ class TrainingSettings(Settings):
     def _selects(self) -> Self:
         if self.select != LOSS and not self.evals:
             raise ValueError(f"select: {self.select[:60]} chooses among validations; evals must be above 0")
+        if self.lora is not None and self.codes is not None:
+            raise ValueError("with lora codes stay as they are: leave out codes, or lora")
         changing = [word for word in ("sparsify", "masks") if getattr(self, word) is not None]
         if len(changing) + (self.lora is not None) > 1:
             raise ValueError(

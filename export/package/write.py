@@ -43,8 +43,8 @@ def write_package(form: Form, artifact: Artifact, origin: Origin, out: Path) -> 
 
 
 def copy_artifact(artifact: Artifact, folder: Path) -> None:
-    """Copy the files of `artifact`, without its manifest, into `folder`, as files of their own."""
-    for name in artifact.manifest.files:
+    """Copy the model's files in `artifact`, without the manifest, into `folder`, as files of their own."""
+    for name in artifact.model_files:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact.path / name, target)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from smelt.core.artifact import Artifact, Manifest
+from smelt.core.artifact import LATENTS, Artifact, Manifest
 from smelt.core.data import Split
 from smelt.core.errors import SmeltError
 from smelt.core.files import hash_of, sha256_of
@@ -191,6 +191,7 @@ class Workshop:
                 "libraries": dict(self.versions),
                 **self._machine(step),
                 **self._judge(step),
+                **_begins_with(step, parent),
             }
         )
 
@@ -278,6 +279,13 @@ class Workshop:
         scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
         # stages choose what scores highest, so where less is better the number is turned round
         return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
+
+
+def _begins_with(step: Step, parent: Artifact) -> dict[str, Any]:
+    """Return what a training starts from besides the model: the float weights kept beside its codes."""
+    kept = parent.manifest.files.get(LATENTS)
+    goes_on = kept is not None and getattr(step.settings, "moves_codes", False)
+    return {"latents": kept.sha256} if goes_on and kept is not None else {}
 
 
 def _settings(step: Step) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.data import Split, Task
 from smelt.core.errors import nearest
 from smelt.look.model_folder import read_config
-from smelt.plan.order.coded import coded_mistakes
+from smelt.plan.order.coded import coded_mistakes, codes_lacking
 from smelt.plan.plan import Step
 from smelt.plan.untrained import config_file, read_outline
 from smelt.recipe.errors import Mistakes, touches
@@ -48,7 +48,7 @@ def check_fit(
     config, problems = read_config(folder)
     if problems:
         return
-    for name, message in coded_mistakes(steps, config):
+    for name, message in [*coded_mistakes(steps, config), *codes_lacking(steps, config)]:
         mistakes.add(places[name], message)
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:

@@ -11,6 +11,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
     {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
+    {"op": "split", "module": m}                                         Linear -> the sum of two
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
     {"op": "own_bias", "module": m, "heads": h}                          attention with its own position bias
     {"op": "mask", "module": m}                                          zeros of a Linear's weight stay
@@ -39,6 +40,7 @@ from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.layers.shared import SharedLinear
+from smelt.runtime.layers.split import split_of
 from smelt.runtime.models.edits.narrow import narrow
 from smelt.runtime.models.edits.skip import skip
 
@@ -261,6 +263,13 @@ def _scale(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], ScaledLinear(old))
 
 
+def _split(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Linear):
+        raise TypeError("it is not a Linear")
+    replace_module(model, edit["module"], split_of(old))
+
+
 def _share(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], model.get_submodule(edit["with"]))
 
@@ -298,6 +307,7 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "quantize": _quantize,
     "adapter": _adapter,
     "scale": _scale,
+    "split": _split,
     "share": _share,
     "own_bias": _own_bias,
     "mask": _mask,

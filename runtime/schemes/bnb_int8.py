@@ -54,6 +54,10 @@ class BnbInt8(RowCodes):
         steps = (127.0 / scales).where(scales != 0, 0.0)
         return (groups * steps[..., None]).round_().clamp_(-127, 127).char()
 
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return None: scales are what bitsandbytes makes of the weights."""
+        return None
+
     def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
         """Return code * scale / 127."""
         return codes.float() * grid["scales"][..., None] * _STEP

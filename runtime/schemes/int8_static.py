@@ -84,6 +84,10 @@ class Int8Static(RowCodes):
         scale = matrix.tensor(INPUT_SCALE).to(x.device)
         return (x.float().div(scale).round_().clamp_(-128, 127) * scale).to(x.dtype)
 
+    def fixed_range(self, matrix: Coded) -> tuple[Tensor, float, float] | None:
+        """Return the stored scale, -128 and 127."""
+        return matrix.tensor(INPUT_SCALE), -128.0, 127.0
+
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit QuantizeLinear and MatMulIntegerToFloat, or MatMul between explicit Q/DQ pairs."""
         from smelt.runtime.layers import emit_static

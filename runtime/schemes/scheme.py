@@ -129,6 +129,7 @@ class Scheme(Protocol):
     tables: whether embeddings, and the head that may be one matrix with them, can be coded.
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
+    halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
     observes: whether its products need the range of their activations, found on rows of data.
     one_scale: whether all activations of a product become codes with one scale, so that a channel of large
         ones costs the others their precision.
@@ -159,6 +160,7 @@ class Scheme(Protocol):
     tables: ClassVar[bool] = True
     vocabulary: ClassVar[str] = ""
     trained: ClassVar[bool] = False
+    halves: ClassVar[str] = ""
     observes: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False
@@ -191,6 +193,13 @@ class Scheme(Protocol):
 
     def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
         """Return what `codes` [N, G, g] stand for, float32 [N, G, g]."""
+
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return the least and the greatest value on `grid` in scales, as they broadcast over codes.
+
+        None where values are no whole multiples of a scale with both ends: its scales cannot be learned then.
+        """
+        return None
 
     # How it is stored.
 
@@ -229,6 +238,10 @@ class Scheme(Protocol):
     def seen_in_training(self, matrix: Coded, x: Tensor) -> Tensor:
         """Return the activations that a layer trains on, for float `x`; `x` itself where they stay whole."""
         return x
+
+    def fixed_range(self, matrix: Coded) -> tuple[Tensor, float, float] | None:
+        """Return the scale of activations, their least and their greatest code, where these are fixed."""
+        return None
 
     # How it leaves.
 

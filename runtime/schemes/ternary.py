@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
@@ -49,6 +50,7 @@ class Ternary(Scheme):
     )
     vocabulary: ClassVar[str] = Int4.name
     trained: ClassVar[bool] = True
+    halves: ClassVar[str] = Binary.name
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS
@@ -82,6 +84,10 @@ class Ternary(Scheme):
     def values(self, codes: Tensor, grid: Grid, options: Options) -> Tensor:
         """Return -scale, 0 or scale."""
         return (codes.float() - 1) * grid["scales"][..., None]
+
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return -1 and 1."""
+        return -1.0, 1.0
 
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
         """Return five codes in a byte, and scales."""

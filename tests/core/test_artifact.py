@@ -1,8 +1,10 @@
 """What lies in an artifact's folder and was never part of it."""
 
+from dataclasses import replace
+
 import pytest
 
-from smelt.core.artifact import Manifest, read_artifact, read_manifest
+from smelt.core.artifact import LATENTS, FileRecord, Manifest, read_artifact, read_manifest
 from smelt.core.errors import InputError
 from smelt.core.store.store import Store
 
@@ -108,3 +110,13 @@ def test_the_artifacts_are_named_when_the_folder_is_that_of_a_run(tmp_path):
         read_manifest(tmp_path)
     with pytest.raises(InputError, match=r"is not a smelt artifact\.$"):
         read_manifest(tmp_path / "artifacts")
+
+
+def test_float_weights_behind_codes_are_no_part_of_the_model(made):
+    """They lie in the artifact, whose hashes hold them, and count in no size."""
+    files = made.manifest.files | {LATENTS: FileRecord(sha256="0" * 64, size_bytes=1000)}
+    with_them = replace(made, manifest=made.manifest.model_copy(update={"files": files}))
+    assert with_them.size_bytes == made.size_bytes == len("model.safetensors")
+    assert with_them.model_files == made.manifest.files
+    with pytest.raises(InputError, match=f"{LATENTS}: this file of the artifact is missing"):
+        with_them.verify()

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from smelt.core.artifact import FileRecord
+from smelt.core.artifact import LATENTS, FileRecord
 from smelt.evaluate.stored_floats import float_dtype
 
 
@@ -30,6 +30,14 @@ def test_type_is_that_of_most_floats_over_all_files(tmp_path):
 def test_file_that_is_no_part_of_the_artifact_is_not_looked_at(tmp_path):
     save_file({"x": np.ones(999, np.float16)}, tmp_path / "stray.safetensors")
     assert float_dtype(_artifact(tmp_path, [{"b": np.ones(3, np.float32)}])) == "float32"
+
+
+def test_float_weights_behind_codes_are_no_weights_of_the_model(tmp_path):
+    made = _artifact(tmp_path, [{"b": np.ones(3, np.float16)}])
+    save_file({"b": np.ones(999, np.float32)}, tmp_path / LATENTS)
+    files = made.manifest.files | {LATENTS: FileRecord(sha256="", size_bytes=1)}
+    kept = dataclasses.replace(made, manifest=made.manifest.model_copy(update={"files": files}))
+    assert float_dtype(kept) == "float16"
 
 
 @pytest.mark.parametrize(("dtype", "said"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])

@@ -83,6 +83,15 @@ CASES: dict[str, Case] = {
     "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
     "distill bert, inside": Case("distill", "bert", TRAINING | {"losses": INSIDE, "layer_map": {0: 0, 2: 1}}),
     "distill marian, through codes": Case("distill", "marian", TRAINING, (("quantize", BINARY),)),
+    "finetune marian, learned scales": Case(
+        "finetune", "marian", TRAINING | {"codes": {"scales": "lsq"}}, (("quantize", INT2),)
+    ),
+    "finetune bert, split": Case(
+        "finetune",
+        "bert",
+        TRAINING | {"codes": {"split": True}},
+        (("quantize", {"scheme": "ternary", "group_size": 32}),),
+    ),
     "vocabulary marian": Case("vocabulary", "marian", {"coverage": 0.7, "round_to": 1}),
     "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
     "depth bert": Case("depth", "bert", {"importance": "block-influence"}),

@@ -25,6 +25,7 @@ ROOMS: dict[str, str] = {
     "compress/quantize": "test_coding test_settings",
     "compress/quantize/methods": "test_clip",
     "compress/quantize/sensitivity": "test_choice",
+    "compress/quantize/training": "test_steps",
     "compress/share": "test_layers::test_groups_are_neighbours",
     "compress/shortlist": "test_word_table",
     "compress/sparsify": "test_pattern test_wanda test_sparsegpt",

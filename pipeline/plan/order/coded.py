@@ -1,4 +1,4 @@
-"""What cannot follow a model whose checkpoint holds codes already (GPTQ, AWQ): known from its config."""
+"""What cannot follow a model whose checkpoint holds codes already (GPTQ, AWQ), or one that has none."""
 
 from __future__ import annotations
 
@@ -45,4 +45,40 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
                 f"{target} cannot run the {SCHEMES[TAKEN].leaves_as} of the model ({coding.method});"
                 f" give target: {' or '.join(targets_of([SCHEMES[TAKEN]]))}, or start from the model that"
                 " these were made of.",
+            )
+
+
+def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of steps that say how codes train where there are none, and what to say.
+
+    Args:
+        steps: of the plan, parents first.
+        config: of the untouched model.
+    """
+    try:
+        coded = set[str]() if coding_of(config) is None else {ROOT}
+    except InputError:  # said of the model
+        return
+    schemes = {ROOT: TAKEN}
+    for step in steps:
+        schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
+        codes = getattr(step.settings, "codes", None)
+        if codes is not None and codes.split and step.parent in coded:
+            before, known = schemes[step.name], [name for name, one in SCHEMES.items() if one.halves]
+            if before not in known:
+                yield (
+                    step.name,
+                    f"codes: split makes two layers of each {' or '.join(known)} one, and those before it are"
+                    f" {before}; quantize with scheme: {' or '.join(known)}, or leave split out.",
+                )
+            else:
+                schemes[step.name] = SCHEMES[before].halves
+        other = getattr(getattr(step.settings, "student", None), "other", False)
+        if step.stage == "quantize" or (step.parent in coded and not other):
+            coded.add(step.name)
+        elif codes is not None:
+            yield (
+                step.name,
+                "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
+                " before it, or leave codes out.",
             )

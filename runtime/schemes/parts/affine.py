@@ -88,6 +88,11 @@ class AffineGroups(Scheme):
         """Return (code - zero) * scale."""
         return (codes.float() - self._zeros(grid)) * grid["scales"][..., None]
 
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return what is left of 0 and of the largest code without the zero point."""
+        zeros = self._zeros(grid)
+        return 0.0 - zeros, self.most - zeros
+
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
         """Return codes, as many in a byte as fit, scales, and zero points in bytes likewise."""
         size = self.group(width, options)

@@ -36,6 +36,10 @@ class RowCodes(Scheme):
         """Return code * scale."""
         return codes.float() * grid["scales"][..., None]
 
+    def ends(self, grid: Grid, options: Options) -> tuple[Tensor | float, Tensor | float] | None:
+        """Return -127 and 127."""
+        return -127.0, 127.0
+
     def storage(self, rows: int, width: int, options: Options) -> dict[str, Stored]:
         """Return a byte for each weight and a scale for each row."""
         return {"codes": Stored((rows, width), "int8"), "scales": Stored((rows,), "float32")}

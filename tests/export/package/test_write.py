@@ -8,7 +8,7 @@ from dataclasses import replace
 import exported
 import pytest
 
-from smelt.core.artifact import read_artifact
+from smelt.core.artifact import LATENTS, FileRecord, read_artifact
 from smelt.core.errors import InputError
 from smelt.export.package.form import HowTo, Origin, Score, Step, Takes
 from smelt.export.package.write import copy_artifact, write_package
@@ -54,6 +54,18 @@ def test_files_are_real_and_of_their_own(package, artifact):
         assert not path.is_symlink()
         assert path.stat().st_nlink == 1
         assert path.stat().st_ino != source.stat().st_ino
+
+
+def test_float_weights_that_only_a_training_reads_stay_at_home(artifact, tmp_path):
+    place = tmp_path / "artifact"
+    shutil.copytree(artifact.path, place)
+    (place / LATENTS).write_bytes(b"floats")
+    files = artifact.manifest.files | {LATENTS: FileRecord(sha256="0" * 64, size_bytes=6)}
+    trained = replace(artifact, path=place, manifest=artifact.manifest.model_copy(update={"files": files}))
+    made = write_package(Copies(), trained, ORIGIN, tmp_path / "mine")
+    assert not list(made.folder.rglob(LATENTS))
+    assert LATENTS not in read_artifact(made.folder).manifest.files
+    assert LATENTS not in (made.folder / "SHA256SUMS").read_text()
 
 
 def test_hashes_are_those_of_every_file_as_sha256sum_reads_them(package, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
+from smelt.core.artifact import LATENTS, FileRecord
 from smelt.core.data import Example, Split
 from smelt.evaluate.environment import machine_id
 from smelt.execute import steps
@@ -20,7 +21,13 @@ from smelt.plan.plan import Step
 from smelt.runtime.generate.settings import Generation
 
 ROWS = Split("made", (Example("a"), Example("b")))
-ANCESTORS = {"model": SimpleNamespace(key="parent")}
+
+
+def parent(key="parent", **files):
+    return {"model": SimpleNamespace(key=key, manifest=SimpleNamespace(files=files))}
+
+
+ANCESTORS = parent()
 
 
 def shop(**changes):
@@ -55,11 +62,21 @@ def test_the_key_is_the_same_for_the_same_work():
         lambda: key(shop(versions={"torch": "2.14"})),
         lambda: key(made=step(learning_rate=0.5)),
         lambda: key(made=step(Onnx)),
-        lambda: key(ancestors={"model": SimpleNamespace(key="another")}),
+        lambda: key(ancestors=parent("another")),
     ],
 )
 def test_the_key_is_another_one_for_other_work(other):
     assert other() != key()
+
+
+def test_float_weights_kept_beside_codes_count_where_a_training_goes_on_from_them():
+    kept, others = (parent(**{LATENTS: FileRecord(sha256=word, size_bytes=1)}) for word in ("a", "b"))
+    assert len({key(), key(ancestors=kept), key(ancestors=others)}) == 3
+    beside, graph = step(lora={"rank": 2}), step(Onnx)
+    assert key(made=beside, ancestors=kept) == key(made=beside)  # codes stay as they are
+    assert key(made=graph, ancestors=kept) == key(made=graph)
+    weights = parent(**{"model.safetensors": FileRecord(sha256="a", size_bytes=1)})
+    assert key(ancestors=weights) == key()
 
 
 def test_the_key_is_another_one_for_another_version_of_the_stage():

@@ -1,9 +1,11 @@
-"""A run in which training follows quantization: the float weights are found, the artifact stays small."""
+"""A run in which training follows quantization: float weights are found and kept, the model stays small."""
 
 import json
 
 import harness
 import tiny
+
+from smelt.core.artifact import LATENTS
 
 RECIPE = """
 model: m
@@ -15,6 +17,7 @@ stages:
   - distill: {max_steps: 2, batch_size: 4, evals: 1, learning_rate: 1.0e-2}
   - finetune: {max_steps: 1, batch_size: 4, evals: 0}
     name: again
+  - onnx: {target: ort-cpu}
 score: {quality: [bleu], generation: {max_new_tokens: 4}, latency: false}
 """
 
@@ -29,9 +32,9 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
         name: json.loads((tmp_path / "run" / "artifacts" / name / "manifest.json").read_text())["facts"]
         for name in ("quantize", "distill", "again")
     }
-    # the step above quantize, not the untouched model; after a training through the codes there is none
+    # the step above quantize, not the untouched model; afterwards what the training before kept
     assert facts["distill"]["latent_weights"] == "finetune"
-    assert facts["again"]["latent_weights"] == "codes"
+    assert facts["again"]["latent_weights"] == "kept"
     assert 0 < facts["distill"]["codes_changed"] < 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
@@ -40,3 +43,16 @@ def test_training_after_quantize_starts_from_the_weights_that_were_quantized(tmp
     parameters = [steps[name]["parameters"] for name in ("finetune", "quantize", "distill")]
     assert parameters[1] == parameters[2]
     assert 1 <= parameters[1] / parameters[0] < 1.05
+    artifacts = tmp_path / "run" / "artifacts"
+    there = {name: (artifacts / name / LATENTS) for name in (*facts, "onnx")}
+    assert [name for name, path in there.items() if path.exists()] == ["distill", "again"]
+    assert (
+        facts["distill"]["latent_bytes"] == there["distill"].stat().st_size > steps["distill"]["size_bytes"]
+    )
+    assert steps["again"]["size_bytes"] == steps["quantize"]["size_bytes"]
+
+    there["distill"].write_bytes(there["distill"].read_bytes()[:-1])
+    result = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "--until", "distill")
+    assert result.exit_code == 1
+    assert LATENTS in result.output
+    assert "--fresh distill" in result.output

@@ -51,6 +51,25 @@ def test_what_a_scheme_refuses_is_a_target_and_one_is_left_if_it_makes_graphs(sc
     assert bool(targets_of([SCHEMES[scheme]])) == bool(SCHEMES[scheme].operators)
 
 
+@EACH
+def test_ends_are_the_outermost_values_in_scales(scheme, options):
+    """Where a scheme has them, and so can learn its scales: values far out become them, and no others do."""
+    matrix = schemes.filled(scheme, weights(), **options)
+    found, grid = matrix.scheme, matrix.decided().grid
+    ends = found.ends(grid, matrix.options)
+    assert (ends is None) == (scheme in ("binary", "bnb-nf4", "bnb-int8"))
+    if ends is None:
+        return
+    scales = grid["scales"][..., None]
+    size = found.group(matrix.width, matrix.options)
+    far = 1000 * scales.sign() * torch.tensor([-1.0, 1.0]).repeat(size // 2)
+    values = found.values(found.nearest(far, grid, matrix.options), grid, matrix.options)
+    low, high = (torch.as_tensor(end).expand(*scales.shape[:2], 1) for end in ends)
+    there = (scales != 0).expand_as(values)
+    expected = torch.cat([low, high], dim=-1).repeat(1, 1, size // 2) * scales
+    assert values[there].allclose(expected[there])
+
+
 @NAMES
 def test_a_scheme_that_cannot_code_tables_names_one_that_can(scheme):
     found = SCHEMES[scheme]

@@ -45,6 +45,29 @@ def test_of_a_float_model_nothing_is_said(folder):
     harness.smelt("plan", recipe(folder, "prune: {rows: 4}", model="float"), code=0)
 
 
+def test_learned_scales_need_codes(folder):
+    learned = "finetune: {codes: {scales: lsq}}"
+    told = harness.smelt("plan", recipe(folder, learned, "quantize: {}", model="float"), code=2).stderr
+    assert "stages[0].finetune: codes says how a quantized model trains, and nothing is quantized" in told
+    harness.smelt("plan", recipe(folder, "quantize: {}", learned, model="float"), code=0)
+    harness.smelt("plan", recipe(folder, learned), code=0)  # of GPTQ's codes
+    with_adapters = "finetune: {lora: {}, codes: {scales: lsq}}"
+    told = harness.smelt("plan", recipe(folder, with_adapters), code=2).stderr
+    assert "with lora codes stay as they are" in told
+    told = harness.smelt("plan", recipe(folder, "finetune: {codes: {learning_rate: 0.1}}"), code=2).stderr
+    assert "learning_rate is that of scales: lsq" in told
+
+
+def test_only_ternary_layers_are_split_and_only_once(folder):
+    ternary, split = "quantize: {scheme: ternary}", "finetune: {codes: {split: true}}"
+    told = harness.smelt("plan", recipe(folder, "quantize: {}", split, model="float"), code=2).stderr
+    assert "codes: split makes two layers of each ternary one, and those before it are int8-dynamic" in told
+    harness.smelt("plan", recipe(folder, ternary, "finetune: {}", split, model="float"), code=0)
+    twice = recipe(folder, ternary, split, f"{split}\n    name: again", model="float")
+    assert "those before it are binary" in harness.smelt("plan", twice, code=2).stderr
+    assert "before it are int4" in harness.smelt("plan", recipe(folder, split), code=2).stderr  # GPTQ's
+
+
 def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     coded.gptq(folder / "float", tmp_path / "gptq", bits=3)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())

@@ -1,0 +1,168 @@
+"""Float weights behind codes: a second training goes on from those of the first."""
+
+import shutil
+from dataclasses import replace
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from smelt.compress.distill.logits import Distill, DistillSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.quantize.through_codes import latents_of, load_trainable, save_trained
+from smelt.compress.quantize.training.kept import read_latents, write_latents
+from smelt.compress.train.run import train
+from smelt.core.artifact import LATENTS, Artifact, Manifest
+from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.errors import InputError
+from smelt.core.files import sha256_of
+from smelt.runtime.models.checkpoint import load_model
+
+TASK = "text-classification"
+ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES * 2)))
+TRAIN = {"max_steps": 3, "learning_rate": 5e-3, "batch_size": 8, "precision": "fp32", "evals": 0}
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory):
+    """A tiny classifier of ternary and int4 codes."""
+    source = every_family.of_layers("bert", 2)
+    settings = QuantizeSettings(scheme="ternary", group_size=32)
+    return harness.run(Quantize(), settings, source, tmp_path_factory.mktemp("coded") / "out", TASK).out
+
+
+def trained(source, out, **settings):
+    return harness.run(Finetune(), FinetuneSettings(**TRAIN | settings), source, out, TASK, ROWS)
+
+
+@pytest.fixture(scope="module")
+def first(coded, tmp_path_factory):
+    return trained(coded, tmp_path_factory.mktemp("first") / "out")
+
+
+def latents(model):
+    return {name: latent.weight.detach().clone() for name, latent in latents_of(model)}
+
+
+def test_a_second_training_starts_from_the_float_weights_that_the_first_ended_with(coded, tmp_path):
+    source, settings = tiny.artifact(coded, TASK), FinetuneSettings(**TRAIN)
+    ctx = harness.context(tmp_path / "first", TASK, ROWS)
+    model, edits = load_trainable(source, ctx)
+    assert ctx.facts["latent_weights"] == "codes"
+    train(model, source, settings, ctx, edits=edits)
+    ended = latents(model)
+    save_trained(model, edits, coded, settings, ctx)
+    assert ctx.facts["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
+    later = harness.context(tmp_path / "second", TASK, ROWS)
+    again, _ = load_trainable(tiny.artifact(ctx.out, TASK), later)
+    begun = latents(again)
+    assert begun.keys() == ended.keys()
+    assert all(begun[name].equal(ended[name]) for name in ended)
+    assert later.facts["latent_weights"] == "kept"
+    codes = load_model(ctx.out)[0].bert.pooler.dense.matrix.dequantize()
+    assert not begun["bert.pooler.dense"].equal(codes)  # which a training without them would start from
+    assert later.warnings == []
+
+
+def test_codes_of_kept_weights_are_those_that_are_stored(first, tmp_path):
+    ctx = harness.context(tmp_path / "out", TASK)
+    model, edits = load_trainable(tiny.artifact(first.out, TASK), ctx)
+    save_trained(model, edits, first.out, FinetuneSettings(), ctx)
+    assert ctx.facts["codes_changed"] == 0
+    assert sha256_of(ctx.out / "model.safetensors") == sha256_of(first.out / "model.safetensors")
+    assert sha256_of(ctx.out / LATENTS) == sha256_of(first.out / LATENTS)
+
+
+def test_they_are_left_out_where_nobody_wants_them(coded, tmp_path):
+    ctx = trained(coded, tmp_path / "out", codes={"keep_weights": False})
+    assert not (ctx.out / LATENTS).exists()
+    assert "latent_bytes" not in ctx.facts
+    plain = trained(every_family.of_layers("bert", 2), tmp_path / "float")
+    assert not (plain.out / LATENTS).exists()
+
+
+def test_adapters_leave_codes_and_keep_nothing(first, tmp_path):
+    ctx = trained(first.out, tmp_path / "out", lora={"rank": 2})
+    assert not (ctx.out / LATENTS).exists()
+
+
+def test_a_matrix_that_is_embedding_and_head_is_kept_once(tmp_path):
+    settings = QuantizeSettings(scheme="int4", group_size=16)
+    rows = read_split(str(tiny.pairs(tmp_path / "r.jsonl", 16)), "translation", Columns(), tmp_path)
+    source = every_family.of_layers("marian", 2)
+    made = harness.run(Quantize(), settings, source, tmp_path / "coded").out
+    # a student of fewer layers, whose names are others than those of what was quantized
+    student = DistillSettings(**TRAIN, student={"decoder_layers": [1]})
+    ctx = harness.run(Distill(), student, made, tmp_path / "out", data=rows)
+    kept = load_file(ctx.out / LATENTS)
+    model, _ = load_trainable(tiny.artifact(ctx.out), harness.context(tmp_path / "later"))
+    assert len(kept) == len({id(latent.weight) for _, latent in latents_of(model)})
+    assert model.lm_head.weight is model.model.shared.weight
+    assert all(kept[name].equal(latent.weight) for name, latent in latents_of(model) if name in kept)
+    assert not any("decoder.layers.1" in name for name in kept)
+
+
+def test_weights_beside_a_pair_are_kept(tmp_path):
+    settings = QuantizeSettings(scheme="int4", group_size=16, low_rank={"rank": 2})
+    made = harness.run(Quantize(), settings, every_family.of_layers("bert", 2), tmp_path / "coded", TASK).out
+    ctx = trained(made, tmp_path / "out")
+    later = harness.context(tmp_path / "later", TASK)
+    model, _ = load_trainable(tiny.artifact(ctx.out, TASK), later)
+    assert later.facts["latent_weights"] == "kept"
+    assert any(name.endswith(".coded") for name, _ in latents_of(model))
+
+
+def test_weights_of_another_model_are_not_taken_and_that_is_said(coded, first, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(coded, place)
+    shutil.copyfile(first.out / LATENTS, place / LATENTS)  # of the same shapes
+    ctx = harness.context(tmp_path / "out", TASK)
+    load_trainable(tiny.artifact(place, TASK), ctx)
+    assert ctx.facts["latent_weights"] == "codes"
+    (said,) = ctx.warnings
+    assert "it belongs to another model.safetensors, so the training starts without it" in said
+    shapes = {name: tuple(t.shape) for name, t in load_file(first.out / LATENTS).items()}
+    other = dict(shapes) | {"bert.pooler.dense": (32, 16)}
+    found, said = read_latents(first.out, other)
+    assert found is None
+    assert "not those of this model ('bert.pooler.dense')" in said
+    assert read_latents(first.out, shapes | {"more": (1, 1)})[0] is None
+
+
+def test_without_them_a_quantize_step_still_has_its_float_parent(tmp_path):
+    """What does not fit is as absent: the float weights of the step before are there as ever."""
+    source = every_family.of_layers("bert", 2)
+    made = harness.run(Quantize(), QuantizeSettings(), source, tmp_path / "coded", TASK)
+    write_latents({"strange": torch.zeros(2, 2)}, made.out)
+    parent = tiny.artifact(source, TASK)
+    manifest = Manifest(
+        key="b" * 64, format="torch", task=TASK, stage="quantize", settings={}, seed=0, parent=parent.key,
+        versions={},
+    )  # fmt: skip
+    ctx = replace(harness.context(tmp_path / "out", TASK), ancestors={"model": parent})
+    load_trainable(Artifact(made.out, manifest), ctx)
+    assert ctx.facts["latent_weights"] == "model"
+    assert len(ctx.warnings) == 1
+
+
+@pytest.mark.parametrize("length", [0, 5, 200, -1, -4000])
+def test_a_file_that_was_cut_off_is_refused(first, tmp_path, length):
+    place = tmp_path / "model"
+    shutil.copytree(first.out, place)
+    (place / LATENTS).write_bytes((first.out / LATENTS).read_bytes()[:length])
+    with pytest.raises(InputError, match=f"{LATENTS}: not a readable safetensors file.*--fresh"):
+        trained(place, tmp_path / "out")
+
+
+def test_numbers_that_are_none_are_refused_with_the_layer(first, tmp_path):
+    place = tmp_path / "model"
+    shutil.copytree(first.out, place)
+    tensors = load_file(place / LATENTS)
+    tensors["bert.pooler.dense"][3, 4] = torch.nan
+    save_file(tensors, place / LATENTS, metadata={"model": sha256_of(place / "model.safetensors")})
+    with pytest.raises(InputError, match=r"'bert\.pooler\.dense' are not all finite.*--fresh"):
+        trained(place, tmp_path / "out")

@@ -20,6 +20,6 @@ ARMS: dict[str, Arm] = {
     **{f"{choice}, trained": [*_depth(choice), ("distill", FROM_LOGITS)] for choice in _CHOICES},
 }
 AGAINST = {
-    **{choice: "alternate" for choice in ("random", "block-influence", "loss", "first", "last")},
+    **dict.fromkeys(("random", "block-influence", "loss", "first", "last"), "alternate"),
     **{f"{choice}, trained": "alternate, trained" for choice in ("random", "block-influence", "loss")},
 }

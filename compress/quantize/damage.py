@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.planned import Planned, quantized
-from smelt.compress.quantize.settings import Budget
+from smelt.compress.quantize.sensitivity.settings import Budget
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import replace_layer

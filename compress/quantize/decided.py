@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
 from smelt.compress.quantize.coding import Coder, Fit, nearest_on, plain_fit
 from smelt.compress.quantize.planned import Planned, require_weights
-from smelt.compress.quantize.settings import AUTO, Budget, QuantizeSettings
+from smelt.compress.quantize.sensitivity.settings import Budget
+from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.core.text import count

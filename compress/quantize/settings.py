@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from smelt.compress.quantize.sensitivity.settings import Bits, Budget
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, WIDTHS, bits_per_weight, options_of_all
 from smelt.runtime.schemes.scheme import Option, Scheme, Value
@@ -59,45 +60,6 @@ else:
         scheme=(Literal[tuple(SCHEMES)], DEFAULT),
         **{name: _field(found) for name, found in options_of_all().items()},
     )
-
-
-class Budget(Settings):
-    """How many layers `skip: auto` may leave float; without either number a tenth of them."""
-
-    layers: int | None = Field(default=None, ge=0, description="at most so many")
-    damage: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="none besides, once the others do at most this share of all damage",
-    )
-
-
-class Bits(Settings):
-    """How many bits each layer gets, the worst the most: one of budget and max_drop."""
-
-    budget: float | None = Field(
-        default=None, gt=0, description="bits a weight on average, with scales and zero points"
-    )
-    max_drop: float | None = Field(
-        default=None, ge=0, description="what the metric may lose on validation data, against the float model"
-    )
-    metric: str | None = Field(
-        default=None, description="for max_drop; unless given, the first that the recipe scores"
-    )
-    widths: list[Literal[tuple(WIDTHS)]] = Field(  # type: ignore[valid-type]
-        default=sorted(WIDTHS), min_length=2, description="what is chosen between"
-    )
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if (self.budget is None) == (self.max_drop is None):
-            raise ValueError("give one of budget and max_drop")
-        if self.metric is not None and self.max_drop is None:
-            raise ValueError("metric is for max_drop; add that, or remove it")
-        if len(set(self.widths)) < len(self.widths):
-            raise ValueError(f"widths {self.widths} names one twice")
-        return self
 
 
 class LowRank(Settings):

@@ -16,8 +16,9 @@ from smelt.compress.candidate import candidate
 from smelt.compress.quantize.coding import Coder
 from smelt.compress.quantize.planned import Planned, plan_layers, quantize_layers
 from smelt.compress.quantize.sensitivity.choice import Chosen, frontier, within
+from smelt.compress.quantize.sensitivity.settings import Bits
 from smelt.compress.quantize.sensitivity.widths import Unit, measure, units_of
-from smelt.compress.quantize.settings import Bits, QuantizeSettings
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, nearest
 from smelt.core.stage import Context

@@ -15,8 +15,7 @@ with A11 the sum of |w| in I, A12 and A22 those of |v1| and |v2| outside. So v1 
 magnitude s / 2, and their signs agree in I alone: the two binary matrices add up to the ternary one.
 
 Where float weights and codes were not made for each other (codes by GPTQ, learned scales), b or m may leave
-their ranges, and are kept at their ends: signs and the first values are right all the same, the mean
-magnitudes not quite.
+their ranges, and are kept at their ends: signs are right all the same, mean magnitudes not quite.
 
 Shapes: N = outputs, G = groups of a row, g = inputs of a group.
 """

@@ -73,7 +73,7 @@ def test_values_are_those_that_were_published(filled):
 
 @pytest.mark.parametrize("strange", ["zeros", "equal", "learned", "other signs", "one-sided", "padded"])
 def test_the_sum_is_the_ternary_matrix_whatever_the_weights(strange):
-    """Signs are right also where mean magnitudes cannot be: the stored scales are half of the ternary one."""
+    """Signs are right also where mean magnitudes cannot be: with half of its scale they add up to it."""
     rng = torch.Generator().manual_seed(0)
     w = torch.randn(6, 1, 32, generator=rng, dtype=torch.float64)
     codes = w.sign() * (w.abs() > 0.6)

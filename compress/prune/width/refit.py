@@ -105,8 +105,13 @@ class _Fit:
                     self.encoded = whole[point], self._seen(1, [point], after)[point]
                 self.products(point, *self.encoded)
             else:
-                found = behind if behind is not None else self._seen(1, [point], after)[point]
-                self.products(point, whole[point], found)
+                wanted = whole[point]
+                # of products that later blocks compute with too, all uses are looked at
+                if behind is not None and len(behind) == len(wanted):
+                    found = behind
+                else:
+                    found = self._seen(1, [point], after)[point]
+                self.products(point, wanted, found)
 
     def end(self) -> None:
         """Fit what stands behind the last block: its norm, and the head."""

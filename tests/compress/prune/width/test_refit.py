@@ -12,6 +12,7 @@ from torch import nn
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.prune.compensate import DAMP
 from smelt.compress.prune.width.refit import fit_norm, refit_reader, refit_readers
+from smelt.compress.share.layers import Share, ShareSettings
 from smelt.core.data import Columns, read_split
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
@@ -85,6 +86,23 @@ def test_the_model_comes_nearer_to_the_whole_one(family, tmp_path):
     assert torch.equal(
         harness.logits(whole), harness.logits(load_model(every_family.of_layers(family, 2))[0])
     )
+
+
+@pytest.mark.parametrize("family", ["bert", "marian", "gpt2"])
+def test_layers_that_are_one_are_fitted_to_all_of_their_uses(family, tmp_path):
+    made = every_family.run(
+        Share(), ShareSettings(), every_family.of_layers(family, 2), family, tmp_path / "shared"
+    ).out
+    whole, _ = load_model(made)
+    task = FAMILIES[family].tasks[0]
+    ctx = harness.context(tmp_path / "out", task)
+    rows = _rows(whole, family, task, ctx, tmp_path)
+    cut = copy.deepcopy(whole)
+    keep = torch.tensor([at for at in range(width_of(whole)) if at % 4 != 1])
+    narrow(cut, keep.tolist())
+    plain = copy.deepcopy(cut)
+    assert all(value <= 1 for value in refit_readers(whole, cut, keep, rows, ctx).values())
+    assert _error(whole, cut, rows) < 0.9 * _error(whole, plain, rows)
 
 
 def _rows(model, family, task, ctx, space):

@@ -156,7 +156,7 @@ def _while_training(model: Any, settings: TrainingSettings, edits: list[Edit]) -
 
         found.append(Gradual(model, settings.sparsify))
     if settings.masks is not None:
-        from smelt.compress.prune.learned import LearnedMasks
+        from smelt.compress.prune.learned.masks import LearnedMasks
 
         found.append(LearnedMasks(model, settings.masks, edits))
     return found

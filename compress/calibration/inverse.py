@@ -18,31 +18,38 @@ DAMP = 0.01  # of the mean of the diagonal
 _MOST = 10.0  # no damping beyond it: H would be forgotten
 
 
-def hessian_of(found: InputStatistics) -> Tensor:
-    """Return 2 X X^T / tokens, float64 [K, K]."""
-    assert found.second is not None
-    return found.second * (2 / max(1, found.tokens))
-
-
-def inverse_factor(hessian: Tensor) -> tuple[Tensor, float]:
-    """Return U, upper triangular float64 [K, K], with U^T U the inverse of the damped `hessian` [K, K].
+def inverse_factor(found: InputStatistics) -> tuple[Tensor, float]:
+    """Return U, upper triangular float64 [K, K], with U^T U the inverse of the damped H [K, K].
 
     Where 1 % of the mean diagonal is too little to invert it, ten times as much is added, and so on; what it
-    was in the end comes second.
+    was in the end comes second. Beside the second moment two matrices of its size are in memory at most.
+
+    Args:
+        found: what the layer is fed, with its second moment.
 
     Raises:
         ValueError: no damping makes it one that can be inverted (it is not finite, or no second moment).
     """
     damp = DAMP
     while damp <= _MOST:
-        damped = hessian.clone()
-        diagonal = damped.diagonal()
-        diagonal[diagonal == 0] = 1.0
-        diagonal.add_(damp * float(diagonal.mean()))
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not int(failed):
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed) and bool(factor.isfinite().all()):
-                return factor, damp
+        factor = _factor(found, damp)
+        if factor is not None:
+            return factor, damp
         damp *= 10
     raise ValueError("the second moment of its inputs cannot be inverted")
+
+
+def _factor(found: InputStatistics, damp: float) -> Tensor | None:
+    """Return U at one damping, None where H cannot be inverted with it; what is done with goes at once."""
+    assert found.second is not None
+    matrix = found.second * (2 / max(1, found.tokens))
+    diagonal = matrix.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    diagonal.add_(damp * float(diagonal.mean()))
+    del diagonal  # a view, which would hold the matrix
+    matrix, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        return None
+    matrix = torch.cholesky_inverse(matrix)
+    factor, failed = torch.linalg.cholesky_ex(matrix, upper=True)
+    return None if int(failed) or not bool(factor.isfinite().all()) else factor

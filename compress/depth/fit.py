@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.core.errors import nearest
@@ -81,10 +81,7 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str
         return []
     stacks = {stack.name: stack for stack in family.stacks(config)}
     kind = config.get("model_type")
-    if "cross-attention" in settings.parts and family.kind != "seq2seq":
-        found.append(
-            ("what", f"{article(str(kind))} model has no cross-attention; it has attention and ffn.")
-        )
+    found += [("what", message) for message in check_kinds(settings.parts, config)]
     for name in STACKS:
         said = getattr(settings, name)
         if said is None:
@@ -104,6 +101,16 @@ def check_parts(settings: Any, config: Mapping[str, Any]) -> list[tuple[str, str
         if wrong:
             found.append((name, wrong))
     return found
+
+
+def check_kinds(kinds: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong where layers of a model of this config have no parts of some of these kinds."""
+    family = find_family(config)
+    if family is None or family.kind == "seq2seq" or "cross-attention" not in kinds:
+        return []
+    return [
+        f"{article(str(config.get('model_type')))} model has no cross-attention; it has attention and ffn."
+    ]
 
 
 def _wrong_parts(said: int | list[int], layers: int, kinds: int) -> str | None:

@@ -46,11 +46,16 @@ class Part:
         return f"{self.block.number} {self.kind}"
 
     @property
-    def last(self) -> str:
-        """The dotted name of its last product."""
+    def named(self) -> Attention | FeedForward:
+        """Its products, with the names that they have in the model."""
         stack = self.block.stack
         parts: tuple[Attention | FeedForward, ...] = (*stack.attentions, stack.feed_forward)
-        return parts[self.number].under(self.block.place).products[-1]
+        return parts[self.number].under(self.block.place)
+
+    @property
+    def last(self) -> str:
+        """The dotted name of its last product."""
+        return self.named.products[-1]
 
     @property
     def norm(self) -> str:

@@ -84,6 +84,7 @@ def cut_units(
             kept = _cut(model, edits, group, stay())
             left[name] = round(refit(model, name, whole, kept, found), 4)
             short = max(short, len(kept)) if found.tokens < len(kept) else short
+            del found, whole  # before the next ones are made
     if short:
         ctx.warnings.append(
             f"prune: {rows.tokens} tokens of {rows.origin} are few to refit products of {short} inputs; raise"

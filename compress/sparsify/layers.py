@@ -65,7 +65,7 @@ class Sparsifier:
         fit = {name: m for name, m in new.items() if self._pattern.fits(m.in_features)}
         found = self._look(fit, observe)
         for name, layer in fit.items():
-            seen = found.get(name)
+            seen = found.pop(name, None)  # its second moment goes with the layer
             if seen is not None and not seen.tokens:
                 self._unreached.append(name)
                 continue

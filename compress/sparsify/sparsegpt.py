@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
-from smelt.compress.calibration.inverse import hessian_of, inverse_factor
+from smelt.compress.calibration.inverse import inverse_factor
 from smelt.compress.calibration.statistics import InputStatistics
 from smelt.compress.sparsify.method import Looks
 from smelt.compress.sparsify.pattern import Pattern
@@ -37,9 +37,9 @@ class SparseGpt:
     ) -> Tensor:
         """Return the weight with zeros, and what stays changed to make up for them."""
         assert found is not None
-        hessian = hessian_of(found)
-        dead = hessian.diagonal() == 0
-        factor = inverse_factor(hessian)[0].to(weight)
+        assert found.second is not None
+        dead = found.second.diagonal() == 0
+        factor = inverse_factor(found)[0].to(weight)
         new = weight.clone()
         new[:, dead] = 0.0
         at_once = max(1, _COLUMNS // (pattern.group or 1)) * (pattern.group or 1)  # whole groups

@@ -158,7 +158,7 @@ def _while_training(
 
         found.append(Gradual(model, settings.sparsify))
     if settings.masks is not None:
-        from smelt.compress.prune.learned import LearnedMasks
+        from smelt.compress.prune.learned.masks import LearnedMasks
 
         found.append(LearnedMasks(model, settings.masks, edits))
     if settings.codes is not None and settings.codes.scales == "lsq":

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from smelt.compress.depth.fit import check_kinds
 from smelt.compress.sparsify.pattern import read_pattern
 from smelt.core.stage import Need, Settings, StoredDtype
 from smelt.families.registry import blockless
@@ -124,13 +125,17 @@ class CodesSettings(Settings):
 
 
 class MasksSettings(Settings):
-    """Heads and neurons whose masks are learned under a budget while the weights train, and then cut."""
+    """What has masks that are learned under a budget while the weights train, and is then cut."""
 
     what: tuple[Literal["heads", "ffn"], ...] = Field(
-        default=("heads", "ffn"), min_length=1, description="attention heads, feed-forward neurons"
+        default=("heads", "ffn"), description="attention heads, feed-forward neurons; may be [] beside parts"
+    )
+    parts: tuple[Literal["attention", "cross-attention", "ffn"], ...] = Field(
+        default=(),
+        description="whole parts of layers, as of depth: what; of each kind one stays in each stack",
     )
     keep: float = Field(
-        default=0.5, gt=0, lt=1, description="fraction of the parameters of these units that is to stay"
+        default=0.5, gt=0, lt=1, description="fraction of the parameters of what has masks that is to stay"
     )
     warmup: float = Field(
         default=0.4, gt=0, le=1, description="part of the updates in which the budget falls from all to keep"
@@ -139,6 +144,18 @@ class MasksSettings(Settings):
         default=0.1, gt=0, description="highest learning rate of masks and multipliers"
     )
     round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
+
+    @model_serializer(mode="wrap")
+    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `parts` where there are none: keys of stored artifacts are made of it."""
+        found: dict[str, Any] = written(self)
+        return found if self.parts else {name: value for name, value in found.items() if name != "parts"}
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.what or self.parts):
+            raise ValueError("what and parts are empty, and nothing would have masks; name heads or ffn")
+        return self
 
 
 class TrainingSettings(Settings):
@@ -201,7 +218,8 @@ class TrainingSettings(Settings):
     )
     masks: MasksSettings | None = Field(
         default=None,
-        description="learn which heads and neurons stay while the weights train, and cut the others",
+        description="learn which heads, neurons and parts of layers stay while the weights train, and cut the"
+        " others",
     )
     codes: CodesSettings | None = Field(
         default=None, description="how a quantized model trains through its codes; else as by default"
@@ -262,8 +280,11 @@ def training_needs(settings: TrainingSettings) -> frozenset[Need]:
 
 def left_by_training(settings: TrainingSettings) -> frozenset[str]:
     """Return what a stage that trains leaves that later ones may lose, or cannot work with."""
-    found = {"widths": settings.masks, "zeros": settings.sparsify}
-    return frozenset({"training", *(word for word, said in found.items() if said is not None)})
+    masks = settings.masks
+    found = {
+        "widths": masks and masks.what, "parts": masks and masks.parts, "zeros": settings.sparsify,
+    }  # fmt: skip
+    return frozenset({"training", *(word for word, said in found.items() if said)})
 
 
 def lost_by_training(settings: TrainingSettings) -> Mapping[str, str]:
@@ -274,7 +295,7 @@ def lost_by_training(settings: TrainingSettings) -> Mapping[str, str]:
         "pattern": "inputs that go move their neighbours, and the n:m pattern of '{step}' no longer holds;"
         " cut units before '{step}'"
     }
-    return (units if settings.masks is not None else {}) | {
+    return (units if settings.masks is not None and settings.masks.what else {}) | {
         "codes": "training goes on from float weights and ends at the codes nearest to them, so that those"
         " which '{step}' chose with care are lost; train with lora, which leaves them as they are, or leave"
         " method out in '{step}'"
@@ -288,4 +309,7 @@ def check_training(settings: TrainingSettings, config: Mapping[str, Any]) -> lis
     """
     lack = blockless(config)
     words = [word for word in ("lora", "sparsify", "masks") if getattr(settings, word) is not None]
-    return [(word, f"{lack}; leave it out, which trains all weights.") for word in words if lack]
+    if lack:
+        return [(word, f"{lack}; leave it out, which trains all weights.") for word in words]
+    wrong = check_kinds(settings.masks.parts if settings.masks is not None else (), config)
+    return [("masks.parts", message) for message in wrong]

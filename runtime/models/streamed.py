@@ -8,6 +8,8 @@ between its stacks; an output head that is not the embedding never is.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,7 @@ class StreamedModel:
         for module in block.module.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+        _give_back()
 
     def finish(self, edits: list[Edit]) -> list[str]:
         """Write what is in no block, and all that lies beside the weights; every block has to be written.
@@ -151,6 +154,15 @@ def _assign(root: nn.Module, names: dict[str, str], places: dict[str, Path]) -> 
             held = _read(places, stored).to(torch.float32, copy=True)  # and not a view of the file
             made[stored] = nn.Parameter(held, requires_grad=False)
         setattr(root.get_submodule(owner), last, made[stored])
+
+
+def _give_back() -> None:
+    """Give freed memory back to the system, where the C library is glibc.
+
+    It keeps what is free between pieces that are not, and with each block there would be more of that.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _read(places: dict[str, Path], name: str) -> Tensor:

@@ -21,6 +21,7 @@ ROOMS: dict[str, str] = {
     "compress/prune": "test_fit test_structured::test_counts_that_stay",
     "compress/prune/budget": "test_choose",
     "compress/prune/importance": "test_fisher::test_rows_in_one_batch_give_less",
+    "compress/prune/learned": "test_hard_concrete",
     "compress/prune/width": "test_scores",
     "compress/quantize": "test_coding test_settings",
     "compress/quantize/methods": "test_clip",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from smelt.compress.calibration.blocks import drive
-from smelt.compress.calibration.inverse import DAMP, hessian_of, inverse_factor
+from smelt.compress.calibration.inverse import DAMP, inverse_factor
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, width_of
 from smelt.compress.quantize.coding import Fit
@@ -62,11 +62,11 @@ def gptq_codes(
     """
     size = scheme.group(weight.shape[1], options)
     grid = fit(groups_of(weight, size), weight.shape[1], scheme, options)
-    hessian = hessian_of(found)
-    factor, damp = inverse_factor(hessian)
+    assert found.second is not None
+    factor, damp = inverse_factor(found)
     factor = factor.to(weight)
     left = weight.clone()
-    left[:, hessian.diagonal() == 0] = 0.0  # never fed anything
+    left[:, found.second.diagonal() == 0] = 0.0  # never fed anything
     codes = scheme.nearest(groups_of(left, size), grid, options)
     for start in range(0, left.shape[1], _COLUMNS):
         end = min(start + _COLUMNS, left.shape[1])

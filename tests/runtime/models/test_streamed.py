@@ -1,5 +1,8 @@
 """A model taken block by block: what is written is what a whole model would have been, in shards."""
 
+import platform
+from pathlib import Path
+
 import every_family
 import harness
 import pytest
@@ -51,6 +54,25 @@ def test_one_block_is_in_memory_at_a_time_and_all_are_written(llama, tmp_path):
     assert stored.keys() == before.keys()
     assert all(torch.equal(stored[n], before[n]) and stored[n].dtype == torch.bfloat16 for n in before)
     assert torch.equal(harness.logits(load_model(tmp_path)[0]), harness.logits(load_model(llama)[0]))
+
+
+def _resident_bytes():
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or platform.libc_ver()[0] != "glibc",
+    reason="only glibc is asked to give memory back",
+)
+def test_memory_between_pieces_that_stay_is_given_back():
+    """What one block leaves in holes is not there beside the next one."""
+    pieces = [torch.ones(20_000 if number % 2 else 200) for number in range(4000)]
+    there = _resident_bytes()
+    del pieces[1::2]  # 160 MB, each between two that stay
+    streamed._give_back()
+    assert there - _resident_bytes() > 100e6
+    assert len(pieces) == 2000
 
 
 @pytest.mark.parametrize(

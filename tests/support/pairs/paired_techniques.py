@@ -116,6 +116,11 @@ TECHNIQUES: dict[str, Technique] = {
     "masks": Technique(
         "finetune", {"masks": {"learning_rate": 5, "warmup": 0.5, "round_to": 4}, **TRAIN}, True
     ),
+    "masks-parts": Technique(
+        "finetune",
+        {"masks": {"parts": ["attention", "ffn"], "learning_rate": 5, "warmup": 0.5, "round_to": 4}, **TRAIN},
+        True,
+    ),
     "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAIN}),
     "distill": Technique("distill", TRAIN),
     "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),

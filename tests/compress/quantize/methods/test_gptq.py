@@ -1,5 +1,7 @@
 """GPTQ against its paper's equations with inverses written out, and as a part of the stage."""
 
+from dataclasses import replace
+
 import every_family
 import harness
 import numpy as np
@@ -103,12 +105,14 @@ def test_a_moment_that_cannot_be_inverted_is_damped_further():
     x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moment = x.T @ x
     moment[0, 1] = moment[1, 0] = 1.08 * float((moment[0, 0] * moment[1, 1]).sqrt())  # no moment at all
-    factor, damp = inverse_factor(moment)
+    found = empty_statistics(6, second=True)
+    found.second, found.tokens = moment, 2  # so that H is the moment itself
+    factor, damp = inverse_factor(found)
     assert damp > 0.01
     damped = moment + damp * moment.diagonal().mean() * torch.eye(6, dtype=torch.float64)
     torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped))
     with pytest.raises(ValueError, match="cannot be inverted"):
-        inverse_factor(moment * torch.nan)
+        inverse_factor(replace(found, second=moment * torch.nan))
 
 
 def stage(family, out, **settings):

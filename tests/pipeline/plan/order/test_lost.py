@@ -26,6 +26,7 @@ MASKS = ("finetune", {"masks": {}})
 DIVIDED = ("share", {"difference": {"rank": 2}})
 MOVED = ("finetune", {"sparsify": {}})
 PARTS = ("depth", {"what": ["attention"]})
+LEARNED_PARTS = ("finetune", {"masks": {"what": [], "parts": ["attention"]}})
 GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
 
 
@@ -47,6 +48,7 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
         (("sparsify", DIVIDED), "the zeros of 'sparsify-0' are lost; share before 'sparsify-0'."),
         ((MOVED, DIVIDED), "the zeros of 'finetune-0' are lost; share before 'finetune-0'."),
         ((PARTS, "prune", "depth"), "take layers away before 'depth-0'."),
+        ((LEARNED_PARTS, "depth", "finetune"), "take layers away before 'finetune-0'."),
         ((PARTS, ("distill", {"student": {"layers": 1}})), "take layers away before 'depth-0'."),
         ((GPTQ, "distill"), "those which 'quantize-0' chose with care are lost; train with lora"),
     ],

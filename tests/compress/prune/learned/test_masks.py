@@ -1,7 +1,5 @@
 """Masks that are learned: their distribution, the budget, and a cut that changes nothing any more."""
 
-import math
-
 import every_family
 import harness
 import pytest
@@ -9,8 +7,8 @@ import tiny
 import torch
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
-from smelt.compress.prune import learned
-from smelt.compress.prune.learned import LearnedMasks, draw_mask, open_chance
+from smelt.compress.prune.learned.hard_concrete import OPEN, open_chance
+from smelt.compress.prune.learned.masks import LearnedMasks
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.train.settings import MasksSettings
@@ -24,28 +22,9 @@ def masks_of(family, **settings):
     found = LearnedMasks(model, MasksSettings(round_to=1, **settings), edits)
     torch.manual_seed(0)
     with torch.no_grad():
-        for log_alpha in found.log_alphas:
+        for log_alpha in found.units.values():
             log_alpha.copy_(torch.randn(len(log_alpha)) * 4)
     return found, model
-
-
-def test_a_mask_is_the_hard_concrete_of_its_draw(monkeypatch):
-    """Louizos et al. 2018, equations 10 and 11, with numbers."""
-    monkeypatch.setattr(torch, "rand_like", lambda x: torch.tensor([0.1, 0.5, 0.6, 0.9]))
-    found = draw_mask(torch.tensor([0.0, 0.3, -0.2, 2.0]))
-    wanted = []
-    for u, log_alpha in zip((0.1, 0.5, 0.6, 0.9), (0.0, 0.3, -0.2, 2.0), strict=True):
-        s = 1 / (1 + math.exp(-(math.log(u / (1 - u)) + log_alpha) / (2 / 3)))
-        wanted.append(min(1.0, max(0.0, s * 1.2 - 0.1)))
-    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
-    assert 0.0 == wanted[0] < wanted[1] < 1.0 == wanted[3]
-
-
-def test_a_mask_is_open_as_often_as_is_said():
-    torch.manual_seed(0)
-    log_alpha = torch.tensor([-4.0, -2.0, 0.0, 2.0])
-    seen = (draw_mask(log_alpha.expand(40_000, 4)) > 0).float().mean(dim=0)
-    torch.testing.assert_close(open_chance(log_alpha), seen, atol=4 * 0.5 / 200, rtol=0)
 
 
 def test_the_expected_part_is_that_of_the_parameters():
@@ -56,9 +35,9 @@ def test_the_expected_part_is_that_of_the_parameters():
         config.hidden_size // config.num_attention_heads * (3 * (config.hidden_size + 1) + config.hidden_size)
     )
     neuron = 2 * config.hidden_size + 1
-    assert set(masks.costs) == {head, neuron}
+    assert {m.cost for m in masks.masked} == {head, neuron}
     with torch.no_grad():
-        for log_alpha, cost in zip(masks.log_alphas, masks.costs, strict=True):
+        for log_alpha, cost in zip(masks.units.values(), [m.cost for m in masks.masked], strict=True):
             log_alpha.fill_(50.0 if cost == head else -50.0)
     heads, neurons = config.num_attention_heads * head, config.intermediate_size * neuron
     assert float(masks.expected().detach()) == pytest.approx(heads / (heads + neurons), abs=1e-6)
@@ -76,7 +55,7 @@ def test_the_cut_computes_what_the_masks_did(family):
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(harness.logits(plain), masked, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(harness.logits(model), masked, atol=1e-3)
-    stay = [len(masks.kept(number)) for number in range(len(masks.groups))]
+    stay = [len(masks.kept(number)) for number in range(len(masks.masked))]
     ctx = harness.context(every_family.of_layers(family, 2))
     masks.settle(ctx, "finetune")
     torch.testing.assert_close(harness.logits(model), masked, rtol=1e-4, atol=1e-4)
@@ -87,16 +66,16 @@ def test_the_cut_computes_what_the_masks_did(family):
 def test_as_many_stay_as_are_expected_to_those_of_the_largest_alpha():
     masks, _model = masks_of("bert")
     with torch.no_grad():
-        masks.log_alphas[0].copy_(torch.tensor([5.0, -9.0, 0.0, -1.6]))
+        masks.units["0"].copy_(torch.tensor([5.0, -9.0, 0.0, -1.6]))
     # 0.9986 + 0.0006 + 0.8318 + 0.4998: 2.33 of 4
     assert masks.kept(0).tolist() == [0, 2]
     assert masks.values(0).tolist() == pytest.approx([1.0, 0.0, 0.5, 0.0])
     masks.settings = MasksSettings(round_to=8)
-    number = len(masks.groups) - 1
+    number = len(masks.masked) - 1
     assert len(masks.kept(number)) % 8 == 0
     with torch.no_grad():
-        masks.log_alphas[number].fill_(-50.0)
-        masks.log_alphas[0].fill_(-50.0)
+        masks.units[str(number)].fill_(-50.0)
+        masks.units["0"].fill_(-50.0)
     assert len(masks.kept(number)) == 8
     assert len(masks.kept(0)) == 1
 
@@ -105,7 +84,7 @@ def test_widths_that_end_equal_are_said_in_the_config():
     masks, model = masks_of("bert", what=["ffn"])
     masks.settings = MasksSettings(what=["ffn"], round_to=8)
     with torch.no_grad():
-        for log_alpha in masks.log_alphas:
+        for log_alpha in masks.units.values():
             log_alpha.fill_(-50.0)
     masks.settle(harness.context(every_family.of_layers("bert", 2)), "finetune")
     assert model.config.intermediate_size == 8
@@ -115,8 +94,8 @@ def test_widths_that_end_equal_are_said_in_the_config():
 def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
     masks, _ = masks_of("bert", keep=0.5, warmup=0.5)
     with torch.no_grad():
-        for log_alpha in masks.log_alphas:
-            log_alpha.fill_(learned._OPEN)
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(OPEN)
     found = []
     for step in (1, 49, 50, 99, 100):
         masks._before(step, 100)
@@ -124,7 +103,7 @@ def test_weights_may_be_kept_once_the_budget_is_reached_or_at_the_end():
     assert found == [False, False, False, False, True]
     assert not masks._eligible(0)
     with torch.no_grad():
-        for log_alpha in masks.log_alphas:
+        for log_alpha in masks.units.values():
             log_alpha.fill_(-1.7)  # open with a chance of 0.47
     found = []
     for step in (1, 49, 50, 99):
@@ -162,13 +141,13 @@ def test_training_reaches_the_budget_and_keeps_no_step_from_before(rows, tmp_pat
 def test_multipliers_rise_while_more_stays_than_is_asked_for():
     masks, model = masks_of("bert", keep=0.5, warmup=0.5)
     with torch.no_grad():
-        for log_alpha in masks.log_alphas:
-            log_alpha.fill_(learned._OPEN)
+        for log_alpha in masks.units.values():
+            log_alpha.fill_(OPEN)
     masks._before(10, 10)
     model.train()
     terms = masks.objective(lambda model, batch: torch.zeros(()))(model, {})
     terms["budget"].value.backward()
-    below = 0.5 - (1 - float(open_chance(torch.tensor(learned._OPEN))))  # sparsity that lacks
+    below = 0.5 - (1 - float(open_chance(torch.tensor(OPEN))))  # sparsity that lacks
     assert masks.multipliers.grad.tolist() == pytest.approx([-below, below**2], abs=1e-5)
     (group,) = [g for g in masks.extension().groups if g.maximize]
     assert group.parameters[0] is masks.multipliers
@@ -199,7 +178,7 @@ def test_codes_are_refused(rows, tmp_path):
 def test_masks_that_close_more_than_was_asked_for_are_said(tmp_path):
     masks, _model = masks_of("bert", keep=0.9)
     with torch.no_grad():
-        for log_alpha in masks.log_alphas:
+        for log_alpha in masks.units.values():
             log_alpha.fill_(-1.7)  # open with a chance of 0.47
     ctx = harness.context(tmp_path / "out")
     masks.settle(ctx, "finetune")

@@ -11,6 +11,7 @@ manifests are what a run has. Nothing is scored. What goes first is made once fo
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,11 +121,18 @@ def saved_models() -> Iterator[list[Any]]:
         found.append(promises.outputs_of(model.eval()))
         return save(model, *arguments, **more)
 
-    checkpoint.save_model = watched
+    _put_in_place_of(save, watched)
     try:
         yield found
     finally:
-        checkpoint.save_model = save
+        _put_in_place_of(watched, save)
+
+
+def _put_in_place_of(old: Any, new: Any) -> None:
+    """Let all modules that hold `old` as `save_model` hold `new`, those too that are loaded meanwhile."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("smelt.") and vars(module).get("save_model") is old:
+            module.save_model = new  # type: ignore[attr-defined]
 
 
 def refused(bench: Bench, *stages: str) -> str | None:

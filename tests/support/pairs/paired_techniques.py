@@ -152,7 +152,9 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "hqq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "hqq"}, True),
     "bits": Technique(
-        "quantize", {"bits": {"budget": 8.5, "widths": [4, 8]}, "group_size": 16, "damage_rows": 1, **FEW}, True
+        "quantize",
+        {"bits": {"budget": 8.5, "widths": [4, 8]}, "group_size": 16, "damage_rows": 1, **FEW},
+        True,
     ),
     "low-rank": Technique("quantize", {"scheme": "int4", "group_size": 32, "low_rank": {"rank": 2}}, True),
     "binary": Technique("quantize", {"scheme": "binary", "group_size": 32}, True),

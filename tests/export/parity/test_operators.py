@@ -6,12 +6,13 @@ import onnx
 import pytest
 import torch
 
-from smelt.compress.quantize.coding import quantize_module
+from smelt.compress.quantize.coding import fill_, quantize_module
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.parity import operators
 from smelt.export.parity.operators import check_operators
 from smelt.runtime.schemes.parts.groups import blocks_as_int8
+from smelt.runtime.schemes.registry import defaults, find
 
 
 def asked(scheme, graph=0):
@@ -128,3 +129,20 @@ def test_a_layer_is_found_whose_codes_are_another_layers_and_whose_scales_are_it
     assert not torch.equal(one.scales, other.scales)
     assert operators._with_tensors(module, [("a", "codes"), ("b", "scales")]) == ("b", module["b"])
     assert operators._with_tensors(module, [("a", "codes"), ("c", "scales")]) is None
+
+
+@pytest.mark.parametrize(("got", "passes"), [(2e-4, True), (2e-2, False), (1000.0, False)])
+def test_a_sum_whose_terms_cancel_is_off_by_their_rounding_at_most(got, passes):
+    weight = torch.zeros(2, 32)
+    weight[0, :2], weight[1, 2] = torch.tensor([1000.0, -1000.0]), 1.0
+    layer = quantize_module(torch.nn.Linear(32, 2, bias=False), "ternary", defaults(find("ternary")) | {"group_size": 32})
+    fill_(layer.matrix, weight)
+    assert layer.matrix.dequantize()[0, :2].tolist() == [1000.0, -1000.0]
+    operator = operators._Operator(onnx.NodeProto(name="n", op_type="MatMulNBits"), [], "l", layer, [])
+    x = np.ones((8, 32), dtype=np.float32)
+    given = np.tile(np.float32([got, 1.0]), (8, 1))
+    if passes:
+        operators._compare("g", operator, x, given)
+        return
+    with pytest.raises(ParityError, match="the output 0 is off"):
+        operators._compare("g", operator, x, given)

@@ -180,3 +180,21 @@ def test_layers_that_do_not_exist_and_heads_that_do_not_divide_are_refused(tmp_p
     mpnet, _ = load_model(every_family.of_layers("mpnet", 2))
     with pytest.raises(InputError, match=r"a mpnet model makes its attention scores where"):
         inner_of(mpnet, mpnet, settings({"attention": 1}), 0)
+
+
+def test_layers_that_a_training_leaves_out_at_random_are_all_there_to_be_compared():
+    student, teacher = (load_model(every_family.of_layers("m2m_100", 2))[0] for _ in "ab")
+    stacks = [module for module in student.modules() if "layerdrop" in vars(module)]
+    for module in stacks:
+        module.layerdrop = 0.9
+    inner = inner_of(student, teacher, settings(ALL), seed=3)
+    rows = [Row([2, 5, 6, 7, 3], None, [4, 8, 9, 3])] * 3
+    batch = collate(rows, student.config)
+    student.train()
+    objective = distill_objective(teacher, settings(ALL), inner)
+    for _ in range(8):
+        with inner.around():
+            found = objective(student, batch)
+        assert all(torch.isfinite(term.value) for term in found.values())
+    assert len(stacks) == 2
+    assert {module.layerdrop for module in stacks} == {0.9}

@@ -135,7 +135,9 @@ def test_a_layer_is_found_whose_codes_are_another_layers_and_whose_scales_are_it
 def test_a_sum_whose_terms_cancel_is_off_by_their_rounding_at_most(got, passes):
     weight = torch.zeros(2, 32)
     weight[0, :2], weight[1, 2] = torch.tensor([1000.0, -1000.0]), 1.0
-    layer = quantize_module(torch.nn.Linear(32, 2, bias=False), "ternary", defaults(find("ternary")) | {"group_size": 32})
+    layer = quantize_module(
+        torch.nn.Linear(32, 2, bias=False), "ternary", defaults(find("ternary")) | {"group_size": 32}
+    )
     fill_(layer.matrix, weight)
     assert layer.matrix.dequantize()[0, :2].tolist() == [1000.0, -1000.0]
     operator = operators._Operator(onnx.NodeProto(name="n", op_type="MatMulNBits"), [], "l", layer, [])

@@ -222,14 +222,15 @@ def _all_layers(model: nn.Module) -> Iterator[None]:
     Of a layer that was left out there is nothing to compare. transformers keeps the rate, of M2M100 0.05, in
     each stack.
     """
-    rates = [(m, vars(m)["layerdrop"]) for m in model.modules() if "layerdrop" in vars(m)]
+    stacks: list[Any] = [module for module in model.modules() if "layerdrop" in vars(module)]
+    rates = [stack.layerdrop for stack in stacks]
     try:
-        for module, _ in rates:
-            module.layerdrop = 0.0
+        for stack in stacks:
+            stack.layerdrop = 0.0
         yield
     finally:
-        for module, rate in rates:
-            module.layerdrop = rate
+        for stack, rate in zip(stacks, rates, strict=True):
+            stack.layerdrop = rate
 
 
 def _sum(values: Any) -> Tensor:

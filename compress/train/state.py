@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.families.registry import family_of
-from smelt.runtime.backends.device import bf16_works
+from smelt.runtime.backends.device import bf16_gain
 from smelt.runtime.models.structure import keeps_zeros
+
+_WORTH = 1.3  # below, the loss of digits buys too little
 
 
 @contextlib.contextmanager
@@ -29,7 +31,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def pick_precision(wanted: str, device: torch.device) -> str:
-    """Return fp32 or bf16; `auto` is bf16 where the processor multiplies bf16 natively.
+    """Return fp32 or bf16; `auto` is bf16 on a GPU that has it and on a CPU that gains from it (1.3 times).
 
     Raises:
         InputError: bf16 is asked for on a processor that cannot do it.
@@ -40,15 +42,14 @@ def pick_precision(wanted: str, device: torch.device) -> str:
         return (
             "bf16" if wanted == "bf16" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
         )
-    # torch has no public question for this; without native products bf16 is slower than fp32
+    # torch has no public question for this; without native products there is nothing to try
     native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    if (native or wanted == "bf16") and bf16_works():
-        return "bf16"
-    if wanted == "bf16":
+    gain = bf16_gain() if native or wanted == "bf16" else 0.0
+    if wanted == "bf16" and not gain:
         raise InputError(
             "precision: bf16 products end this processor's process; set precision: fp32 (or auto)."
         )
-    return "fp32"
+    return "bf16" if wanted == "bf16" or gain >= _WORTH else "fp32"
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -162,11 +162,12 @@ def _threads(number: int) -> str:
 
 
 def _bf16() -> str:
-    from smelt.runtime.backends.device import bf16_works
+    from smelt.runtime.backends.device import bf16_gain
 
-    if not bf16_works():
+    gain = bf16_gain()
+    if not gain:
         raise RuntimeError("a bf16 product ends the process, whatever instructions are listed below")
-    return "bf16 products work"
+    return f"bf16 products work; a layer trains {gain:.1f} times as fast as in fp32"
 
 
 def _onnxruntime() -> Iterator[Finding]:

@@ -291,9 +291,15 @@ def test_cut_rows_are_counted(classifier, tmp_path):
 
 def test_auto_precision_never_kills_the_process(monkeypatch):
     device = torch.device("cpu")
-    monkeypatch.setattr("smelt.compress.train.state.bf16_works", lambda: False)
+    monkeypatch.setattr("smelt.compress.train.state.bf16_gain", lambda: 0.0)
     assert pick_precision("auto", device) == "fp32"
     with pytest.raises(InputError, match="precision: fp32"):
         pick_precision("bf16", device)
-    monkeypatch.setattr("smelt.compress.train.state.bf16_works", lambda: True)
-    assert pick_precision("bf16", device) == "bf16"
+
+
+@pytest.mark.parametrize(("gain", "auto"), [(0.6, "fp32"), (1.1, "fp32"), (1.8, "bf16")])
+def test_auto_precision_is_the_faster_one(monkeypatch, gain, auto):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("smelt.compress.train.state.bf16_gain", lambda: gain)
+    assert pick_precision("auto", torch.device("cpu")) == auto
+    assert pick_precision("bf16", torch.device("cpu")) == "bf16"

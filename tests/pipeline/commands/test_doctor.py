@@ -135,7 +135,7 @@ def test_description_fits_80_columns_and_marks_what_is_missing() -> None:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_bf16_is_tried_and_not_believed(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
-    monkeypatch.setattr("smelt.runtime.backends.device.bf16_works", lambda: works)
+    monkeypatch.setattr("smelt.runtime.backends.device.bf16_gain", lambda: 0.6 if works else 0.0)
     (finding,) = [f for f in doctor._torch() if f.name == "torch cpu bf16"]
     assert finding.ok is works
     assert ("ends the process" in finding.detail) is not works

@@ -236,3 +236,20 @@ def test_a_gpu_computes_what_the_cpu_computes(tmp_path):
             assert runner.device == device
             results.append(generate_texts(runner, tiny.SENTENCES, Generation(max_new_tokens=12)))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "gain"), [(0, "1.75\n", 1.75), (-4, "", 0.0), (1, "", 0.0), (0, "odd\n", 0.0)]
+)
+def test_bf16_is_worth_what_a_trial_says(monkeypatch, code, out, gain):
+    """-4: an illegal instruction ended the process."""
+    monkeypatch.setattr(
+        places.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code, stdout=out)
+    )
+    assert places.bf16_gain.__wrapped__() == gain
+
+
+def test_the_trial_of_bf16_prints_a_ratio(monkeypatch):
+    """With fp32 beside fp32, which all processors can."""
+    monkeypatch.setattr(places, "_BF16_PROBE", places._BF16_PROBE.replace("least(True)", "least(False)"))
+    assert 0.2 < places.bf16_gain.__wrapped__() < 5

@@ -1,0 +1,212 @@
+"""Every scheme of `quantize` on four models: quality, bytes and the time of the artifact.
+
+    python benchmarks/quantization.py --task translation --out runs/quantization
+    python benchmarks/quantization.py --task classification --model runs/sst2-small/artifacts/tuned
+    python benchmarks/quantization.py --task translation --only fp32 --only "int3*"
+    python benchmarks/quantization.py --table --out runs/quantization     # what is there, as tables
+
+Writes one recipe for each task, a branch for each arm (quantize, then `onnx` for the arm's runtime), and lets
+`smelt run` do it: what is done already is taken from its store. The baseline is the graph in float32 on ONNX
+Runtime, so quality is tested against it in pairs and each speed-up is one within the same runtime; those of
+torch and of OpenVINO are ratios of two such speed-ups. The tables of docs/measurements/quantization.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BENCHMARKS = Path(__file__).parent
+SHARED = BENCHMARKS.parent.parent / "shared"
+BATCHES = [1, 8, 32]
+# the model each task has where --model names none; the others come from the recipe named beside
+TASKS: dict[str, dict[str, Any]] = {
+    "translation": {
+        "task": "translation", "data": "multi30k_en_de/{}.jsonl.gz", "metric": "bleu",
+        "model": SHARED / "models/marian-small-en-de",
+        "score": {"quality": ["bleu"], "generation": {"beams": 1, "max_new_tokens": 128}},
+        "training": {"tokens_per_batch": 2500, "learning_rate": 1.0e-3},
+    },
+    "classification": {
+        "task": "text-classification", "data": "sst2/{}.jsonl.gz", "metric": "accuracy",
+        "from": "sst2-small.yaml, step tuned",
+        "score": {"quality": ["accuracy"]},
+        "training": {"batch_size": 32, "learning_rate": 2.0e-4},
+    },
+    "language-modeling": {
+        "task": "language-modeling", "data": "wikitext2/{}.txt.gz", "metric": "perplexity",
+        "from": "wikitext2-small.yaml, step trained", "windows": {"length": 256},
+        "score": {"quality": ["perplexity"]},
+        "training": {"tokens_per_batch": 4096, "learning_rate": 5.0e-4},
+    },
+    "summarization": {
+        "task": "summarization", "data": "dialogsum/{}.jsonl.gz", "metric": "rougeL",
+        "from": "bart-dialogsum.yaml, step trained",
+        "score": {"quality": ["rougeL"], "generation": {"beams": 1, "max_new_tokens": 96}},
+        "training": {"tokens_per_batch": 4000, "learning_rate": 5.0e-4},
+    },
+}  # fmt: skip
+ARMS: dict[str, dict[str, Any]] = {
+    "int8-dynamic": {"scheme": "int8-dynamic"},
+    "int8-groupwise": {"scheme": "int8-groupwise"},
+    "int8-static": {"scheme": "int8-static"},
+    **{
+        f"{scheme} {method}": {"scheme": scheme, "method": method, "group_size": 64}
+        for scheme in ("int4", "int3", "int2")
+        for method in ("nearest", "gptq", "awq", "hqq")
+    },
+    "mixed 4.5 gptq": {"bits": {"budget": 4.5}, "method": "gptq"},
+    "mixed 3.5 gptq": {"bits": {"budget": 3.5}, "method": "gptq"},
+    "ternary gptq": {"scheme": "ternary", "method": "gptq", "group_size": 64},
+    "binary nearest": {"scheme": "binary", "group_size": 64},
+    "bnb-nf4": {"scheme": "bnb-nf4"},
+}
+# trained through their codes; `fp32 trained` is the control with as many updates
+TRAINED = {
+    "fp32 trained": None,
+    **{f"{scheme} trained": scheme for scheme in ("int3", "int2", "ternary", "binary")},
+}
+OPENVINO = ("fp32", "int8-static")
+
+
+def step_of(arm: str) -> str:
+    """Return the name that an arm's step has in the recipe."""
+    return arm.replace(" ", "-").replace(".", "")
+
+
+def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what makes an arm of the model; its last step has the arm's name."""
+    if arm not in TRAINED:
+        return [{"quantize": ARMS[arm], "name": step_of(arm), "from": "model"}]
+    distill = {"distill": {"teacher": "model"} | training, "name": step_of(arm)}
+    if TRAINED[arm] is None:
+        return [distill | {"from": "model"}]
+    codes = {"scheme": TRAINED[arm], "group_size": 64}
+    return [{"quantize": codes, "name": f"{step_of(arm)}-codes", "from": "model"}, distill]
+
+
+def recipe_of(name: str, model: Path, arms: list[str], updates: int) -> dict[str, Any]:
+    """Return the recipe of one task: the float graphs, then for each arm its codes and its graphs."""
+    task = TASKS[name]
+    training = {"max_steps": updates, "evals": 0, "losses": {"logits": 1.0, "labels": 0.0}} | task["training"]
+    stages: list[dict[str, Any]] = []
+    for arm in ("fp32", *arms):
+        stages += [] if arm == "fp32" else stages_of(arm, training)
+        for target in ("ort-cpu", "openvino") if arm in OPENVINO else ("ort-cpu",):
+            stages.append({
+                "onnx": {"target": target}, "name": f"{step_of(arm)}-{target}",
+                "from": "model" if arm == "fp32" else step_of(arm), "optional": target == "openvino",
+            })  # fmt: skip
+    data: dict[str, Any] = {
+        split: str(SHARED / "data" / task["data"].format(split)) for split in ("train", "validation", "test")
+    }
+    if "windows" in task:
+        data["windows"] = task["windows"]
+    score = task["score"] | {"latency": {"batch_sizes": BATCHES, "texts": 32}}
+    return {
+        "model": str(model.resolve()), "task": task["task"], "threads": 1, "data": data,
+        "stages": stages, "baseline": "fp32-ort-cpu", "score": score,
+    }  # fmt: skip
+
+
+def chosen(only: list[str] | None) -> list[str]:
+    """Return the arms that the command line asks for, fp32 apart."""
+    return [arm for arm in (*ARMS, *TRAINED) if not only or any(fnmatch.fnmatch(arm, word) for word in only)]
+
+
+def run(name: str, model: Path, arms: list[str], updates: int, out: Path) -> int:
+    """Write the recipe of one task to out/NAME.yaml and run it; return the exit status."""
+    out.mkdir(parents=True, exist_ok=True)
+    recipe = out / f"{name}.yaml"
+    recipe.write_text(
+        yaml.safe_dump(recipe_of(name, model, arms, updates), sort_keys=False), encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "smelt", "run", str(recipe), "--out", str(out / name)]
+    return subprocess.run(command, check=False).returncode
+
+
+def table(report: dict[str, Any], metric: str) -> list[str]:
+    """Return the lines of one task's table, an arm a row."""
+    steps = {step["name"]: step for step in report["steps"] if step["status"] in ("done", "cached")}
+    head = ["arm", "bits", "MB", metric, "against fp32"]
+    head += [f"{runtime}, batch {size}" for runtime in ("ONNX Runtime", "torch") for size in BATCHES]
+    lines = ["| " + " | ".join(head) + " |", "|:--" + "|--:" * (len(head) - 1) + "|"]
+    for arm in ("fp32", *ARMS, *TRAINED):
+        model = steps.get("model" if arm == "fp32" else step_of(arm))
+        for target, label in (("ort-cpu", arm), ("openvino", f"{arm}, OpenVINO")):
+            if model and (graph := steps.get(f"{step_of(arm)}-{target}")):
+                quality = _quality(graph, metric)
+                cells = [label, _bits(model), f"{graph['size_bytes'] / 1e6:.2f}", *quality]
+                cells += [_speedup(graph, steps[f"fp32-{target}"], size) for size in BATCHES]
+                torch = target == "ort-cpu"
+                cells += [_speedup(model, steps["model"], size) if torch else "" for size in BATCHES]
+                lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _bits(step: dict[str, Any]) -> str:
+    bits = (step.get("facts") or {}).get("bits_per_weight")
+    return "32" if bits is None else f"{bits:.2f}"
+
+
+def _quality(step: dict[str, Any], metric: str) -> tuple[str, str]:
+    value, test = step["quality"][metric], (step["against_baseline"] or {}).get(metric)
+    told = "{:.2f} [{:.2f}, {:.2f}]".format(value["value"], *value["ci95"])
+    if not test:
+        return told, "–"
+    difference = "{:+.2f} [{:+.2f}, {:+.2f}]".format(test["difference"], *test["ci95"])
+    return told, f"{difference}, p = {test['p_value']:.3f}"
+
+
+def _speedup(step: dict[str, Any], reference: dict[str, Any], size: int) -> str:
+    """Return the ratio of the reference's time to the step's, both told against the same baseline."""
+    ours, theirs = (
+        next((row for row in one["latency"] or () if row["batch_size"] == size), None)
+        for one in (step, reference)
+    )
+    if not ours or not theirs or not ours["speedup"] or not theirs["speedup"]:
+        return ""
+    ratio = f"{ours['speedup'] / theirs['speedup']:.2f}"
+    if theirs["speedup_ci95"] != [1.0, 1.0]:
+        return ratio
+    return "{} [{:.2f}, {:.2f}]".format(ratio, *ours["speedup_ci95"])
+
+
+def main(arguments: list[str]) -> int:
+    """Run one task's recipe, or print the tables of those that were run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", choices=list(TASKS))
+    parser.add_argument("--model", type=Path, help="a trained model's folder")
+    parser.add_argument("--only", action="append", help="a pattern of arms; may be repeated")
+    parser.add_argument("--updates", type=int, default=300, help="of the arms that are trained")
+    parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
+    parser.add_argument("--table", action="store_true")
+    said = parser.parse_args(arguments)
+    if said.table:
+        for name, task in TASKS.items():
+            report = said.out / name / "report.json"
+            if report.is_file():
+                print(f"\n{name}\n")
+                print(*table(json.loads(report.read_text(encoding="utf-8")), task["metric"]), sep="\n")
+        return 0
+    if said.task is None:
+        parser.error("--task or --table")
+    model = said.model or TASKS[said.task].get("model")
+    if model is None or not model.is_dir():
+        parser.error(
+            f"--model: {said.task} needs a trained model (benchmarks/recipes/{TASKS[said.task]['from']})"
+        )
+    return run(said.task, model, chosen(said.only), said.updates, said.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -136,7 +136,7 @@ class Context:
     ancestors: the finished artifacts above this step and those that its settings name as a `StepName`,
         by step name (`model` is the untouched one).
     score: quality of an artifact on the validation data, or on a second argument's rows of them, by metric
-        name; higher is better.
+        name; higher is better: of a metric in `turned` the sign is turned round.
     device: auto, cpu or cuda: where to train; auto is CUDA where torch sees one.
     kept: gives what a function makes (JSON), made once for all that it depends on, and kept beside the
         artifacts: what a teacher says of all rows serves more than one step.
@@ -155,6 +155,7 @@ class Context:
     seed: int
     ancestors: Mapping[str, Artifact]
     score: Callable[..., Mapping[str, float]]
+    turned: frozenset[str] = frozenset()
     progress: Progress = silent
     threads: int | None = None
     device: str = "auto"

@@ -63,6 +63,7 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         self.parameters |= running_statistics(model)
         self.evaluate: Callable[[], float] | None = None
         self.score: Callable[[], float] | None = None
+        self.sign = 1  # of what is told: -1 where `score` is a metric turned round
         self.evals, self.ema, self.progress = 0, ema, progress
         self.extension = extension or Extension()
         self.average: dict[str, Tensor] = {}
@@ -149,7 +150,8 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
 
     def told(self) -> list[dict[str, Any]]:
         """Return every validation as plain values, for the report."""
-        return [{k: v for k, v in asdict(found).items() if v is not None} for found in self.validations]
+        plain = [{k: v for k, v in asdict(found).items() if v is not None} for found in self.validations]
+        return [p | {"score": self.sign * p["score"]} if "score" in p else p for p in plain]
 
     def gave_nothing(self, select: str) -> str | None:
         """Say that the weights from before the training are the best that were met, where that is so."""
@@ -159,7 +161,7 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         other = max(later, key=Validation._rank)
         word, before, after = "loss", self.best.loss, other.loss
         if self.best.score is not None and other.score is not None and self.best.score != other.score:
-            word, before, after = select, self.best.score, other.score
+            word, before, after = select, self.sign * self.best.score, self.sign * other.score
         return (
             f"the training did not make the model better: the validation {word} was {before:.4g} before it"
             f" and {after:.4g} at best afterwards (step {other.step}); the weights are those from before."

@@ -226,6 +226,7 @@ def run_training(
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
             keeper.evals = settings.evals
             keeper.score = None if score is None else partial(_as_stored, model, extension, score)
+            keeper.sign = -1 if settings.select in ctx.turned else 1
         require_training_memory(
             model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
         )

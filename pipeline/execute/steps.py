@@ -21,6 +21,7 @@ from smelt.core.store.store import Store
 from smelt.core.store.unfinished import Unfinished
 from smelt.core.windows import Windows
 from smelt.evaluate.environment import machine_id
+from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.execute.failures import explain
 from smelt.execute.head import Head
 from smelt.execute.scoring import Scorer, library_versions
@@ -237,6 +238,7 @@ class Workshop:
             seed=self.seed,
             ancestors=ancestors,
             score=self._validate,
+            turned=LOWER_IS_BETTER,
             progress=self.display.progress,
             threads=self.threads,
             device=self.device,
@@ -278,7 +280,7 @@ class Workshop:
     def _validate(self, artifact: Artifact, rows: Split | None = None) -> Mapping[str, float]:
         scores = self.validation.score(artifact, rows or self.data["validation"])["quality"]
         # stages choose what scores highest, so where less is better the number is turned round
-        return {n: s["value"] if s["higher_is_better"] else -s["value"] for n, s in scores.items()}
+        return {n: -s["value"] if n in LOWER_IS_BETTER else s["value"] for n, s in scores.items()}
 
 
 def _begins_with(step: Step, parent: Artifact) -> dict[str, Any]:

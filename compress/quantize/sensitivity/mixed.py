@@ -130,7 +130,8 @@ class _Trial:
         with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space:
             save_model(model, edits + new, Path(space), self.src.path)
             scores = self.ctx.score(candidate(Path(space), self.src, self.ctx))
-        self.told.append({"average_bits": round(average, 3), self.metric: scores[self.metric]})
+        sign = -1 if self.metric in self.ctx.turned else 1
+        self.told.append({"average_bits": round(average, 3), self.metric: sign * scores[self.metric]})
         return float(scores[self.metric])
 
 

@@ -1,5 +1,6 @@
 """Which weights come out of a training: those of the best validation, the ones that went in among them."""
 
+import dataclasses
 import math
 
 import harness
@@ -30,7 +31,7 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def run(model, tmp_path, monkeypatch, losses, scores=None, **settings):
+def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), **settings):
     """Train with validations that find `losses`; return facts, warnings and the weights at each of them."""
     seen, left = [], list(losses)
 
@@ -40,7 +41,7 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, **settings):
 
     monkeypatch.setattr(training_loop, "mean_loss", mean_loss)
     out = tmp_path / "work" / "out"
-    ctx = harness.context(out, "text-classification")
+    ctx = dataclasses.replace(harness.context(out, "text-classification"), turned=frozenset(turned))
     values = iter(scores or ())
     chosen = FinetuneSettings(
         **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "evals": 4}
@@ -95,6 +96,17 @@ def test_the_warning_names_the_metric_that_decided(model, tmp_path, monkeypatch)
     scores = [50.0, 40.0, 45.0, 30.0, 20.0]
     _, (warning,), _ = run(model, tmp_path, monkeypatch, [5.0, 4.0, 3.0, 2.0, 1.0], scores, select="f1")
     assert "the validation f1 was 50 before it and 45 at best afterwards (step 2)" in warning
+
+
+def test_a_metric_of_which_less_is_better_is_told_as_it_is(model, tmp_path, monkeypatch):
+    """A stage gets it with its sign turned round, so that more is better; people never see that."""
+    scores = [-50.0, -70.0, -60.0, -80.0, -90.0]
+    losses = [5.0, 4.0, 3.0, 2.0, 1.0]
+    facts, (warning,), _ = run(
+        model, tmp_path, monkeypatch, losses, scores, select="perplexity", turned={"perplexity"}
+    )
+    assert "the validation perplexity was 50 before it and 60 at best afterwards (step 2)" in warning
+    assert [found["score"] for found in facts["validations"]] == [50.0, 70.0, 60.0, 80.0, 90.0]
 
 
 def test_the_averaged_weights_are_what_is_validated_and_kept(model, tmp_path, monkeypatch):

@@ -124,13 +124,20 @@ def scored_by_bits(artifact, *rows):
 WIDTHS_BY_NAME = {scheme.name: bits for bits, scheme in WIDTHS.items()}
 
 
-def dropped(out, **bits):
+def dropped(out, turned=(), **bits):
     path = tiny.labelled(out / "rows.jsonl")
     data = read_split(str(path), "text-classification", Columns(), out)
     made = QuantizeSettings(bits=bits, **FEW)
     source = every_family.of_layers("bert", 2)
     return harness.run(
-        Quantize(), made, source, out / "out", "text-classification", data, score=scored_by_bits
+        Quantize(),
+        made,
+        source,
+        out / "out",
+        "text-classification",
+        data,
+        score=scored_by_bits,
+        turned=frozenset(turned),
     )
 
 
@@ -144,6 +151,11 @@ def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
     assert all(told["average_bits"] > s["average_bits"] for s in worse)
     assert told["metric"] == "bleu"
     assert min(s["average_bits"] for s in told["scores"] if s["bleu"] >= 5) == told["average_bits"]
+
+
+def test_scores_are_told_as_they_are_where_less_is_better(tmp_path):
+    ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
+    assert {s["bleu"] < 0 for s in ctx.facts["mixed"]["scores"]} == {True}  # the stand-in is turned round
 
 
 def test_what_even_the_widest_codes_lose_is_said(tmp_path):

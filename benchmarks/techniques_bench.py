@@ -104,7 +104,7 @@ class Bench:
         from torch.nn.functional import cross_entropy
 
         from smelt.compress.train.data import IGNORE, collate, encode_split, group_by_length
-        from smelt.compress.train.loop import logits_of
+        from smelt.compress.train.objective import logits_of
         from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
         torch.set_num_threads(self.threads)

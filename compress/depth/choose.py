@@ -12,7 +12,7 @@ from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
 from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.train.data import TensorBatch
-from smelt.compress.train.loop import label_objective, mean_loss
+from smelt.compress.train.objective import label_objective, mean_loss
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError

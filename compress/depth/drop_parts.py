@@ -14,7 +14,7 @@ from smelt.compress.depth.fit import check_parts, fraction_kept
 from smelt.compress.depth.influence import Layer, drop_by_loss
 from smelt.compress.depth.parts import Part, part_influence, parts_of, without_parts
 from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.train.loop import label_objective, mean_loss
+from smelt.compress.train.objective import label_objective, mean_loss
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError

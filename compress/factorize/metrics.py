@@ -21,7 +21,7 @@ from smelt.compress.factorize.fisher import fisher_weighted
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.svd import Decomposed, Metric, decomposed
 from smelt.compress.factorize.whitened import whitened
-from smelt.compress.train.loop import label_objective
+from smelt.compress.train.objective import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

@@ -9,35 +9,32 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from smelt.compress.train.classifier_losses import training_loss
 from smelt.compress.train.data import (
     Row,
     TensorBatch,
     collate,
     group_by_length,
-    inputs_of,
     plan_batches,
 )
 from smelt.compress.train.extension import Extension, attached, detached, split_groups
 from smelt.compress.train.keeper import Keeper
 from smelt.compress.train.memory import require_training_memory
-from smelt.compress.train.sentence_losses import order_loss, vectors_of
+from smelt.compress.train.objective import mean_loss
 from smelt.compress.train.settings import TrainingSettings
 from smelt.compress.train.state import autocast, pick_precision, threads, training_state
 from smelt.compress.train.stored.resume import resume_of
 from smelt.compress.train.terms import (
     OVER,
     Objective,
-    Over,
     counts_of,
     terms_of,
     values_of,
@@ -45,43 +42,8 @@ from smelt.compress.train.terms import (
 from smelt.core.errors import RunError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
-from smelt.runtime.models.sentence_model import is_sentence_model
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-
-
-def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return float [B, T, V] for a translator or language model, [B, C] for a classifier.
-
-    `labels` are not fed.
-    """
-    inputs = inputs_of(batch)
-    labels = batch["labels"]  # int64 [B, L] where texts come out, and then a cache could be asked for
-    if labels.dim() == 2 and not labels.is_floating_point():
-        logits: Tensor = model(**inputs, use_cache=False).logits
-    else:
-        logits = model(**inputs).logits
-    return logits
-
-
-def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
-    """Return the mean loss with the labels (see `training_loss`), smoothed only while the model trains.
-
-    Of a sentence embedder it is `order_loss` with the scores.
-    """
-
-    def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        plain: Any = getattr(model, "module", model)
-        if is_sentence_model(plain):
-            return order_loss(vectors_of(model, batch), batch["labels"])
-        return training_loss(
-            plain.config,
-            logits_of(model, batch),
-            batch["labels"],
-            smoothing=smoothing if model.training else 0.0,
-        )
-
-    return objective
 
 
 class Loop(transformers.Trainer):  # type: ignore[misc]
@@ -153,28 +115,6 @@ class Loop(transformers.Trainer):  # type: ignore[misc]
         shares = {over: counts[over] * processes / max(1, whole[over]) for over in OVER}
         parts = [term.value * shares[term.over] for term in terms.values()]
         return sum(parts[1:], parts[0])
-
-
-def mean_loss(
-    model: Any, batches: Sequence[TensorBatch], objective: Objective, precision: str, device: torch.device
-) -> float:
-    """Return the objective's mean over all items of `batches`, in eval mode, without gradients."""
-    sums: dict[str, float] = {}
-    counts: dict[Over, int] = dict.fromkeys(OVER, 0)
-    kinds: dict[str, Over] = {}
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), autocast(precision, device):
-        for batch in batches:
-            there = {name: value.to(device) for name, value in batch.items()}
-            items = counts_of(batch)
-            for over in OVER:
-                counts[over] += items[over]
-            for name, (mean, over) in values_of(terms_of(objective(model, there))).items():
-                sums[name] = sums.get(name, 0.0) + mean * items[over]
-                kinds[name] = over
-    model.train(was_training)
-    return sum(total / max(1, counts[kinds[name]]) for name, total in sums.items())
 
 
 def run_training(

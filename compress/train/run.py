@@ -75,7 +75,8 @@ def train(
     """
     from smelt.compress.train.data import encode_split, reader_of, spread_out
     from smelt.compress.train.extension import Extension, both
-    from smelt.compress.train.loop import label_objective, run_training
+    from smelt.compress.train.loop import run_training
+    from smelt.compress.train.objective import label_objective
     from smelt.compress.train.stored.rounding import Rounding
     from smelt.compress.train.stored.score import CheckpointScore
 

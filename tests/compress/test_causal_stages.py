@@ -14,7 +14,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.train.data import collate, encode_split
-from smelt.compress.train.loop import label_objective
+from smelt.compress.train.objective import label_objective
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
 from smelt.runtime.models import checkpoint

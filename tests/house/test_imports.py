@@ -142,3 +142,16 @@ def test_help_answers_at_once() -> None:
 @pytest.mark.parametrize("name", ["smelt", "smelt.core", "smelt.runtime", "smelt.compress", "smelt.export"])
 def test_package_has_a_docstring(name: str) -> None:
     assert ast.get_docstring(ast.parse(modules()[name].read_text(encoding="utf-8")))
+
+
+MEASURING = (
+    "factorize.metrics", "prune.importance.of_units", "prune.width.narrower", "depth.choose",
+    "depth.drop_parts", "quantize.observed",
+)  # fmt: skip
+
+
+def test_stages_that_measure_do_without_the_trainer():
+    """The import of transformers' Trainer takes seconds and brings peft along."""
+    names = ", ".join(f"smelt.compress.{name}" for name in MEASURING)
+    found = "{'peft', 'transformers.trainer'} & sys.modules.keys()"
+    assert python(f"import json, sys, {names}; print(json.dumps(sorted({found})))") == []

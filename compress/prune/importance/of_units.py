@@ -13,7 +13,7 @@ from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.importance.scores import Scores
 from smelt.compress.prune.importance.taylor import taylor_scores
 from smelt.compress.train.data import Row, collate, encode_split, group_by_length, reader_of
-from smelt.compress.train.loop import label_objective
+from smelt.compress.train.objective import label_objective
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
 from smelt.core.data import SIMILARITY

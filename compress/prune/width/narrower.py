@@ -16,7 +16,7 @@ from smelt.compress.prune.rows_to_fit import rows_to_fit
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.width.refit import refit_readers
 from smelt.compress.prune.width.scores import activation_scores, magnitude_of_channels, slope_scores
-from smelt.compress.train.loop import label_objective
+from smelt.compress.train.objective import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

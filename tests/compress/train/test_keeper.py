@@ -12,7 +12,8 @@ from smelt.compress.finetune import FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row
 from smelt.compress.train.keeper import Keeper, Validation
-from smelt.compress.train.loop import label_objective, run_training
+from smelt.compress.train.loop import run_training
+from smelt.compress.train.objective import label_objective
 from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]

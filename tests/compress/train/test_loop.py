@@ -17,7 +17,8 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row, collate
-from smelt.compress.train.loop import label_objective, run_training
+from smelt.compress.train.loop import run_training
+from smelt.compress.train.objective import label_objective
 from smelt.compress.train.terms import total_of
 from smelt.core.data import Example, Split
 from smelt.core.labels import MULTI, REGRESSION

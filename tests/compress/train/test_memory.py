@@ -12,8 +12,9 @@ from smelt.compress.finetune import FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train import memory as training_memory
 from smelt.compress.train.data import Row
-from smelt.compress.train.loop import label_objective, run_training
+from smelt.compress.train.loop import run_training
 from smelt.compress.train.memory import require_training_memory
+from smelt.compress.train.objective import label_objective
 from smelt.core.errors import RunError
 from smelt.runtime.models.checkpoint import load_model
 

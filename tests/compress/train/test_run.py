@@ -16,7 +16,8 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row
-from smelt.compress.train.loop import label_objective, run_training
+from smelt.compress.train.loop import run_training
+from smelt.compress.train.objective import label_objective
 from smelt.compress.train.run import train
 from smelt.compress.train.state import pick_precision
 from smelt.core.artifact import Artifact, Manifest

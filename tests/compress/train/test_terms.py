@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from smelt.compress.finetune import FinetuneSettings
 from smelt.compress.train.classifier_losses import class_sets_loss
 from smelt.compress.train.data import Row
-from smelt.compress.train.loop import mean_loss, run_training
+from smelt.compress.train.loop import run_training
 from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.objective import mean_loss
 from smelt.compress.train.terms import Term, counts_of, total_of, values_of
 
 # Sources and targets of very different lengths: a share of the ones is no share of the others.

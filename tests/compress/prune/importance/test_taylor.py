@@ -14,7 +14,7 @@ from smelt.compress.prune.groups import columns_of, find_groups, rows_of
 from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.importance.taylor import taylor_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.train.loop import label_objective
+from smelt.compress.train.objective import label_objective
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 

@@ -10,7 +10,7 @@ from smelt.compress.prune.width.scores import (
     magnitude_of_channels,
     slope_scores,
 )
-from smelt.compress.train.loop import label_objective
+from smelt.compress.train.objective import label_objective
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.narrow import width_of

@@ -60,10 +60,12 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
     except InputError:  # said of the model
         return
     schemes = {ROOT: TAKEN}
-    learned = {ROOT: (TAKEN,)}  # those among which one must have scales that can be learned
+    # of those that were used one must have scales that can be learned
+    learned: dict[str, tuple[str, ...]] = {ROOT: (TAKEN,)}
     for step in steps:
         schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
-        used = step.settings.schemes() if step.stage == "quantize" else learned.get(step.parent, ())
+        own: Any = step.settings
+        used = own.schemes() if step.stage == "quantize" else learned.get(step.parent, ())
         learned[step.name] = used
         codes = getattr(step.settings, "codes", None)
         other = getattr(getattr(step.settings, "student", None), "other", False)

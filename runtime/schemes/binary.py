@@ -41,6 +41,7 @@ class Binary(Scheme):
     tables: ClassVar[bool] = False
     vocabulary: ClassVar[str] = Int8Dynamic.name
     trained: ClassVar[bool] = True
+    learns: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     operators: ClassVar[Mapping[str, tuple[int, ...]]] = parts.OPERATORS

@@ -36,6 +36,7 @@ class BnbInt8(RowCodes):
     summary: ClassVar[str] = "int8 weights of bitsandbytes (LLM.int8), outliers of activations stay float"
     pays: ClassVar[str] = "models that torch serves; to compare with"
     source: ClassVar[str] = "Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339 (bitsandbytes, Linear8bitLt)"
+    learns: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = bits_and_bytes.PACKAGES
     refused: ClassVar[Mapping[str, str]] = {graphs_for(target): _WHY for target in TARGETS}
     leaves_as: ClassVar[str] = f"{name} products"

@@ -45,6 +45,7 @@ class BnbNf4(Scheme):
     summary: ClassVar[str] = "4-bit NormalFloat weights of bitsandbytes, one scale per 64 inputs"
     pays: ClassVar[str] = "memory, while adapters train; not time"
     source: ClassVar[str] = "Dettmers et al. 2023, QLoRA, arXiv:2305.14314 (bitsandbytes, Linear4bit)"
+    learns: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = bits_and_bytes.PACKAGES
     by_word: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _WHY}

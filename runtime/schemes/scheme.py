@@ -129,6 +129,7 @@ class Scheme(Protocol):
     tables: whether embeddings, and the head that may be one matrix with them, can be coded.
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
+    learns: whether its scales can be learned (`ends`).
     halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
     observes: whether its products need the range of their activations, found on rows of data.
     one_scale: whether all activations of a product become codes with one scale, so that a channel of large
@@ -160,6 +161,7 @@ class Scheme(Protocol):
     tables: ClassVar[bool] = True
     vocabulary: ClassVar[str] = ""
     trained: ClassVar[bool] = False
+    learns: ClassVar[bool] = True
     halves: ClassVar[str] = ""
     observes: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False

@@ -60,9 +60,22 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
     except InputError:  # said of the model
         return
     schemes = {ROOT: TAKEN}
+    # of those that were used one must have scales that can be learned
+    learned: dict[str, tuple[str, ...]] = {ROOT: (TAKEN,)}
     for step in steps:
         schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
+        own: Any = step.settings
+        used = own.schemes() if step.stage == "quantize" else learned.get(step.parent, ())
+        learned[step.name] = used
         codes = getattr(step.settings, "codes", None)
+        other = getattr(getattr(step.settings, "student", None), "other", False)
+        learns = not used or any(SCHEMES[name].learns for name in used)
+        if codes is not None and codes.scales == "lsq" and step.parent in coded and not (learns or other):
+            yield (
+                step.name,
+                f"codes: scales: lsq learns the scales of codes, and {' and '.join(used)} has none to"
+                " learn; quantize with another scheme, or leave scales out.",
+            )
         if codes is not None and codes.split and step.parent in coded:
             before, known = schemes[step.name], [name for name, one in SCHEMES.items() if one.halves]
             if before not in known:
@@ -73,7 +86,6 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                 )
             else:
                 schemes[step.name] = SCHEMES[before].halves
-        other = getattr(getattr(step.settings, "student", None), "other", False)
         if step.stage == "quantize" or (step.parent in coded and not other):
             coded.add(step.name)
         elif codes is not None:

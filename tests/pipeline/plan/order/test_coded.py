@@ -58,6 +58,16 @@ def test_learned_scales_need_codes(folder):
     assert "learning_rate is that of scales: lsq" in told
 
 
+def test_scales_that_cannot_be_learned_are_said_before_work(folder):
+    learned = "finetune: {codes: {scales: lsq}}"
+    steps = ("quantize: {scheme: bnb-nf4}", "finetune: {}", f"{learned}\n    name: again")
+    nf4 = recipe(folder, *steps, model="float")
+    told = harness.smelt("plan", nf4, code=2).stderr
+    assert "stages[2].finetune: codes: scales: lsq learns the scales of codes, and bnb-nf4 has none" in told
+    # of a binary model those of the embeddings
+    harness.smelt("plan", recipe(folder, "quantize: {scheme: binary}", learned, model="float"), code=0)
+
+
 def test_only_ternary_layers_are_split_and_only_once(folder):
     ternary, split = "quantize: {scheme: ternary}", "finetune: {codes: {split: true}}"
     told = harness.smelt("plan", recipe(folder, "quantize: {}", split, model="float"), code=2).stderr

@@ -62,6 +62,7 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
     schemes = {ROOT: TAKEN}
     # of those that were used one must have scales that can be learned
     learned: dict[str, tuple[str, ...]] = {ROOT: (TAKEN,)}
+    whole: dict[str, str] = {}
     for step in steps:
         schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
         own: Any = step.settings
@@ -76,6 +77,7 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                 f"codes: scales: lsq learns the scales of codes, and {' and '.join(used)} has none to"
                 " learn; quantize with another scheme, or leave scales out.",
             )
+        whole[step.name] = _unsplit(own) if step.stage == "quantize" else whole.get(step.parent, "")
         if codes is not None and codes.split and step.parent in coded:
             before, known = schemes[step.name], [name for name, one in SCHEMES.items() if one.halves]
             if before not in known:
@@ -84,6 +86,8 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                     f"codes: split makes two layers of each {' or '.join(known)} one, and those before it are"
                     f" {before}; quantize with scheme: {' or '.join(known)}, or leave split out.",
                 )
+            elif whole[step.name]:
+                yield step.name, f"codes: split: the layers before it have {whole[step.name]}"
             else:
                 schemes[step.name] = SCHEMES[before].halves
         if step.stage == "quantize" or (step.parent in coded and not other):
@@ -94,3 +98,12 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                 "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
                 " before it, or leave codes out.",
             )
+
+
+def _unsplit(quantize: Any) -> str:
+    """Return what keeps the codes that `quantize` makes from being split, and what to do; "" if nothing."""
+    if getattr(quantize, "granularity", None) == "row":
+        return "a scale for each row, and binary codes one for each group; quantize with granularity: group."
+    if getattr(quantize, "low_rank", None) is not None:
+        return "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
+    return ""

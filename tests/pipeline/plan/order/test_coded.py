@@ -78,6 +78,21 @@ def test_only_ternary_layers_are_split_and_only_once(folder):
     assert "before it are int4" in harness.smelt("plan", recipe(folder, split), code=2).stderr  # GPTQ's
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("granularity: row", "a scale for each row, and binary codes one for each group"),
+        ("low_rank: {rank: 2}", "a low-rank pair beside their codes, which cannot be split"),
+    ],
+)
+def test_ternary_layers_that_cannot_be_split_are_said_before_work(folder, more, said):
+    ternary, split = f"quantize: {{scheme: ternary, {more}}}", "finetune: {codes: {split: true}}"
+    told = " ".join(
+        harness.smelt("plan", recipe(folder, ternary, split, model="float"), code=2).stderr.split()
+    )
+    assert said in told
+
+
 def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     coded.gptq(folder / "float", tmp_path / "gptq", bits=3)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())

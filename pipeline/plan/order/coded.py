@@ -103,7 +103,7 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
 def _unsplit(quantize: Any) -> str:
     """Return what keeps the codes that `quantize` makes from being split, and what to do; "" if nothing."""
     if getattr(quantize, "granularity", None) == "row":
-        return "a scale for each row, and binary codes one for each group; quantize with granularity: group."
+        return "a scale for each row, and their halves one for each group; quantize with granularity: group."
     if getattr(quantize, "low_rank", None) is not None:
         return "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
     return ""

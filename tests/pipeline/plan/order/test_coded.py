@@ -81,7 +81,7 @@ def test_only_ternary_layers_are_split_and_only_once(folder):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("granularity: row", "a scale for each row, and binary codes one for each group"),
+        ("granularity: row", "a scale for each row, and their halves one for each group"),
         ("low_rank: {rank: 2}", "a low-rank pair beside their codes, which cannot be split"),
     ],
 )

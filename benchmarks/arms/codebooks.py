@@ -8,6 +8,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int4, groups of 32": {"scheme": "int4", "group_size": 32},
     "int4, groups of 64": {"scheme": "int4", "group_size": 64},
     "int4, groups of 128": {"scheme": "int4", "group_size": 128},
+    "pow2, groups of 64": {"scheme": "pow2", "group_size": 64},
     "kmeans4, codebooks of 256 inputs": {"scheme": "kmeans4", "codebook_inputs": 256},
     "kmeans4, codebooks of 128 inputs": {"scheme": "kmeans4", "codebook_inputs": 128},
 }

@@ -17,6 +17,8 @@ from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
+from smelt.runtime.schemes.kmeans4 import Kmeans4
+from smelt.runtime.schemes.pow2 import Pow2
 from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, graphs_for
 from smelt.runtime.schemes.ternary import Ternary
 
@@ -27,6 +29,8 @@ _ALL: tuple[Scheme, ...] = (
     Int4(),
     Int3(),
     Int2(),
+    Kmeans4(),
+    Pow2(),
     Ternary(),
     Binary(),
     BnbNf4(),

@@ -70,6 +70,8 @@ STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows"
 GROUPWISE: dict[str, Any] = {"scheme": "int8-groupwise", "group_size": 32}
 NF4: dict[str, Any] = {"scheme": "bnb-nf4"}
 INT3: dict[str, Any] = {"scheme": "int3", "group_size": 16, "symmetric": False}
+KMEANS4: dict[str, Any] = {"scheme": "kmeans4", "codebook_inputs": 128}
+POW2: dict[str, Any] = {"scheme": "pow2", "group_size": 32}
 INT2: dict[str, Any] = {"scheme": "int2", "group_size": 32}
 TERNARY: dict[str, Any] = {"scheme": "ternary", "group_size": 32, "granularity": "row"}
 BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
@@ -145,6 +147,8 @@ CASES: dict[str, Case] = {
     "quantize gpt2, int4 by hqq": Case("quantize", "gpt2", INT4 | {"method": "hqq"}),
     "quantize bert, int3": Case("quantize", "bert", INT3),
     "quantize gpt2, int2": Case("quantize", "gpt2", INT2),
+    "quantize bert, kmeans4": Case("quantize", "bert", KMEANS4),
+    "quantize gpt2, pow2": Case("quantize", "gpt2", POW2),
     "quantize marian, ternary": Case("quantize", "marian", TERNARY),
     "quantize bert, gptq": Case("quantize", "bert", INT4 | {"method": "gptq"}),
     "quantize gpt2, mixed precision": Case("quantize", "gpt2", {"bits": {"budget": 4.5}, "damage_rows": 2}),
@@ -167,6 +171,8 @@ CASES: dict[str, Case] = {
     "onnx bert, int4": Case("onnx", "bert", {}, (("quantize", INT4),)),
     "onnx bert, int3": Case("onnx", "bert", {}, (("quantize", INT3),)),
     "onnx gpt2, int2": Case("onnx", "gpt2", {}, (("quantize", INT2),)),
+    "onnx bert, kmeans4": Case("onnx", "bert", {}, (("quantize", KMEANS4),)),
+    "onnx gpt2, pow2": Case("onnx", "gpt2", {}, (("quantize", POW2),)),
     "onnx marian, ternary": Case("onnx", "marian", {}, (("quantize", TERNARY),)),
     "onnx marian, bnb-nf4": Case("onnx", "marian", {}, (("quantize", NF4),)),
     "onnx marian, binary": Case("onnx", "marian", {}, (("quantize", BINARY),)),

@@ -90,6 +90,8 @@ STAGES = {
     "hqq": ["quantize: {scheme: int4, group_size: 16, symmetric: false, method: hqq}"],
     "int3": ["quantize: {scheme: int3, group_size: 32, symmetric: false}"],
     "int2": ["quantize: {scheme: int2, group_size: 32}"],
+    "kmeans4": ["quantize: {scheme: kmeans4, codebook_inputs: 128}"],
+    "pow2": ["quantize: {scheme: pow2, group_size: 32}"],
     "ternary": ["quantize: {scheme: ternary, group_size: 32, granularity: row, vocabulary: ternary}"],
     "mixed": ["quantize: {bits: {budget: 4.5}, group_size: 32, rows: 8, damage_rows: 1}"],
     "int4-pairs": ["quantize: {scheme: int4, group_size: 32, low_rank: {rank: 3, error: outputs}, rows: 4}"],
@@ -134,7 +136,14 @@ FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
 FAST |= {("bart", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow")}
-FAST |= {("llama", "int3"), ("t5-gated", "ternary"), ("gpt2", "mixed"), ("bart", "chain-divided")}
+FAST |= {
+    ("llama", "int3"),
+    ("marian", "kmeans4"),
+    ("bert", "pow2"),
+    ("t5-gated", "ternary"),
+    ("gpt2", "mixed"),
+    ("bart", "chain-divided"),
+}
 FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
@@ -151,6 +160,7 @@ OF_IMAGES = {
     "share",
 }
 OF_IMAGES |= {"int8-dynamic", "int8-static", "int8-smooth", "int8-groupwise", "int4", "int3", "int2"}
+OF_IMAGES |= {"kmeans4", "pow2"}
 OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"prune-width", "chain-narrow"}

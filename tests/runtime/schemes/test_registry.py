@@ -77,6 +77,8 @@ def test_an_option_that_is_missing_is_refused():
         ("ternary", {"group_size": 64, "granularity": "group"}, 8 * 13 / 64 + 16 / 64),
         ("ternary", {"group_size": 64, "granularity": "row"}, 8 * 205 / 1024 + 16 / 1024),
         ("binary", {"group_size": 64}, 1.25),
+        ("kmeans4", {"codebook_inputs": 256}, 4 + (16 * 8 + 16) / 256),
+        ("pow2", {"group_size": 64}, 4.25),
         ("bnb-nf4", {}, 4 + 32 / 64),
         ("bnb-int8", {}, 8 + 32 / 1024),
     ],

@@ -57,7 +57,7 @@ def test_ends_are_the_outermost_values_in_scales(scheme, options):
     matrix = schemes.filled(scheme, weights(), **options)
     found, grid = matrix.scheme, matrix.decided().grid
     ends = found.ends(grid, matrix.options)
-    assert (ends is None) == (scheme in ("binary", "bnb-nf4", "bnb-int8"))
+    assert (ends is None) == (scheme in ("binary", "kmeans4", "pow2", "bnb-nf4", "bnb-int8"))
     assert found.learns == (ends is not None)
     if ends is None:
         return

@@ -145,6 +145,8 @@ TECHNIQUES: dict[str, Technique] = {
     "int4": Technique("quantize", {"scheme": "int4", "group_size": 32}, True),
     "int3": Technique("quantize", {"scheme": "int3", "group_size": 32}, True),
     "int2": Technique("quantize", {"scheme": "int2", "group_size": 32}, True),
+    "kmeans4": Technique("quantize", {"scheme": "kmeans4", "codebook_inputs": 128}, True),
+    "pow2": Technique("quantize", {"scheme": "pow2", "group_size": 32}, True),
     "ternary": Technique("quantize", {"scheme": "ternary"}, True),
     "gptq": Technique("quantize", {"scheme": "int4", "group_size": 32, "method": "gptq", **FEW}, True),
     "awq": Technique(

@@ -10,6 +10,7 @@ from zlib import crc32
 
 from paired_techniques import MODELS, TECHNIQUES, Model, Technique
 
+from smelt.core.data import SIMILARITY
 from smelt.core.stage import Settings
 from smelt.recipe.stage_table import load_stage
 
@@ -22,6 +23,8 @@ def takes(model: Model, technique: Technique) -> bool:
     stage, settings = load_stage(technique.word), _settings(technique, model)
     if model.task not in stage.tasks:
         return False
+    if model.task == SIMILARITY and "width" in technique.settings.get("what", ()):
+        return False  # its vectors are what the width is of
     check = getattr(stage, "check_model", None)
     return not (check and check(settings, {"model_type": model.kind})[0])
 

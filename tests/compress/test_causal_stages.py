@@ -17,7 +17,6 @@ from smelt.compress.train.data import collate, encode_split
 from smelt.compress.train.objective import label_objective
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
-from smelt.runtime.models import checkpoint
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -37,14 +36,10 @@ def ctx(folder, tmp_path):
     return harness.context(tmp_path / "out", source.manifest.task, split, ancestors={"model": source})
 
 
-def _round_trip(stage, settings, ctx, monkeypatch):
+def _round_trip(stage, settings, ctx):
     """Run a stage; compare what it held in memory with what a load gives."""
-    kept = []
-    save = checkpoint.save_model
-    monkeypatch.setattr(
-        checkpoint, "save_model", lambda m, *rest: (kept.append(harness.logits(m)), save(m, *rest))
-    )
-    stage(ctx.ancestors["model"], settings, ctx)
+    with harness.saved_models(harness.logits) as kept:
+        stage(ctx.ancestors["model"], settings, ctx)
     model, edits = load_model(ctx.out)
     torch.testing.assert_close(harness.logits(model), kept[0], atol=1e-6, rtol=1e-6)
     return model, edits
@@ -64,9 +59,9 @@ def test_loss_is_that_of_transformers_when_windows_are_a_batch(folder, ctx):
     assert (ragged["labels"][1, short:] == -100).all()
 
 
-def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx, monkeypatch):
+def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx):
     settings = FinetuneSettings(max_steps=6, batch_size=8, learning_rate=3e-3, evals=1, precision="fp32")
-    model, edits = _round_trip(Finetune(), settings, ctx, monkeypatch)
+    model, edits = _round_trip(Finetune(), settings, ctx)
     assert edits == []
     AutoModelForCausalLM.from_pretrained(ctx.out)  # what training alone changes needs nothing of smelt
     rows = encode_split(ctx.data["train"], model.config, load_tokenizer(folder), ctx)
@@ -76,11 +71,11 @@ def test_finetuned_model_predicts_the_text_better_when_loaded_again(folder, ctx,
         assert label_objective()(model, batch) < label_objective()(before, batch) - 0.1
 
 
-def test_student_keeps_the_layers_that_are_named(folder, ctx, monkeypatch):
+def test_student_keeps_the_layers_that_are_named(folder, ctx):
     settings = DistillSettings(
         student={"layers": [1]}, max_steps=1, batch_size=4, evals=0, learning_rate=1e-9, precision="fp32"
     )
-    model, _ = _round_trip(Distill(), settings, ctx, monkeypatch)
+    model, _ = _round_trip(Distill(), settings, ctx)
     whole, _ = load_model(folder)
     name = "transformer.h" if model.config.model_type == "gpt2" else "model.layers"
     layers, old = model.get_submodule(name), whole.get_submodule(name)
@@ -100,16 +95,14 @@ def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path
         Distill()(ctx.ancestors["model"], DistillSettings(teacher="big"), ctx)
 
 
-def test_low_rank_model_is_the_same_when_loaded_again(folder, ctx, monkeypatch):
-    _, edits = _round_trip(
-        Factorize(), FactorizeSettings(method="svd", aim="size", ratio=0.5), ctx, monkeypatch
-    )
+def test_low_rank_model_is_the_same_when_loaded_again(folder, ctx):
+    _, edits = _round_trip(Factorize(), FactorizeSettings(method="svd", aim="size", ratio=0.5), ctx)
     layers = 2 * (4 if "gpt2" in folder.name else 7)
     assert sum(edit["op"] == "low_rank" for edit in edits) == layers
 
 
-def test_int8_model_is_the_same_when_loaded_again(folder, ctx, monkeypatch):
-    model, edits = _round_trip(Quantize(), QuantizeSettings(scheme="int8-dynamic"), ctx, monkeypatch)
+def test_int8_model_is_the_same_when_loaded_again(folder, ctx):
+    model, edits = _round_trip(Quantize(), QuantizeSettings(scheme="int8-dynamic"), ctx)
     layers = 2 * (4 if "gpt2" in folder.name else 7)
     assert sum(edit["op"] == "quantize" for edit in edits) == layers + 2  # and embedding, head
     tied = "llama" not in folder.name

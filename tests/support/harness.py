@@ -9,7 +9,9 @@ Tiny models to run it on are in models/ (`every_family.make` for any family), gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,29 @@ def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bu
     assert bug or "did not foresee" not in result.output, result.output
     assert code is None or result.exit_code == code, result.output
     return result
+
+
+@contextmanager
+def saved_models(look: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """Give a list that gets what `look` returns of each model that is saved meanwhile, as it is in memory."""
+    from smelt.runtime.models import checkpoint
+
+    found: list[Any] = []
+    save = checkpoint.save_model
+
+    def watched(model: Any, *arguments: Any, **more: Any) -> list[str]:
+        found.append(look(model))
+        return save(model, *arguments, **more)
+
+    _put_in_place_of(save, watched)
+    try:
+        yield found
+    finally:
+        _put_in_place_of(watched, save)
+
+
+def _put_in_place_of(old: Any, new: Any) -> None:
+    """Let all modules that hold `old` as `save_model` hold `new`, those too that are loaded meanwhile."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("smelt.") and vars(module).get("save_model") is old:
+            module.save_model = new  # type: ignore[attr-defined]

@@ -66,7 +66,9 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
     for step in steps:
         schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
         own: Any = step.settings
-        used = own.schemes() if step.stage == "quantize" else learned.get(step.parent, ())
+        # a graph of somebody else is quantized by other settings, and nothing trains it
+        says = getattr(own, "schemes", None)
+        used = says() if says is not None else learned.get(step.parent, ())
         learned[step.name] = used
         codes = getattr(step.settings, "codes", None)
         other = getattr(getattr(step.settings, "student", None), "other", False)

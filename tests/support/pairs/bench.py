@@ -11,12 +11,11 @@ manifests are what a run has. Nothing is scored. What goes first is made once fo
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import harness
 import promises
 from paired_techniques import MODELS, TECHNIQUES, write_recipe
 
@@ -98,7 +97,7 @@ class Bench:
 
     def _step(self, step: Step, above: Mapping[str, Artifact]) -> Artifact:
         assert step.unavailable is None, step.unavailable
-        with saved_models() as saved:
+        with harness.saved_models(lambda model: promises.outputs_of(model.eval())) as saved:
             made, cached = self._shop.run_step(step, above, False)
         artifact: Artifact = made
         if step.cls.produces == "torch" and not cached:
@@ -107,32 +106,6 @@ class Bench:
             off = (seen.outputs - saved[0]).abs().max() / saved[0].abs().max()
             assert off <= promises.NEAR, f"the model in its folder is another one than that in memory: {off}"
         return artifact
-
-
-@contextmanager
-def saved_models() -> Iterator[list[Any]]:
-    """Give a list that gets the outputs of each model that is saved meanwhile, as it is in memory."""
-    from smelt.runtime.models import checkpoint
-
-    found: list[Any] = []
-    save = checkpoint.save_model
-
-    def watched(model: Any, *arguments: Any, **more: Any) -> list[str]:
-        found.append(promises.outputs_of(model.eval()))
-        return save(model, *arguments, **more)
-
-    _put_in_place_of(save, watched)
-    try:
-        yield found
-    finally:
-        _put_in_place_of(watched, save)
-
-
-def _put_in_place_of(old: Any, new: Any) -> None:
-    """Let all modules that hold `old` as `save_model` hold `new`, those too that are loaded meanwhile."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("smelt.") and vars(module).get("save_model") is old:
-            module.save_model = new  # type: ignore[attr-defined]
 
 
 def refused(bench: Bench, *stages: str) -> str | None:

@@ -1,7 +1,7 @@
 """What a runtime computes from constants when it loads a graph, spelled out as standard operators.
 
 Layers emit place-holders of the domain `smelt.load` (runtime/layers/emit.py) for spreading codes by a table
-of their scheme, for widening scales, for turning a matrix, and for what int8 codes stand for. The optimizers
+of their scheme, for widening scales, for turning a matrix, and for what codes stand for. The optimizers
 before them, torch's and onnxsim, would store what standard operators make of constants: a file 16 times as
 large for bits, a second matrix beside the first. So they see the place-holders, and these become the last
 change to the graph. ONNX Runtime folds the operators once, when a session is opened, and the file stays
@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from smelt.export.blocked_weights import blocked_weights, drop_unread
 from smelt.runtime.layers.emit import LOAD_TIME
+from smelt.runtime.layers.emit_blocks import BLOCKED
 from smelt.runtime.layers.emit_static import DEQUANTIZED
 from smelt.runtime.schemes.registry import load_tables
 
@@ -55,6 +57,8 @@ def spell_out(model: Any) -> int:
             nodes.append(_cast(source, result))
         elif node.op_type in DEQUANTIZED:
             nodes.append(_dequantize(graph, node, shapes))
+        elif node.op_type == BLOCKED:
+            nodes += blocked_weights(model, node)
         elif node.op_type == "Transposed":
             nodes.append(_turn(source, result))
         else:
@@ -71,6 +75,7 @@ def spell_out(model: Any) -> int:
             node.input[place] = renamed.get(name, name)
     del graph.node[:]
     graph.node.extend(nodes)
+    drop_unread(graph, {name for op, *names in made if op == BLOCKED for name in names})
     kept = [item for item in model.opset_import if item.domain != LOAD_TIME]
     del model.opset_import[:]
     model.opset_import.extend(kept)

@@ -170,7 +170,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     listed = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step give all logits
     kind, filed = _kind(model, settings), _in_file(settings)
-    ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=settings.opset)
+    ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=_opset(settings, model))
     reference = reference_of(parent, _batch(parent, source, ctx))
     looked_at = rows_looked_at(parent, source, ctx) if filed == "fp16" else []
     graphs = graphs_of(model, reference.batch.size if ctx.task == IMAGES else None)
@@ -273,6 +273,15 @@ def _kind(model: Any, settings: OnnxSettings) -> str:
     return max(names, key=lambda name: SCHEMES[name].drift, default=_in_file(settings))
 
 
+def _opset(settings: OnnxSettings, model: Any) -> int:
+    """Return the opset of the settings, or a newer one that operators of the model's codes need."""
+    from smelt.runtime.layers.quantized import scheme_of
+    from smelt.runtime.schemes.registry import SCHEMES
+
+    names = {scheme_of(module) for module in model.modules()} & set(SCHEMES)
+    return max([settings.opset, *(SCHEMES[n].oldest_opset.get(settings.graphs_of, 0) for n in names)])
+
+
 def _in_file(settings: OnnxSettings) -> str:
     """Return the precision of the file; OpenVINO makes its bf16 of float32."""
     return "fp32" if settings.target == "openvino" else settings.dtype
@@ -335,7 +344,7 @@ def _write(
 
     began = time.perf_counter()
     path = ctx.out / f"{graph.name}.onnx"
-    model = export_graph(graph, settings.graphs_of, settings.opset)
+    model = export_graph(graph, settings.graphs_of, ctx.facts["opset"])
     exported = time.perf_counter()
     homes[graph.name] = homes_of(model, graph.module)
     write_graph(model, path)

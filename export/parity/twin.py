@@ -18,6 +18,7 @@ import numpy as np
 
 from smelt.export.graph_files import data_names, read_graph, write_graph
 from smelt.export.precision.narrow import float_values, onnx_type
+from smelt.runtime.backends.openvino_module import ACTIVATION_BLOCKS
 from smelt.runtime.schemes.registry import exact_nodes
 from smelt.runtime.text.sentence_files import MODULES
 
@@ -86,6 +87,8 @@ def dequantize(model: Any) -> int:
     if found:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
+    for said in [said for said in model.metadata_props if said.key == ACTIVATION_BLOCKS]:
+        model.metadata_props.remove(said)  # so that OpenVINO lets activations whole
     kept = [value for value in model.graph.value_info if value.name not in codes]  # others are floats now
     del model.graph.value_info[:]
     model.graph.value_info.extend(kept)

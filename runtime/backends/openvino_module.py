@@ -22,6 +22,8 @@ _OLDEST = 2026
 _TELEMETRY = "openvino_telemetry"
 # words of `dtype` -> OpenVINO's
 PRECISIONS = {"fp32": "f32", "bf16": "bf16"}
+# where a graph's metadata say in blocks of how many its activations become int8; unsaid or 0: not at all
+ACTIVATION_BLOCKS = "smelt.activation_blocks"
 
 
 def has_openvino() -> bool:
@@ -81,7 +83,7 @@ def has_bf16() -> bool:
     return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-def options_of(dtype: str, threads: int | None) -> dict[str, Any]:
+def options_of(dtype: str, threads: int | None, blocks: int = 0) -> dict[str, Any]:
     """Return what the CPU plugin is told, so that it computes in `dtype` with so many threads.
 
     One call at a time gets all threads: calls of several threads queue. Threads are not pinned to cores,
@@ -91,6 +93,7 @@ def options_of(dtype: str, threads: int | None) -> dict[str, Any]:
     Args:
         dtype: fp32 or bf16. It must be said: by default OpenVINO takes bf16 where the processor has it.
         threads: None for as many as OpenVINO likes.
+        blocks: in blocks of how many activations become int8 where they meet codes; 0: not at all.
     """
     options: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
@@ -101,7 +104,7 @@ def options_of(dtype: str, threads: int | None) -> dict[str, Any]:
         # finite, once it was called with one key, as a first step is. Without it nothing took longer.
         "SNIPPETS_MODE": "DISABLE",
         # by default activations that meet compressed weights become int8, whatever the precision
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": blocks,
     }
     return options if threads is None else options | {"INFERENCE_NUM_THREADS": threads}
 
@@ -114,12 +117,19 @@ def compile_graph(path: Path, dtype: str, threads: int | None) -> Any:
     """
     core = import_openvino().Core()
     try:
-        return core.compile_model(core.read_model(path), "CPU", options_of(dtype, threads))
+        model = core.read_model(path)
+        return core.compile_model(model, "CPU", options_of(dtype, threads, _blocks(model)))
     except Exception as error:  # RuntimeError and openvino's own, which share no base
         raise InputError(
             f"{path}: OpenVINO cannot load this graph: {_cause(error)} Run the onnx stage again with"
             " target: openvino."
         ) from error
+
+
+def _blocks(model: Any) -> int:
+    """Return in blocks of how many the activations of a graph are to become int8; 0 where it says nothing."""
+    said = ["framework", ACTIVATION_BLOCKS]  # where OpenVINO keeps the metadata of an ONNX file
+    return int(model.get_rt_info(said).value) if model.has_rt_info(said) else 0
 
 
 def _cause(error: BaseException) -> str:

@@ -7,9 +7,11 @@ normal or trained weights).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from smelt.runtime.schemes.parts.affine import AffineGroups
+from smelt.runtime.schemes.parts.groups import OLDEST_WHERE_BLOCKED, REFUSED_WHERE_BLOCKED
 
 
 class Int4(AffineGroups):
@@ -19,6 +21,8 @@ class Int4(AffineGroups):
     name: ClassVar[str] = "int4"
     summary: ClassVar[str] = "4-bit weights, one scale per group of inputs"
     pays: ClassVar[str] = "single texts on a CPU; small files"
+    refused: ClassVar[Mapping[str, str]] = REFUSED_WHERE_BLOCKED
+    oldest_opset: ClassVar[Mapping[str, int]] = OLDEST_WHERE_BLOCKED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     # 0.006 to 0.018 was measured on four families
     drift: ClassVar[float] = 0.04

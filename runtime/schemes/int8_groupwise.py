@@ -7,9 +7,11 @@ batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from smelt.runtime.schemes.parts.affine import AffineGroups
+from smelt.runtime.schemes.parts.groups import OLDEST_WHERE_BLOCKED, REFUSED_WHERE_BLOCKED
 
 
 class Int8Groupwise(AffineGroups):
@@ -19,6 +21,8 @@ class Int8Groupwise(AffineGroups):
     name: ClassVar[str] = "int8-groupwise"
     summary: ClassVar[str] = "8-bit weights, one scale per group of inputs"
     pays: ClassVar[str] = "single texts on a CPU"
+    refused: ClassVar[Mapping[str, str]] = REFUSED_WHERE_BLOCKED
+    oldest_opset: ClassVar[Mapping[str, int]] = OLDEST_WHERE_BLOCKED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     # 0.0061 was measured on a 4 + 3 layer Marian, at most 0.0019 on tiny models of seven other families
     drift: ClassVar[float] = 0.02

@@ -140,6 +140,7 @@ class Scheme(Protocol):
         the oldest release that does.
     by_word: whether rows of an output layer can be gathered in a graph, so that a shortlist restricts it.
     refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
+    oldest_opset: by target of export: the oldest one whose operators its products leave as.
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
         points. The input that comes after the activations holds the codes. None where no target runs it.
@@ -169,6 +170,7 @@ class Scheme(Protocol):
     packages: ClassVar[Mapping[str, str]] = {}
     by_word: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]]
+    oldest_opset: ClassVar[Mapping[str, int]] = {}
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
     forms: ClassVar[tuple[str, ...]] = ()

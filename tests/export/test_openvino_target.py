@@ -1,6 +1,7 @@
 """The onnx stage with target openvino: its settings, what it refuses, how it is compared."""
 
 import exports
+import numpy as np
 import pytest
 import tiny
 from ort import needs_vnni
@@ -40,7 +41,7 @@ def test_precisions_that_a_target_does_not_have(settings, words):
         OnnxSettings(**settings)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4", "binary", "nf4"])
+@pytest.mark.parametrize("scheme", ["int8", "binary", "nf4"])
 def test_quantized_models_are_refused_and_the_target_that_can_is_named(scheme, tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 
@@ -61,7 +62,10 @@ def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(t
     make, task = exports.FAMILIES["bert"]
     ctx = exports.context(tmp_path / "codes", task)
     Quantize()(tiny.artifact(make(tmp_path / "m"), task), QuantizeSettings(scheme="bnb-int8"), ctx)
-    for target, schemes in (("openvino", "int8-static"), ("ort-cpu", "int8-dynamic or int8-static or .*")):
+    for target, schemes in (
+        ("openvino", "int8-static or int8-groupwise or int4"),
+        ("ort-cpu", "int8-dynamic or int8-static or .*"),
+    ):
         with pytest.raises(InputError, match=rf"target {target} cannot run .*, or quantize with {schemes}\."):
             Onnx()(
                 tiny.artifact(ctx.out, task),
@@ -106,3 +110,23 @@ def test_static_int8_runs_in_int8_and_gives_what_its_parent_gives(dtype):
         info["runtimePrecision"].astype(str) for info in told if info["layerType"].astype(str) == "Softmax"
     }
     assert between == {"bf16" if dtype == "bf16" and has_bf16() else "f32"}
+
+
+def products_of(path, dtype="fp32"):
+    """Return of OpenVINO's compiled graph the element types of all constants of more than 1,000 values."""
+    ops = openvino_module.compile_graph(path, dtype, 1).get_runtime_model().get_ops()
+    shapes = [op for op in ops if op.get_rt_info()["layerType"].astype(str) == "Const"]
+    large = [op for op in shapes if np.prod(list(op.get_output_shape(0))) > 1000]
+    return {op.get_rt_info()["outputPrecisions"].astype(str) for op in large}
+
+
+@pytest.mark.parametrize("scheme", ["int4", "groupwise"])
+@pytest.mark.parametrize("family", ["bert", "marian", "t5", "llama", "qwen2", "vit"])
+def test_codes_in_groups_run_as_they_are_and_give_what_their_parent_gives(family, scheme):
+    made = exports.exported(family, scheme, "openvino")
+    for found in made.facts["parity"].values():
+        assert found["exact"]["largest"] < 1e-4
+        assert found["mean"] < 0.1
+    assert made.facts["opset"] == 21
+    types = products_of(made.folder / f"{made.subject.graphs[-1].name}.onnx")
+    assert {"int4": "u4", "groupwise": "u8"}[scheme] in types

@@ -38,6 +38,8 @@ _PLANES = {
     8: (("codes", 8, 0),),
 }
 _WIDE_ZEROS = "wide_zeros"
+_FLAT_ZEROS = "flat_zeros"
+_BLOCKED = "openvino"
 
 
 class AffineGroups(Scheme):
@@ -159,10 +161,16 @@ class AffineGroups(Scheme):
         found = parts.graph_tensors(matrix)
         if use == "product" and matrix.has("zeros") and self.spreads(matrix.options):
             found[_WIDE_ZEROS] = shifted_zeros(self.unpack(matrix).grid["zeros"], MIDDLE - self.middle)
+        if use == "product" and self._flat(matrix):
+            from smelt.runtime.schemes.parts.packing import pack_codes
+
+            found[_FLAT_ZEROS] = pack_codes(self.unpack(matrix).grid["zeros"].flatten(), self.bits)
         return found
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulNBits, of 4 bits where codes are spread."""
+        """Emit MatMulNBits, of 4 bits where codes are spread; for OpenVINO MatMul with a DequantizeLinear."""
+        if target == _BLOCKED:
+            return self._blocked(matrix, x, bias)
         spreads = self.spreads(matrix.options)
         bits, name = (4, _WIDE_ZEROS) if spreads else (self.bits, "zeros")
         zeros = matrix.tensor(name) if matrix.has(name) else None
@@ -183,6 +191,21 @@ class AffineGroups(Scheme):
     def _zeros(self, grid: Grid) -> Tensor | int:
         """Return the zero points as they broadcast over codes, [N, G, 1]."""
         return grid["zeros"][..., None].float() if "zeros" in grid else self.middle
+
+    def _flat(self, matrix: Coded) -> bool:
+        """Say whether rows of zero points end within a byte, which the blocked form does not have."""
+        return self.bits == 4 and matrix.has("zeros") and matrix.tensor("scales").shape[1] % 2 == 1
+
+    def _blocked(self, matrix: Coded, x: Tensor, bias: Tensor | None) -> Tensor:
+        from smelt.runtime.layers.emit import Layout
+        from smelt.runtime.layers.emit_blocks import blocked_product
+
+        scales = matrix.tensor(parts.HALF_SCALES)
+        layout = Layout(matrix.width, scales.shape[0], self.bits, parts.group_size(matrix.options))
+        name = _FLAT_ZEROS if self._flat(matrix) else "zeros"
+        zeros = matrix.tensor(name) if matrix.has(name) else None
+        rounds = self.rounds_activations(matrix.options)
+        return blocked_product(x, matrix.tensor("codes"), scales, zeros, bias, layout, rounds)
 
     @property
     def _zero_bits(self) -> int:

@@ -64,6 +64,8 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "mixed 4.5 gptq": {"bits": {"budget": 4.5}, "method": "gptq"},
     "mixed 3.5 gptq": {"bits": {"budget": 3.5}, "method": "gptq"},
+    "kmeans4": {"scheme": "kmeans4"},
+    "pow2": {"scheme": "pow2", "group_size": 64},
     "ternary gptq": {"scheme": "ternary", "method": "gptq", "group_size": 64},
     "binary nearest": {"scheme": "binary", "group_size": 64},
     "bnb-nf4": {"scheme": "bnb-nf4"},
@@ -92,7 +94,7 @@ def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"quantize": codes, "name": f"{step_of(arm)}-codes", "from": "model"}, distill]
 
 
-def recipe_of(name: str, model: Path, arms: list[str], updates: int) -> dict[str, Any]:
+def recipe_of(name: str, model: Path, arms: list[str], updates: int, seed: int = 0) -> dict[str, Any]:
     """Return the recipe of one task: the float graphs, then for each arm its codes and its graphs."""
     task = TASKS[name]
     training = {"max_steps": updates, "evals": 0, "losses": {"logits": 1.0, "labels": 0.0}} | task["training"]
@@ -111,7 +113,7 @@ def recipe_of(name: str, model: Path, arms: list[str], updates: int) -> dict[str
         data["windows"] = task["windows"]
     score = task["score"] | {"latency": {"batch_sizes": BATCHES, "texts": 32}}
     return {
-        "model": str(model.resolve()), "task": task["task"], "threads": 1, "data": data,
+        "model": str(model.resolve()), "task": task["task"], "threads": 1, "seed": seed, "data": data,
         "stages": stages, "baseline": "fp32-ort-cpu", "score": score,
     }  # fmt: skip
 
@@ -121,12 +123,12 @@ def chosen(only: list[str] | None) -> list[str]:
     return [arm for arm in (*ARMS, *TRAINED) if not only or any(fnmatch.fnmatch(arm, word) for word in only)]
 
 
-def run(name: str, model: Path, arms: list[str], updates: int, out: Path) -> int:
+def run(name: str, model: Path, arms: list[str], updates: int, seed: int, out: Path) -> int:
     """Write the recipe of one task to out/NAME.yaml and run it; return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
     recipe = out / f"{name}.yaml"
     recipe.write_text(
-        yaml.safe_dump(recipe_of(name, model, arms, updates), sort_keys=False), encoding="utf-8"
+        yaml.safe_dump(recipe_of(name, model, arms, updates, seed), sort_keys=False), encoding="utf-8"
     )
     command = [sys.executable, "-m", "smelt", "run", str(recipe), "--out", str(out / name)]
     return subprocess.run(command, check=False).returncode
@@ -188,6 +190,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=Path, help="a trained model's folder")
     parser.add_argument("--only", action="append", help="a pattern of arms; may be repeated")
     parser.add_argument("--updates", type=int, default=300, help="of the arms that are trained")
+    parser.add_argument("--seed", type=int, default=0, help="another one needs an --out of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
     parser.add_argument("--table", action="store_true")
     said = parser.parse_args(arguments)
@@ -205,7 +208,7 @@ def main(arguments: list[str]) -> int:
         parser.error(
             f"--model: {said.task} needs a trained model (benchmarks/recipes/{TASKS[said.task]['from']})"
         )
-    return run(said.task, model, chosen(said.only), said.updates, said.out)
+    return run(said.task, model, chosen(said.only), said.updates, said.seed, said.out)
 
 
 if __name__ == "__main__":

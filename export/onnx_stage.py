@@ -45,8 +45,8 @@ class OnnxSettings(Settings):
     where its scheme leaves a choice; for greedy calls of one text, or `tune: {batch_size: 8, beams: 4}`.
     loop: also write the whole generation as one graph, which is what smelt then runs; on ort-cpu, for models
     that generate. engine: what TensorRT's providers are told, `engine: {max_batch_size: 16, lengths:
-    {opt: 32, max: 128}}`. kv_cache: int8 keeps the keys and values of a decoder-only model in a quarter of the
-    bytes, by scales per channel that are found on rows of `calibration`, else `train`; on ort-cpu.
+    {opt: 32, max: 128}}`. kv_cache: int8 keeps the keys and values of a decoder-only model in a quarter of
+    the bytes, by scales per channel that are found on rows of `calibration`, else `train`; on ort-cpu.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (

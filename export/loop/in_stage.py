@@ -28,8 +28,8 @@ def add_loops(
         subject: the graphs of a step.
         batch: on which they are compared.
         source: the model's folder.
-        finish: makes of the graphs of a step those that are deployed, where these round: it is called once the
-            ones that do not were compared.
+        finish: makes of the graphs of a step those that are deployed, where these round: it is called once
+            the ones that do not were compared.
     """
     names = [graph.name for graph in subject.graphs]
     folders = [ctx.out]

@@ -1,11 +1,11 @@
 """Graphs with int8 caches: every attention against numpy, and how far the logits are from float caches'.
 
-Rounding moves all logits, by as much as a wrong graph may; so what can be compared exactly is: on real rows each
-attention is asked with what it was given itself. Its new codes must be those of numpy, found with the scales
-that were calibrated for this layer, and its output must be attention over codes times scales.
+Rounding moves all logits, by as much as a wrong graph may; so what can be compared exactly is: on real rows
+each attention is asked with what it was given itself. Its new codes must be those of numpy, found with the
+scales that were calibrated for this layer, and its output must be attention over codes times scales.
 
-Shapes: B = batch, S = tokens fed, P = past length, T = P + S, H = query heads, K = key-value heads, d = width of
-a head, M = positions.
+Shapes: B = batch, S = tokens fed, P = past length, T = P + S, H = query heads, K = key-value heads, d = width
+of a head, M = positions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _ALLOWED = 1e-4  # of the standard deviation of an attention's output
 
 @dataclass(frozen=True)
 class _Attention:
-    """A node with its numbers, its rotary tables [M, d / 2] or None, and the scales float32 [K, 1, d] that it ought to have.
+    """A node, and what it ought to compute with.
 
-    outputs: names of the keys and values that it leaves.
+    said: its attributes. tables: cosines and sines [M, d / 2], None where it rotates nothing. scales: those
+    of keys and of values that were calibrated, float32 [K, 1, d]. outputs: names of the keys and values that
+    it leaves.
     """
 
     node: Any
@@ -62,8 +64,8 @@ def check_int8_caches(
         reference: prompts, padded on the left, and the tokens that follow.
 
     Returns:
-        codes: how many were compared. rounded_otherwise: how many are one off. attention: the largest difference of
-        an output, relative to its standard deviation.
+        codes: how many were compared. rounded_otherwise: how many are one off. attention: the largest
+        difference of an output, relative to its standard deviation.
 
     Raises:
         ParityError: node, and what of it differs.

@@ -1,8 +1,8 @@
 """From a decoder's float32 graph to one whose keys and values are kept as int8 codes.
 
 Each GroupQueryAttention gets scales for its keys and values: new ones become
-clip(round(x / scale), -128, 127), half to even, keys after they were rotated, and attention reads code * scale
-(measured: docs/measurements/int8-caches.md). Source: ONNX Runtime's docs/ContribOperators.md,
+clip(round(x / scale), -128, 127), half to even, keys after they were rotated, and attention reads
+code * scale (measured: docs/measurements/int8-caches.md). Source: ONNX Runtime's docs/ContribOperators.md,
 GroupQueryAttention, `k_quant_type`, `v_quant_type`, `kv_cache_bit_width`, `k_scale`, `v_scale`.
 
 Shapes: B = batch, K = key-value heads, P = past length, d = width of a head.
@@ -50,7 +50,11 @@ def attentions_of(model: Any) -> Iterator[tuple[Any, str, str]]:
 
 def rotated_keys(model: Any) -> set[str]:
     """Return the outputs of an onnx.ModelProto that are keys which the operator has rotated."""
-    return {keys for node, keys, _ in attentions_of(model) if any(a.name == "do_rotary" and a.i for a in node.attribute)}
+    return {
+        keys
+        for node, keys, _ in attentions_of(model)
+        if any(a.name == "do_rotary" and a.i for a in node.attribute)
+    }
 
 
 def code_caches(model: Any, scales: Mapping[str, Floats]) -> None:

@@ -17,8 +17,8 @@ def refused_task(task: str) -> str | None:
     if task == TASK:
         return None
     return (
-        f"int8 caches are of decoder-only models, so of {TASK}, and the task is {task}: its models have none, or"
-        f" an attention that ONNX Runtime has no int8 caches for. {FLOAT}"
+        f"int8 caches are of decoder-only models, so of {TASK}, and the task is {task}: its models have none,"
+        f" or an attention that ONNX Runtime has no int8 caches for. {FLOAT}"
     )
 
 
@@ -45,6 +45,6 @@ def refused_width(width: int, rotary: bool) -> str | None:
         return None
     step = 16 if rotary else 8
     return (
-        f"int8 caches are an input of ONNX Runtime's GroupQueryAttention, which takes heads of {step}, {2 * step},"
-        f" {3 * step}, ... numbers, and this model's have {width}. {FLOAT}"
+        f"int8 caches are an input of ONNX Runtime's GroupQueryAttention, which takes heads of {step},"
+        f" {2 * step}, {3 * step}, ... numbers, and this model's have {width}. {FLOAT}"
     )

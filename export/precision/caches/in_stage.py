@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Context
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.check import Subject
@@ -54,7 +54,8 @@ def keep_as_int8(subject: Subject, reference: Reference, source: Path, ctx: Cont
 
     Raises:
         InputError: no rows, or no text in them.
-        RunError: a value is not finite, or the graph is not wired as it is known.
+        RunError: a value is not finite, the graph is not wired as it is known, or ONNX Runtime has no such
+            caches.
         ParityError: the graph computes something else.
     """
     name = subject.graphs[-1].name
@@ -64,8 +65,13 @@ def keep_as_int8(subject: Subject, reference: Reference, source: Path, ctx: Cont
     model = read_graph(path, values=False)
     code_caches(model, scales)
     write_graph(model, path)
-    nodes = list(attentions_of(model))
-    found = check_int8_caches(subject.folder, name, nodes, scales, reference)
+    try:
+        found = check_int8_caches(subject.folder, name, list(attentions_of(model)), scales, reference)
+    except InputError as error:
+        raise RunError(
+            f"onnx: kv_cache: int8: {error} Versions of ONNX Runtime before 1.31 were not tried: update it,"
+            " or set kv_cache: float."
+        ) from error
     moved = check_parity(name, "logits", before, _logits(subject, reference), "int8-caches")
     numbers = sum(scale.size for scale in scales.values())
     ctx.facts["kv_cache"] |= {

@@ -11,7 +11,6 @@ Shapes: K = key-value heads, S = tokens of a row, d = width of a head.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,14 @@ def calibration_split(data: Mapping[str, Split]) -> str:
     found = next((name for name in ("calibration", "train") if name in data and len(data[name])), None)
     if found is None:
         raise InputError(
-            "onnx: kv_cache: int8 needs calibration or train data, on which the scales are found; name a file with"
-            " data: {calibration: FILE}, or set kv_cache: float."
+            "onnx: kv_cache: int8 needs calibration or train data, on which the scales are found; name a file"
+            " with data: {calibration: FILE}, or set kv_cache: float."
         )
     return found
 
 
 def calibration_rows(split: Split, tokenizer: Any, limit: int) -> list[Tokens]:
-    """Return up to `ROWS` rows of token ids, int64 [S], S at most `LENGTH`, that begin at places all over `split`.
+    """Return up to `ROWS` rows of token ids, int64 [S] with S <= `LENGTH`, begun all over `split`.
 
     Args:
         split: rows of running text.
@@ -104,9 +103,9 @@ def largest_magnitudes(
             largest = values.max(axis=1)
             if not np.isfinite(largest).all():
                 raise RunError(
-                    f"onnx: kv_cache: int8: {output} holds values that are not finite on the {name} rows, so that"
-                    " there is no scale for it. Look for what is wrong in the model's weights; kv_cache: float"
-                    " exports it as it is."
+                    f"onnx: kv_cache: int8: {output} holds values that are not finite on the {name} rows, so"
+                    " that there is no scale for it. Look for what is wrong in the model's weights; kv_cache:"
+                    " float exports it as it is."
                 )
             found[output] = np.maximum(found.get(output, largest), largest)
     return found

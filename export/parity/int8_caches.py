@@ -172,5 +172,5 @@ def _attended(q: Array, keys: Array, values: Array, bias: Array, said: Mapping[s
     hidden = (behind < 0) | (behind >= (window if window > 0 else total))
     scores = q @ keys.swapaxes(2, 3) * said["scale"] + bias + np.where(hidden, -1e30, 0.0)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    out = (weights / weights.sum(axis=-1, keepdims=True)) @ values
+    out: Array = (weights / weights.sum(axis=-1, keepdims=True)) @ values
     return out.swapaxes(1, 2).reshape(q.shape[0], fed, -1)

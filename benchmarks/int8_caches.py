@@ -5,10 +5,10 @@
 
 `steps` makes a random Llama and exports it with float and with int8 caches, with float and with int8 weights;
 then processor time of a prompt and of a step on top of it, one thread, in turns: medians, and of the ratio of
-a round's two times median, 10th and 90th percentile. `perplexity` scores windows of a text on a trained model:
-each is fed in pieces, so that all but the first read what the pieces before them have left; the difference of
-the mean loss comes with a bootstrap interval over windows. A third arm has the keys' scales of largest
-numbers, and not of largest lengths of rotated pairs.
+a round's two times median, 10th and 90th percentile. `perplexity` scores windows of a text on a trained
+model: each is fed in pieces, so that all but the first read what the pieces before them have left; the
+difference of the mean loss comes with a bootstrap interval over windows. A third arm has the keys' scales of
+largest numbers, and not of largest lengths of rotated pairs.
 """
 
 from __future__ import annotations

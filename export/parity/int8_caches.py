@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import ParityError
-from smelt.export.graph_files import read_graph, write_graph
+from smelt.export.graph_files import data_names, read_graph, write_graph
 from smelt.export.parity.calls import Values, calls
 from smelt.export.parity.reference import Reference
 from smelt.runtime.backends.backend import past_of
@@ -70,9 +70,9 @@ def check_int8_caches(
     Raises:
         ParityError: node, and what of it differs.
     """
-    model = read_graph(folder / f"{name}.onnx")
+    model = read_graph(folder / f"{name}.onnx", values=False)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    asked = [_attention(one, scales, constants) for one in nodes]
+    asked = [_attention(one, scales, constants, folder) for one in nodes]
     session = _exposed(folder, name, model, asked)
     found = {"codes": 0, "rounded_otherwise": 0, "attention": 0.0}
     for call, got in calls(session, folder, name, reference):
@@ -89,7 +89,7 @@ def check_int8_caches(
 
 
 def _attention(
-    one: tuple[Any, str, str], scales: Mapping[str, Array], constants: Mapping[str, Any]
+    one: tuple[Any, str, str], scales: Mapping[str, Array], constants: Mapping[str, Any], folder: Path
 ) -> _Attention:
     from onnx import helper, numpy_helper
 
@@ -97,13 +97,13 @@ def _attention(
     said = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     tables = None
     if said.get("do_rotary"):
-        cos, sin = (numpy_helper.to_array(constants[node.input[at]]) for at in (7, 8))
+        cos, sin = (numpy_helper.to_array(constants[node.input[at]], str(folder)) for at in (7, 8))
         tables = (cos, sin)
     return _Attention(node, said, tables, (scales[outputs[0]], scales[outputs[1]]), (outputs[0], outputs[1]))
 
 
 def _exposed(folder: Path, name: str, model: Any, asked: list[_Attention]) -> Any:
-    """Open `model` with what its attentions are given and give as outputs too."""
+    """Open `model`, whose weights may lie in `folder`, with what its attentions read and give as outputs."""
     from onnx import ValueInfoProto
 
     from smelt.runtime.backends.onnx_session import open_session
@@ -112,6 +112,8 @@ def _exposed(folder: Path, name: str, model: Any, asked: list[_Attention]) -> An
     read = [name for one in asked for name in (*one.node.input[:3], one.node.input[10], one.node.output[0])]
     model.graph.output.extend(ValueInfoProto(name=n) for n in dict.fromkeys(read) if n and n not in known)
     with TemporaryDirectory(dir=folder) as beside:
+        for data in data_names(model):
+            Path(beside, data).hardlink_to(folder / data)
         write_graph(model, Path(beside, f"{name}.onnx"))
         return open_session(Path(beside, f"{name}.onnx"))
 

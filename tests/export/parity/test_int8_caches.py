@@ -1,5 +1,7 @@
 """Attentions over int8 caches are held to numpy: what a wrong graph does differently is seen."""
 
+import shutil
+
 import exported
 import numpy as np
 import pytest
@@ -30,16 +32,22 @@ def asked(tmp_path):
         batch, np.zeros(0), np.concatenate([batch.input_ids[:, -1:].T, RNG.integers(1, 290, (3, 3))])
     )
 
-    def ask(spoil):
-        spoil(model, [node for node, *_ in nodes], tensors)
-        write_graph(model, tmp_path / "model.onnx")
+    def ask(spoil=None):
+        if spoil is not None:
+            spoil(model, [node for node, *_ in nodes], tensors)
+            write_graph(model, tmp_path / "model.onnx")
         return check_int8_caches(tmp_path, "model", nodes, scales, reference)
 
     return ask
 
 
-def test_a_right_graph_is_numpy_s(asked):
-    found = asked(lambda *_: None)
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_right_graph_is_numpy_s_wherever_its_weights_lie(outside, asked, tmp_path):
+    for name in ("model.onnx", "model.onnx_data"):
+        shutil.copyfile(exported.artifact("int8-caches") / name, tmp_path / name)
+    found = asked(None if outside else lambda *_: None)
+    assert (tmp_path / "model.onnx_data").is_file() is outside
+    assert len(list(tmp_path.iterdir())) == 1 + outside
     # rows of 1 + 4 + 9 tokens and three steps of three rows; 2 layers, keys and values of 2 heads of 16
     assert found["codes"] == (14 + 9) * 2 * 2 * 2 * 16
     assert found["rounded_otherwise"] == 0

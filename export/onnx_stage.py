@@ -5,17 +5,19 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import IMAGES, TASKS, Split, Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.memory import require_memory
 from smelt.core.stage import Context, Need, Settings
+from smelt.export.precision.caches.fit import refused_model, refused_task
 from smelt.export.tensorrt.provider_settings import ProviderSettings
 from smelt.export.tune.settings import Tune
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
@@ -43,7 +45,8 @@ class OnnxSettings(Settings):
     where its scheme leaves a choice; for greedy calls of one text, or `tune: {batch_size: 8, beams: 4}`.
     loop: also write the whole generation as one graph, which is what smelt then runs; on ort-cpu, for models
     that generate. engine: what TensorRT's providers are told, `engine: {max_batch_size: 16, lengths:
-    {opt: 32, max: 128}}`.
+    {opt: 32, max: 128}}`. kv_cache: int8 keeps the keys and values of a decoder-only model in a quarter of
+    the bytes, by scales per channel that are found on rows of `calibration`, else `train`; on ort-cpu.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (
@@ -56,6 +59,16 @@ class OnnxSettings(Settings):
     tune: Tune | bool = False
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["tune"] | None = None
     engine: ProviderSettings | None = None
+    kv_cache: Literal["float", "int8"] = "float"
+
+    # A setting that came later: as it is by default, it is not written down, and changes no key.
+    unsaid: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        plain = {name: type(self).model_fields[name].default for name in self.unsaid}
+        return {name: value for name, value in found.items() if name not in plain or value != plain[name]}
 
     @property
     def graphs_of(self) -> Target:
@@ -91,6 +104,11 @@ class OnnxSettings(Settings):
             raise ValueError(
                 f"threads is for graphs that run on the CPU; target {self.target} is for GPUs: remove it"
             )
+        if self.kv_cache == "int8" and self.target != "ort-cpu":
+            raise ValueError(
+                "kv_cache: int8 is an input of ONNX Runtime's attention on the CPU, and target is"
+                f" {self.target}: set kv_cache: float, or target: ort-cpu"
+            )
         if self.engine is not None and self.target not in PROVIDERS:
             raise ValueError(
                 f"engine is for target ort-tensorrt and ort-tensorrt-rtx, and target is {self.target}: remove"
@@ -117,6 +135,7 @@ class Onnx:
         - onnx: {target: openvino, dtype: bf16}
         - onnx: {target: ort-tensorrt, dtype: fp16, engine: {max_batch_size: 16}}
         - onnx: {target: ort-cpu, tune: true, threads: tune}
+        - onnx: {target: ort-cpu, kv_cache: int8}
     """
 
     name: ClassVar[str] = "onnx"
@@ -138,7 +157,24 @@ class Onnx:
         """Return what of the settings does not fit the task, by setting."""
         measured = {"tune": bool(settings.tune), "threads": settings.threads == "tune"}
         why = f"what is chosen by measuring is of texts; leave it out for {IMAGES}."
-        return [(name, why) for name, asked in measured.items() if asked and task == IMAGES]
+        found = [(name, why) for name, asked in measured.items() if asked and task == IMAGES]
+        lack = refused_task(task) if settings.kv_cache == "int8" else None
+        return found if lack is None else [*found, ("kv_cache", lack)]
+
+    @classmethod
+    def needs_with(cls, settings: OnnxSettings, given: Collection[str]) -> frozenset[Need]:
+        """Return what it needs: rows where scales are found, those for calibration if there are any."""
+        if settings.kv_cache == "float":
+            return frozenset()
+        return frozenset({"calibration"} if "calibration" in given else {"train"})
+
+    @classmethod
+    def check_model(
+        cls, settings: OnnxSettings, config: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
+        """Return what does not fit a model of this config, by setting, and the config of the result."""
+        lack = refused_model(config) if settings.kv_cache == "int8" else None
+        return [] if lack is None else [("kv_cache", lack)], config
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""
@@ -161,6 +197,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.loop.in_stage import add_loops
     from smelt.export.parity.check import Subject, check_graphs
     from smelt.export.parity.reference import reference_of
+    from smelt.export.precision.caches.in_stage import keep_as_int8, require_int8_caches
     from smelt.export.precision.choose import narrow_graphs, rows_looked_at
     from smelt.export.tune.in_stage import choose_operators, write_threads
     from smelt.runtime.causal import is_causal
@@ -174,6 +211,9 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     reference = reference_of(parent, _batch(parent, source, ctx))
     looked_at = rows_looked_at(parent, source, ctx) if filed == "fp16" else []
     graphs = graphs_of(model, reference.batch.size if ctx.task == IMAGES else None)
+    int8 = settings.kv_cache == "int8"
+    if int8:
+        require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
     if settings.tune:
         count = settings.threads if isinstance(settings.threads, int) else 1
         stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
@@ -191,8 +231,11 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
             shutil.copyfile(source / name, ctx.out / name)
     subject = Subject(ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, kept)
     ctx.facts["parity"] = check_graphs(subject, reference)
+    finish = partial(keep_as_int8, subject, reference, source, ctx) if int8 else None
     if settings.loop and settings.target == "ort-cpu" and reference.tokens is not None:
-        add_loops(ctx, subject, reference.batch, source)
+        add_loops(ctx, subject, reference.batch, source, finish)
+    elif finish is not None:
+        finish()
     if settings.target in PROVIDERS:
         from smelt.export.tensorrt.provider_options import write_provider
 

@@ -24,7 +24,8 @@ from smelt.export.graphs.attention import MASKED, split_heads
 from smelt.export.graphs.attention_modules import AttentionModule, pack_projections
 from smelt.export.graphs.norms import graph_norms
 from smelt.runtime.layers import emit
-from smelt.runtime.layers.emit_causal import Heads, Places, fits_group_query_attention, group_query_attention
+from smelt.runtime.layers.emit_causal import Heads, Places, group_query_attention
+from smelt.runtime.layers.fused_heads import fits_group_query_attention
 
 Cache = tuple[Tensor, Tensor]
 

@@ -69,6 +69,9 @@ class Genai:
         Raises:
             InputError: layers of different shapes, a tokenizer without tokenizer.json, or no token that ends.
         """
+        from smelt.export.package.hub.first_caches import require_float_caches
+
+        require_float_caches(artifact.path, _GRAPH.removesuffix(".onnx"), "onnxruntime-genai")
         _caches(artifact.path)
         if not (artifact.path / "tokenizer.json").is_file():
             raise InputError("it has no tokenizer.json, which onnxruntime-genai reads.")

@@ -42,9 +42,10 @@ class Optimum:
         Raises:
             InputError: it would make other caches than the graph takes.
         """
-        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer
+        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer, require_float_caches
 
         graph = DECODER if kind_of(artifact) == "seq2seq" else MODEL
+        require_float_caches(artifact.path, graph, "Optimum")
         require_a_cache_for_each_layer(artifact.path, graph, "Optimum")
 
     def write(self, artifact: Artifact, origin: Origin, folder: Path) -> HowTo:

@@ -50,9 +50,10 @@ class TransformersJs:
         Raises:
             InputError: it runs in Python alone, or transformers.js would make other caches.
         """
-        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer
+        from smelt.export.package.hub.first_caches import require_a_cache_for_each_layer, require_float_caches
 
         graph = DECODER if kind_of(artifact) == "seq2seq" else MODEL
+        require_float_caches(artifact.path, graph, "transformers.js")
         require_a_cache_for_each_layer(artifact.path, graph, "transformers.js")
         facts = read_tokenizing(artifact.path)
         if facts.reader == "transformers" and not (artifact.path / TOKENS).is_file():

@@ -94,7 +94,8 @@ def _run(session: Any, feeds: Values) -> Values:
 def _empty_caches(session: Any, rows: int) -> Values:
     caches = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
     own = [i for i in caches if ".encoder." not in i.name]
-    return {i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), dtype=np.float32) for i in own}
+    kinds = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in own}
+    return {i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), dtype=kinds[i.name]) for i in own}
 
 
 def _as_past(outputs: Values) -> Values:

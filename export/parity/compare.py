@@ -42,6 +42,9 @@ TOLERANCES = {
     "fp16": Tolerance(largest=None, mean=0.01),
     # 0.007 to 0.034 was measured on tiny models of eight families, 0.012 on a BERT-base of random weights
     "bf16": Tolerance(largest=None, mean=0.1),
+    # against the same graph with float caches: 0.021 to 0.053 was measured on tiny models of seven families,
+    # also with coded weights; what a wrong graph does, a comparison with numpy sees (int8_caches.py)
+    "int8-caches": Tolerance(largest=None, mean=0.2),
     **{name: Tolerance(largest=None, mean=scheme.drift) for name, scheme in SCHEMES.items()},
 }
 # of a sentence's vector

@@ -27,7 +27,7 @@ from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
 from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.causal import KEEP
 
-_KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
 class Opener(NamedTuple):

@@ -36,11 +36,6 @@ class Places:
     bias: Tensor
 
 
-def fits_group_query_attention(width: int, rotary: bool) -> bool:
-    """Say whether the operator takes heads of this width: it asks for multiples of 8, of 16 to rotate."""
-    return width % (16 if rotary else 8) == 0
-
-
 def group_query_attention(
     packed: tuple[Tensor, Tensor | None, Tensor | None],
     past: tuple[Tensor, Tensor],

@@ -116,5 +116,24 @@ def require_a_cache_for_each_layer(source: Path, graph: str, tool: str) -> None:
             )
 
 
+def require_float_caches(source: Path, graph: str, tool: str) -> None:
+    """Require that the caches of the graph called `graph` in `source` are not int8.
+
+    A tool that makes the first caches makes float ones. A model that has no such graph needs none.
+
+    Raises:
+        InputError: they are.
+    """
+    from smelt.export.graph_files import read_graph
+    from smelt.export.precision.caches.codes import has_int8_caches
+
+    path = source / f"{graph}.onnx"
+    if path.is_file() and has_int8_caches(read_graph(path, values=False)):
+        raise InputError(
+            f"its caches are int8 (`onnx: {{kv_cache: int8}}`), and {tool} makes float ones; export it with"
+            " kv_cache: float for this form."
+        )
+
+
 def _first(config: Mapping[str, Any], words: tuple[str, ...]) -> int | None:
     return next((config[word] for word in words if isinstance(config.get(word), int)), None)

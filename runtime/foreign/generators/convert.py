@@ -54,11 +54,21 @@ def in_two(parts: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def in_one(model: Any) -> Any:
-    """Return the graph of a language model as smelt calls it: with places, whether it reads them or not."""
+    """Return the graph of a language model as smelt calls it: with places, whether it reads them or not.
+
+    Raises:
+        InputError: its caches are int8.
+    """
     from onnx import TensorProto, helper
 
     graph = model.graph
     inputs = [copied(value) for value in graph.input]
+    caches = [value for value in inputs if value.name.startswith(PAST)]
+    if any(value.type.tensor_type.elem_type == TensorProto.INT8 for value in caches):
+        raise InputError(
+            "its caches are int8, which round what its calls are compared by: start from the folder with"
+            " weights, or from a graph with float caches"
+        )
     if all(value.name != "position_ids" for value in inputs):
         inputs.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, [None, None]))
     sizes = {

@@ -31,7 +31,10 @@ def take_generator(files: Mapping[str, Path], config: Mapping[str, Any], out: Pa
     models = {name: _read(path) for name, path in files.items()}
     origin = next(iter(files.values())).parent
     if MODEL in models:
-        decoder = in_one(models[MODEL])
+        try:
+            decoder = in_one(models[MODEL])
+        except InputError as error:
+            raise InputError(f"{files[MODEL]}: {error}.") from error
         path = write_gathered(decoder, files[MODEL], out / f"{MODEL}.onnx")
         caches = try_generator(Paths(path), _usual(config), str(files[MODEL]))
         _say_caches(path, caches)

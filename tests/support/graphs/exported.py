@@ -18,11 +18,12 @@ RECIPE = """
 model: m
 task: {task}
 data: {{test: {data}{more}}}
-stages: [onnx]
+stages: [onnx: {{{settings}}}]
 score: {{latency: false, generation: {{max_new_tokens: 4}}}}
 """
 
-# translator: Marian, whose tokenizer has no tokenizer.json; classifier: BERT; writer: Llama.
+# translator: Marian, whose tokenizer has no tokenizer.json; classifier: BERT; writer: Llama; int8-caches: the
+# same with these.
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "translator": (tiny.marian, "translation"),
     "t5": (seq2seq.t5, "translation"),
@@ -31,12 +32,15 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "roberta": (classifiers.roberta, "text-classification"),
     "writer": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "gpt2": (lambda folder: causal.model(folder, "gpt2"), "language-modeling"),
+    "int8-caches": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "embedder": (sentences.embedder, sentences.TASK),
     "mbart": (lambda folder: seq2seq.bart(folder, kind="mbart"), "translation"),
     "m2m_100": (lambda folder: every_family.make(folder, "m2m_100"), "translation"),
     "pegasus": (lambda folder: every_family.make(folder, "pegasus"), "summarization"),
 }
-LANGUAGES = {
+SETTINGS = {"int8-caches": "kv_cache: int8"}
+MORE = {
+    "int8-caches": ", train: data.txt",
     "mbart": ", source_language: en_XX, target_language: de_DE",
     "m2m_100": ", source_language: eng_Latn, target_language: deu_Latn",
 }
@@ -61,5 +65,6 @@ def _run(home: Path, kind: str) -> None:
         data = sentences.rows(home / "data.jsonl", 6)
     else:
         data = tiny.pairs(home / "data.jsonl", 6)
-    (home / "recipe.yaml").write_text(RECIPE.format(task=task, data=data.name, more=LANGUAGES.get(kind, "")))
+    said = {"task": task, "data": data.name, "more": MORE.get(kind, ""), "settings": SETTINGS.get(kind, "")}
+    (home / "recipe.yaml").write_text(RECIPE.format(**said))
     smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)

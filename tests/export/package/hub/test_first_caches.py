@@ -11,6 +11,7 @@ import translating
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
 from smelt.export.graph_files import read_graph
+from smelt.export.package.genai import Genai
 from smelt.export.package.hub.decoders import layout_of
 from smelt.export.package.hub.first_caches import take_any_first_cache
 from smelt.export.package.optimum import Optimum
@@ -81,3 +82,14 @@ def test_caches_that_do_not_follow_from_the_config_are_refused(form, kind, layer
     (folder / "config.json").write_text(json.dumps(config | {layers: config[layers] + 1}))
     with pytest.raises(InputError, match=r"has caches .* for 2 of 3 layers, since 'depth' took"):
         form.check(read_artifact(folder))
+
+
+@pytest.mark.parametrize(
+    ("form", "tool"),
+    [(Optimum(), "Optimum"), (TransformersJs(), "transformers.js"), (Genai(), "onnxruntime-genai")],
+)
+def test_int8_caches_are_refused_by_tools_that_make_float_ones(form, tool):
+    form.check(read_artifact(exported.artifact("writer")))
+    said = rf"its caches are int8 \(`onnx: {{kv_cache: int8}}`\), and {tool} makes float ones"
+    with pytest.raises(InputError, match=said):
+        form.check(read_artifact(exported.artifact("int8-caches")))

@@ -72,11 +72,12 @@ def test_the_prefix_of_a_model_is_inside(tmp_path: Path, monkeypatch: pytest.Mon
     assert answers(tmp_path / "p", PROMPTS, "generated") == expected
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "int8-caches"])
 @pytest.mark.parametrize("generation", [{"max_new_tokens": 5}, {}] if matrix.whole() else [{}])
 def test_a_language_model_continues_prompts_of_several_lengths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: dict[str, int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: dict[str, int], kind: str
 ) -> None:
-    source = exported.artifact("gpt2")
+    source = exported.artifact(kind)
     written(read_artifact(source), tmp_path / "p", monkeypatch, **generation)
     texts = PROMPTS if generation else ["she sings"]  # of others in the batch hangs how many tokens follow
     with smelt.load(source) as model:

@@ -31,7 +31,7 @@ CLASSES = {
     "sentence-similarity": "Embedder",
 }
 LESS = ["--max-new-tokens", 4]
-GENERATING = ("translator", "t5", "bart", "writer", "gpt2")
+GENERATING = ("translator", "t5", "bart", "writer", "int8-caches", "gpt2")
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def lines(responses: list[Any]) -> list[Any]:
         ("t5", tiny.SENTENCES, {"max_new_tokens": 7}),
         ("gpt2", PROMPTS, {"max_new_tokens": 6}),
         ("writer", PROMPTS, {"max_new_tokens": 6}),
+        ("int8-caches", PROMPTS, {"max_new_tokens": 6}),
     ],
 )
 def test_texts_are_those_of_smelt_and_one_call_answers_all_requests(

@@ -124,3 +124,11 @@ def test_a_graph_without_places_gets_such_an_input(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([], "g", [], [])
     made = take.in_one(onnx.helper.make_model(graph))
     assert [value.name for value in made.graph.input] == ["position_ids"]
+
+
+def test_int8_caches_are_told_with_the_file(tmp_path: Path) -> None:
+    source = exported.artifact("int8-caches") / "model.onnx"
+    with pytest.raises(
+        InputError, match=r"model.onnx: its caches are int8, .* start from the folder with weights"
+    ):
+        take_generator({"model": source}, {}, tmp_path)

@@ -1,0 +1,1 @@
+"""Keys and values of a decoder-only model's cache as int8."""

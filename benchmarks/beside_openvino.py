@@ -24,7 +24,8 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Split, read_split
 from smelt.core.stage import Context
 from smelt.evaluate.environment import cpu_model, versions
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.settings import Generation

@@ -74,7 +74,8 @@ def _export(folder: Path, data: Any, settings: dict[str, Any] | None, out: Path)
     from smelt.compress.quantize.settings import QuantizeSettings
     from smelt.compress.quantize.stage import Quantize
     from smelt.core.stage import Context
-    from smelt.export.onnx_stage import Onnx, OnnxSettings
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.stage.settings import OnnxSettings
     from smelt.runtime.models.weight_files import find_weights
 
     def context(name: str) -> Context:

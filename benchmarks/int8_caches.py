@@ -26,8 +26,9 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import Artifact, Manifest, read_artifact
 from smelt.core.data import Columns, Split, Task, read_split
 from smelt.core.stage import Context
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.caches import codes, in_stage
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.causal import losses_of
 

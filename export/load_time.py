@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.blocked_weights import blocked_weights, drop_unread
+from smelt.export.weights.blocked import blocked_weights, drop_unread
 from smelt.runtime.layers.emit import LOAD_TIME
 from smelt.runtime.layers.emit_blocks import BLOCKED
 from smelt.runtime.layers.emit_static import DEQUANTIZED

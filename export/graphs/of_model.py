@@ -36,7 +36,7 @@ from smelt.export.graphs.promotion import known_types
 from smelt.export.graphs.rules_by_operator import rules_by_operator
 from smelt.export.graphs.seq2seq import seq2seq_graphs
 from smelt.export.graphs.unread import nothing_unread
-from smelt.export.stored_once import store_once
+from smelt.export.weights.stored_once import store_once
 from smelt.families.registry import BY_TASK, family_of
 from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.embedder import VECTOR

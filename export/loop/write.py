@@ -11,7 +11,7 @@ import numpy as np
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
 from smelt.export.loop.compose import compose
-from smelt.export.shared_weights import share_weights
+from smelt.export.weights.shared import share_weights
 from smelt.runtime.backends.backend import BEAMS, GREEDY
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.decoding import Decoding, settle

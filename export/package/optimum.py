@@ -96,7 +96,7 @@ def _write_translator(source: Path, folder: Path) -> None:
     from smelt.export.graph_files import data_file, read_graph
     from smelt.export.package.hub.decoders import layout_of
     from smelt.export.package.hub.first_caches import take_any_first_cache
-    from smelt.export.shared_weights import share_weights
+    from smelt.export.weights.shared import share_weights
 
     graphs = [read_graph(source / f"{name}.onnx", values=False) for name in (ENCODER, DECODER)]
     layout = layout_of(*graphs)

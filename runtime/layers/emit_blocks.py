@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from smelt.runtime.layers.emit import LOAD_TIME, Layout
 
-# the place-holder of the weights (export/blocked_weights.py)
+# the place-holder of the weights (export/weights/blocked.py)
 BLOCKED = "DequantizedBlocks"
 
 

@@ -24,8 +24,9 @@ from smelt.export.graph_files import (
     weight_bytes,
     write_graph,
 )
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.parity.example_feeds import example_feeds
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_runner
 
 LIMIT = 2000

@@ -6,8 +6,9 @@ import tiny
 
 from smelt.core import memory
 from smelt.core.errors import RunError
-from smelt.export import onnx_stage
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage import fit
+from smelt.export.stage.settings import OnnxSettings
 
 
 def test_an_export_that_cannot_fit_is_refused(tmp_path, monkeypatch):
@@ -26,7 +27,7 @@ def test_what_it_needs_is_the_weights_once_for_each_graph_at_a_time(tmp_path, mo
         asked.append(needed)
         raise RunError(what)
 
-    monkeypatch.setattr(onnx_stage, "require_memory", refuse)
+    monkeypatch.setattr(fit, "require_memory", refuse)
     context = harness.context(tmp_path / "out", "text-classification")
     for settings in (OnnxSettings(simplify=False), OnnxSettings()):
         with pytest.raises(RunError):

@@ -14,7 +14,8 @@ from smelt.compress.quantize.coding import quantize_module
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.export.graph_files import tensors_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune.threads import cores
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch

@@ -8,7 +8,8 @@ from ort import needs_vnni
 from pydantic import ValidationError
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends import openvino_module
 
 

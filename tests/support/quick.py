@@ -40,7 +40,7 @@ ROOMS: dict[str, str] = {
     "evaluate": "test_frontier test_label_quality test_footprint test_stored_floats",
     "evaluate/latency": "test_summary test_rounds test_settings test_prompts test_watch",
     "evaluate/report": "test_chart test_html test_markdown test_schema test_table test_view",
-    "export": "test_stored_once test_load_time",
+    "export": "test_load_time",
     "export/foreign": "test_fp16",
     "export/graphs": "test_every_family::test_a_config_that_no_graph_computes_is_refused_before_it_is_traced",
     "export/loop": "test_rules",

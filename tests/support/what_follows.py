@@ -70,7 +70,8 @@ def codes_compute_nearly_the_same(made: Path, family: str, out: Path) -> None:
 
 def graphs_agree(made: Path, family: str, out: Path) -> None:
     """Each graph agrees with the model; one that does not raises."""
-    from smelt.export.onnx_stage import Onnx, OnnxSettings
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.stage.settings import OnnxSettings
 
     ctx = every_family.run(Onnx(), OnnxSettings(), made, family, out)
     assert ctx.facts["parity"].keys() == ctx.facts["graphs"].keys()

@@ -18,7 +18,8 @@ from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.compress.vocabulary.stage import Vocabulary
 from smelt.core.stage import needs_of
 from smelt.export.graph_files import read_graph, tensors_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.models.axes import hidden_axes
 from smelt.runtime.models.checkpoint import load_model, save_model

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import scheme_of
 from smelt.runtime.models.checkpoint import count_parameters, load_model
 from smelt.runtime.schemes.parts.packing import unpack_bits

@@ -6,7 +6,8 @@ import tiny
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
 from smelt.runtime.models.checkpoint import count_parameters, load_model
 

@@ -127,7 +127,8 @@ def test_nothing_is_added_to_the_graph(planted, data, target, tmp_path):
 
     import onnx
 
-    from smelt.export.onnx_stage import Onnx, OnnxSettings
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.stage.settings import OnnxSettings
 
     found = []
     for word, more in (("plain", {}), ("smooth", {"smooth": 0.5})):

@@ -158,7 +158,8 @@ def test_families_of_every_kind_are_calibrated(family, tmp_path):
 
 
 def test_half_precision_around_codes_is_refused(marian, tmp_path):
-    from smelt.export.onnx_stage import Onnx, OnnxSettings
+    from smelt.export.onnx_stage import Onnx
+    from smelt.export.stage.settings import OnnxSettings
 
     made = run(marian, tmp_path / "codes", damage_rows=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")

@@ -27,7 +27,8 @@ from smelt.compress.share.settings import ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.vocabulary.rows import keep_rows
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.look.model_files import misfits
 from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.models.checkpoint import load_model

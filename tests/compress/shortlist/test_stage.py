@@ -12,7 +12,8 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage, coverage, learned
 from smelt.core.data import Columns, Example, Split, read_split
 from smelt.core.stage import needs_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.generate.shortlist import FILE, make_shortlist, read_shortlist
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 

@@ -11,7 +11,8 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.data import Columns, Example, Split, read_split
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings

@@ -16,8 +16,9 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import InputError
 from smelt.export.graphs.causal_attention import unfused
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.narrow import narrow
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import token_losses

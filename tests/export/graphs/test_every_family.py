@@ -11,7 +11,8 @@ import torch
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.export.graphs.of_model import graphs_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.families.registry import FAMILIES
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.settings import Generation

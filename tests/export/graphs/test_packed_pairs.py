@@ -14,8 +14,9 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.graphs.attention import Pack
 from smelt.export.graphs.attention_modules import pack_projections
 from smelt.export.graphs.of_model import graphs_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.parity.operators import _operator
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune.products import multiplied
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.generate.settings import Generation

@@ -12,7 +12,8 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import ParityError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
 from smelt.export.tensorrt.ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings

@@ -19,7 +19,8 @@ from smelt.compress.share.layers import ShareSettings, share_layers
 from smelt.core.data import Example, Split
 from smelt.export.graphs.attention_modules import _bias, attention_modules, pack_projections
 from smelt.export.graphs.seq2seq import Encoder
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.ranges import profile_ranges
 from smelt.export.tensorrt.settings import TensorrtSettings
 from smelt.export.tensorrt.stage import plan_graphs

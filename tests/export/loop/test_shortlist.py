@@ -19,7 +19,8 @@ from smelt.evaluate.footprint import onnx_parameters
 from smelt.export.loop.builder import Builder, value
 from smelt.export.loop.place import Level, place
 from smelt.export.loop.shortlist import Head
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.onnx_session import session_options
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch

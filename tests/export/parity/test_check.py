@@ -18,8 +18,8 @@ import pytest
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import read_graph
-from smelt.export.onnx_stage import OnnxSettings
 from smelt.export.parity.check import check_graphs
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.schemes import registry
 
 REAL = Path(__file__).resolve().parents[4] / "shared"

@@ -9,9 +9,10 @@ import tiny
 import torch
 
 from smelt.core.errors import ParityError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.precision import blocks, choose
 from smelt.export.precision.blocks import Wide
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import preflight
 from smelt.runtime.models.checkpoint import load_model, save_model
 

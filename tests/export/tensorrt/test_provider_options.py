@@ -11,7 +11,7 @@ import tensorrt_graphs
 import tensorrt_rig
 
 from smelt.core.errors import RunError
-from smelt.export.onnx_stage import OnnxSettings
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.provider_options import rtx_options, tensorrt_options, write_provider
 from smelt.export.tensorrt.provider_settings import ProviderSettings
 from smelt.runtime.backends.ort_tensorrt.cache import cache_home

@@ -9,9 +9,10 @@ import tiny
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.export.graphs.of_model import graphs_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.parity import check
 from smelt.export.parity.operators import _operator
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune import products
 from smelt.export.tune.products import choice, choose_forms, multiplied
 from smelt.runtime.models.checkpoint import load_model

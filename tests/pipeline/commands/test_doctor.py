@@ -44,7 +44,7 @@ def test_openvino_is_tried_and_told_how_to_get(monkeypatch: pytest.MonkeyPatch) 
 def test_runtimes_that_no_target_uses_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    from smelt.export.onnx_stage import OnnxSettings
+    from smelt.export.stage.settings import OnnxSettings
     from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 
     every = ["TensorrtExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider"]

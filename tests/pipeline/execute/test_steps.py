@@ -13,7 +13,8 @@ from smelt.evaluate.environment import machine_id
 from smelt.execute import steps
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune.threads import cores
 from smelt.look import machine
 from smelt.look.machine import multiplies_bf16, trains_on

@@ -40,7 +40,7 @@ def advice(made: Plan) -> list[str]:
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
             "4: stages[1].onnx.target: TensorRT cannot run the int4 codes (MatMulNBits) of 'quantize';"
-            " give `from: model`, or target: ort-cpu.",
+            " give `from: model`, or target: ort-cpu or openvino.",
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",

@@ -10,7 +10,8 @@ import pytest
 import tiny
 
 from smelt.core.data import Example, Split
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder, open_runner
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.beam import _best

@@ -16,6 +16,7 @@ from smelt.export.load_time import spell_out
 from smelt.export.loop.shortlist import _BY_WORD as BY_WORD
 from smelt.export.parity.twin import dequantize
 from smelt.runtime.layers.quantized import joined
+from smelt.runtime.backends.openvino_module import ACTIVATION_BLOCKS
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, filed_bytes, targets_of
 from smelt.runtime.schemes.scheme import GRAPHS_OF, TARGETS, Scheme
 
@@ -205,12 +206,15 @@ def test_the_graph_computes_what_torch_does_and_its_exact_form_what_the_values_d
         rows = model.words(ids)
         expected = model.head(rows).numpy()
         exact = F.linear(rows, model.head.matrix.dequantize(), model.head.bias).numpy()
-    made = export_graph(graph, target, 20)
+    made = export_graph(graph, target, max(20, SCHEMES[scheme].oldest_opset.get(target, 0)))
     spell_out(made)
     explicit = {"QuantizeLinear", "DequantizeLinear"} if target != "ort-cpu" else set()
     assert {n.op_type for n in made.graph.node} & (explicit or set(SCHEMES[scheme].operators))
-    assert np.abs(run(made, ids) - expected).max() < 1e-5 * expected.std()
-    assert dequantize(made) == 1
+    # where the runtime rounds activations, as OpenVINO does, its own test shows that it does
+    by_runtime = any(said.key == ACTIVATION_BLOCKS for said in made.metadata_props)
+    told = exact if by_runtime else expected
+    assert np.abs(run(made, ids) - told).max() < 1e-5 * told.std()
+    assert dequantize(made) == (0 if by_runtime else 1)
     assert np.abs(run(made, ids) - exact).max() < 1e-5 * exact.std()
 
 

@@ -102,7 +102,7 @@ def exported(family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp
 def export(folder: Path, family: str, scheme: str, target: str = "ort-cpu", dtype: str = "fp32") -> Exported:
     """Make the model of a family, code it and trace its graphs, all in the new folder `folder`."""
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-    from smelt.export.onnx_stage import OnnxSettings
+    from smelt.export.stage.settings import OnnxSettings
 
     make, task = FAMILIES[family]
     source = make(folder / "model")
@@ -128,10 +128,11 @@ def without_exact(reference: Any, dtype: str) -> Any:
 
 def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
     """Return what `export` left in `folder`: the stage runs again, and takes the graphs as they are."""
-    from smelt.export import onnx_stage
     from smelt.export.graphs.of_model import _prepare
     from smelt.export.parity import check
     from smelt.export.precision import choose
+    from smelt.export.stage import write
+    from smelt.export.stage.settings import OnnxSettings
 
     facts = json.loads((folder / "facts.json").read_text())
 
@@ -140,9 +141,9 @@ def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
         shutil.copyfile(folder / "onnx" / f"{graph.name}.onnx", ctx.out / f"{graph.name}.onnx")
         return facts["graphs"][graph.name]
 
-    settings = onnx_stage.OnnxSettings(target=target, dtype=dtype, loop=False)
+    settings = OnnxSettings(target=target, dtype=dtype, loop=False)
     with tempfile.TemporaryDirectory() as out, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnx_stage, "_write", take)
+        patch.setattr(write, "_write", take)
         kept = json.loads((folder / "float32.json").read_text())
         patch.setattr(choose, "narrow_graphs", lambda *_: kept)
         patch.setattr(check, "check_graphs", lambda *_: facts["parity"])

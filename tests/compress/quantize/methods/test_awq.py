@@ -20,7 +20,8 @@ from smelt.compress.quantize.through_codes import load_trainable, settle
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError
 from smelt.core.stage import needs_of
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 

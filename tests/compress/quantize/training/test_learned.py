@@ -21,7 +21,8 @@ from smelt.compress.train.settings import CodesSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.store.unfinished import Unfinished
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model
 

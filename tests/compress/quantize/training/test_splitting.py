@@ -16,7 +16,8 @@ from smelt.compress.quantize.through_codes import latents_of, load_trainable, sa
 from smelt.compress.quantize.training.splitting import split_first, split_groups, split_layers
 from smelt.core.artifact import LATENTS
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import scheme_of
 from smelt.runtime.layers.split import SplitLinear
 from smelt.runtime.models.checkpoint import load_model

@@ -10,8 +10,9 @@ import tiny
 from pydantic import ValidationError
 
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.caches.fit import refused_model, refused_task, refused_width
+from smelt.export.stage.settings import OnnxSettings
 
 INT8 = OnnxSettings(kv_cache="int8")
 TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")

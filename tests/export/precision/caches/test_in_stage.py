@@ -19,8 +19,9 @@ from transformers.masking_utils import sdpa_mask
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Columns, read_split
 from smelt.core.errors import ParityError, RunError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.caches import in_stage
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.causal import token_losses

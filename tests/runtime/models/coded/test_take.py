@@ -11,7 +11,8 @@ import torch
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import count_parameters, load_model
 from smelt.runtime.models.import_model import import_model

@@ -15,7 +15,8 @@ from smelt.compress.distill.inner import Inner
 from smelt.compress.distill.weights import LossWeights
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx, OnnxSettings
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
 from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES
 from smelt.families.walk import blocks_of

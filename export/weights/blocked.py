@@ -3,8 +3,8 @@
     codes uint4 [N, G g], zeros uint4 [N, G], scales float16 [N, G] -- Cast -- DequantizeLinear float32
 
 OpenVINO multiplies such codes without making floats of them. Scales are stored as float16, and widened first:
-from those as they are the operator would make weights of float16. The middle is written as zero points. Codes that somebody else reads too, as bytes, are in the graph a second time: a tensor of ONNX
-has one type.
+from those as they are the operator would make weights of float16. The middle is written as zero points. Codes
+that somebody else reads too, as bytes, are in the graph a second time: a tensor of ONNX has one type.
 
 Shapes: N = outputs, G = groups of a row, g = group size.
 """

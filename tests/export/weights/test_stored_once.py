@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.stored_once import store_once
+from smelt.export.weights.stored_once import store_once
 from smelt.runtime.backends.onnx_session import open_session
 
 

@@ -99,3 +99,9 @@ def test_openvino_rounds_activations_as_the_scheme_does(level, exact, tmp_path):
         whole = nn.functional.linear(x, layer.matrix.values(), layer.bias).numpy()
     np.testing.assert_allclose(found, rounded, atol=1e-5)
     assert np.allclose(found, whole, atol=1e-4) == exact
+
+
+def test_codes_of_four_and_of_eight_bits_in_groups_of_one_size_round_alike():
+    layers = nn.Sequential(coded(64, 64), coded(64, 8, "int8-groupwise"))
+    said = {one.key: one.value for one in exported(layers.eval(), 64).metadata_props}
+    assert said[ACTIVATION_BLOCKS] == "32"

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.errors import RunError
 from smelt.export.graph_files import data_file
-from smelt.export.shared_weights import SHARED, share_weights
+from smelt.export.weights.shared import SHARED, share_weights
 
 RANDOM = np.random.default_rng(0)
 BOTH = RANDOM.normal(size=(32, 32)).astype(np.float32)

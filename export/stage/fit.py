@@ -1,0 +1,106 @@
+"""What the onnx stage asks before it traces a model: runtime, memory, codes that the target runs, opset."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.errors import InputError
+from smelt.core.memory import require_memory
+from smelt.core.stage import Context
+from smelt.runtime.schemes.scheme import graphs_for
+
+if TYPE_CHECKING:
+    from smelt.export.stage.settings import OnnxSettings
+    from smelt.runtime.schemes.scheme import Scheme
+
+
+def require_runtime(settings: OnnxSettings, ctx: Context) -> None:
+    """Look for OpenVINO before any work, where it is the target; warn where it has no bf16 here.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    if settings.target != "openvino":
+        return
+    from smelt.runtime.backends.openvino_module import has_bf16, import_openvino
+
+    import_openvino()
+    if settings.dtype == "bf16" and not has_bf16():
+        ctx.warnings.append(
+            "this processor has no bf16, as OpenVINO says, so it chooses another precision here: parity,"
+            " scores and times of this artifact say nothing of a processor that has it"
+        )
+
+
+def require_room(model: Any, settings: OnnxSettings) -> None:
+    """Refuse an export whose copies of the weights, beside the model, do not fit.
+
+    Raises:
+        RunError: they do not fit.
+    """
+    weights = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    # the exported graph holds them once more; converting and simplifying hold two graphs at a time
+    copies = 2 if settings.simplify or precision_in_file(settings) != "fp32" else 1
+    require_memory(
+        copies * sum(weights.values()),
+        "onnx: exporting",
+        "Give simplify: false, make the model smaller first, or take a machine with more memory.",
+    )
+
+
+def kind_of(model: Any, settings: OnnxSettings) -> str:
+    """Return which tolerance holds for the files: of the scheme that is least exact, or of their dtype.
+
+    Raises:
+        InputError: the target cannot run the model's quantized layers.
+    """
+    from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
+    from smelt.runtime.schemes.registry import SCHEMES
+
+    found = {scheme_of(m) for m in model.modules()}
+    _require_target([s for name, s in SCHEMES.items() if name in found], settings.target)
+    if found & set(SCHEMES) and precision_in_file(settings) != "fp32":
+        raise InputError(
+            f"onnx: dtype {settings.dtype} of a quantized model is not there: its scales would lose digits."
+            " Set dtype: fp32; the products run in int8 whatever it is."
+        )
+    products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
+    rounded = {m.scheme.name for m in products if m.scheme.rounds_activations(m.options)}
+    names = [name for name in reversed(SCHEMES) if name in rounded]
+    return max(names, key=lambda name: SCHEMES[name].drift, default=precision_in_file(settings))
+
+
+def opset_of(settings: OnnxSettings, model: Any) -> int:
+    """Return the opset of the settings, or a newer one that operators of the model's codes need."""
+    from smelt.runtime.layers.quantized import scheme_of
+    from smelt.runtime.schemes.registry import SCHEMES
+
+    found = {scheme_of(module) for module in model.modules()}
+    names = [name for name in SCHEMES if name in found]
+    return max([settings.opset, *(SCHEMES[n].oldest_opset.get(settings.graphs_of, 0) for n in names)])
+
+
+def precision_in_file(settings: OnnxSettings) -> str:
+    """Return the precision of the file; OpenVINO makes its bf16 of float32."""
+    return "fp32" if settings.target == "openvino" else settings.dtype
+
+
+def _require_target(schemes: list[Scheme], target: str) -> None:
+    """Refuse to export for a target that cannot run all of `schemes`.
+
+    Raises:
+        InputError: it cannot.
+    """
+    from smelt.runtime.schemes.registry import schemes_for, targets_of
+
+    refused = [scheme.refused[of] for scheme in schemes if (of := graphs_for(target)) in scheme.refused]
+    if refused:
+        fit = targets_of(schemes)
+        names = " and ".join(sorted(s.name for s in schemes))
+        why = f"onnx: target {target} cannot run a model that was quantized with scheme {names}: {refused[0]}"
+        before = "Branch off before the quantize step with `from: NAME`"
+        if not fit:
+            raise InputError(f"{why}. {before}, or quantize with {' or '.join(schemes_for(target))}.")
+        raise InputError(
+            f"{why}, which only {' and '.join(fit)} does. {before}, or set target: {' or '.join(fit)}."
+        )

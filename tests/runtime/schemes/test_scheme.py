@@ -15,8 +15,8 @@ from smelt.export.graphs.of_model import export_graph
 from smelt.export.load_time import spell_out
 from smelt.export.loop.shortlist import _BY_WORD as BY_WORD
 from smelt.export.parity.twin import dequantize
-from smelt.runtime.layers.quantized import joined
 from smelt.runtime.backends.openvino_module import ACTIVATION_BLOCKS
+from smelt.runtime.layers.quantized import joined
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, filed_bytes, targets_of
 from smelt.runtime.schemes.scheme import GRAPHS_OF, TARGETS, Scheme
 

@@ -3,12 +3,14 @@
     python benchmarks/quantization.py --task translation --out runs/quantization
     python benchmarks/quantization.py --task classification --model runs/sst2-small/artifacts/tuned
     python benchmarks/quantization.py --task translation --only fp32 --only "int3*"
+    python benchmarks/quantization.py --time --task translation           # afterwards, on a quiet machine
     python benchmarks/quantization.py --table --out runs/quantization     # what is there, as tables
 
 Writes one recipe for each task, a branch for each arm (quantize, then `onnx` for the arm's runtime), and lets
 `smelt run` do it: what is done already is taken from its store. The baseline is the graph in float32 on ONNX
-Runtime, so quality is tested against it in pairs and each speed-up is one within the same runtime; those of
-torch and of OpenVINO are ratios of two such speed-ups. The tables of docs/measurements/quantization.md.
+Runtime, and quality is tested against it in pairs. Times are taken apart from that, by `smelt bench` and side
+by side: in each runtime one artifact of each form that codes run in, against float32 in the same runtime. The
+tables of docs/measurements/quantization.md.
 """
 
 from __future__ import annotations
@@ -75,7 +77,13 @@ TRAINED = {
     "fp32 trained": None,
     **{f"{scheme} trained": scheme for scheme in ("int3", "int2", "ternary", "binary")},
 }
-OPENVINO = ("fp32", "int8-static")
+OPENVINO = ("fp32", "int8-static", "int8-groupwise", "int4 nearest")
+RUNTIMES = {"ONNX Runtime": "-ort-cpu", "OpenVINO": "-openvino", "torch": ""}
+# one of each form: how codes are chosen changes no time, but few bits that are not trained write on and on
+TIMED = (
+    "fp32", "int8-dynamic", "int8-groupwise", "int8-static", "int4 nearest", "kmeans4", "pow2", "bnb-nf4",
+    *(f"{scheme} trained" for scheme in ("int3", "int2", "ternary", "binary")),
+)  # fmt: skip
 
 
 def step_of(arm: str) -> str:
@@ -106,12 +114,10 @@ def recipe_of(name: str, model: Path, arms: list[str], updates: int, seed: int =
                 "onnx": {"target": target}, "name": f"{step_of(arm)}-{target}",
                 "from": "model" if arm == "fp32" else step_of(arm), "optional": target == "openvino",
             })  # fmt: skip
-    data: dict[str, Any] = {
-        split: str(SHARED / "data" / task["data"].format(split)) for split in ("train", "validation", "test")
-    }
+    data: dict[str, Any] = {split: str(data_of(name, split)) for split in ("train", "validation", "test")}
     if "windows" in task:
         data["windows"] = task["windows"]
-    score = task["score"] | {"latency": {"batch_sizes": BATCHES, "texts": 32}}
+    score = task["score"] | {"latency": False}
     return {
         "model": str(model.resolve()), "task": task["task"], "threads": 1, "seed": seed, "data": data,
         "stages": stages, "baseline": "fp32-ort-cpu", "score": score,
@@ -134,22 +140,53 @@ def run(name: str, model: Path, arms: list[str], updates: int, seed: int, out: P
     return subprocess.run(command, check=False).returncode
 
 
+def data_of(name: str, split: str) -> Path:
+    """Return the file of one split of a task's rows."""
+    return SHARED / "data" / TASKS[name]["data"].format(split)
+
+
+def time(name: str, out: Path) -> int:
+    """Time the artifacts of one task's run in each runtime, into out/NAME/latency.json; return the status."""
+    found: dict[str, Any] = {}
+    folder = out / name / "artifacts"
+    for runtime, ending in RUNTIMES.items():
+        names = {arm: f"{step_of(arm)}{ending}" for arm in TIMED} | ({} if ending else {"fp32": "model"})
+        there = {arm: folder / step for arm, step in names.items() if (folder / step).is_dir()}
+        if len(there) < 2 or "fp32" not in there:
+            continue
+        command = [sys.executable, "-m", "smelt", "bench", *map(str, there.values()), "--json"]
+        command += ["--data", str(data_of(name, "test")), "--threads", "1", "--texts", "32"]
+        command += [word for size in BATCHES for word in ("--batch-size", str(size))]
+        said = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+        if said.returncode:
+            return said.returncode
+        told = json.loads(said.stdout)["artifacts"]
+        found[runtime] = {arm: told[path.name] for arm, path in there.items()}
+        (out / name / "latency.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return 0
+
+
 def table(report: dict[str, Any], metric: str) -> list[str]:
-    """Return the lines of one task's table, an arm a row."""
+    """Return the lines of one task's table of quality, an arm a row."""
     steps = {step["name"]: step for step in report["steps"] if step["status"] in ("done", "cached")}
-    head = ["arm", "bits", "MB", metric, "against fp32"]
-    head += [f"{runtime}, batch {size}" for runtime in ("ONNX Runtime", "torch") for size in BATCHES]
-    lines = ["| " + " | ".join(head) + " |", "|:--" + "|--:" * (len(head) - 1) + "|"]
+    lines = [f"| arm | bits | MB | {metric} | against fp32 |", "|:--|--:|--:|--:|--:|"]
     for arm in ("fp32", *ARMS, *TRAINED):
         model = steps.get("model" if arm == "fp32" else step_of(arm))
         for target, label in (("ort-cpu", arm), ("openvino", f"{arm}, OpenVINO")):
             if model and (graph := steps.get(f"{step_of(arm)}-{target}")):
-                quality = _quality(graph, metric)
-                cells = [label, _bits(model), f"{graph['size_bytes'] / 1e6:.2f}", *quality]
-                cells += [_speedup(graph, steps[f"fp32-{target}"], size) for size in BATCHES]
-                torch = target == "ort-cpu"
-                cells += [_speedup(model, steps["model"], size) if torch else "" for size in BATCHES]
+                cells = [label, _bits(model), f"{graph['size_bytes'] / 1e6:.2f}", *_quality(graph, metric)]
                 lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def times(found: dict[str, Any]) -> list[str]:
+    """Return the lines of one task's table of times: milliseconds a call, and against float32."""
+    heads = [f"{runtime}, {size}" for runtime in found for size in BATCHES]
+    lines = ["| arm | " + " | ".join(heads) + " |", "|:--" + "|--:" * len(heads) + "|"]
+    for arm in TIMED:
+        if any(arm in of for of in found.values()):
+            cells = [_time(of.get(arm), size) for of in found.values() for size in BATCHES]
+            lines.append("| " + " | ".join([arm, *cells]) + " |")
     return lines
 
 
@@ -167,22 +204,19 @@ def _quality(step: dict[str, Any], metric: str) -> tuple[str, str]:
     return told, f"{difference}, p = {test['p_value']:.3f}"
 
 
-def _speedup(step: dict[str, Any], reference: dict[str, Any], size: int) -> str:
-    """Return the ratio of the reference's time to the step's, both told against the same baseline."""
-    ours, theirs = (
-        next((row for row in one["latency"] or () if row["batch_size"] == size), None)
-        for one in (step, reference)
-    )
-    if not ours or not theirs or not ours["speedup"] or not theirs["speedup"]:
+def _time(artifact: dict[str, Any] | None, size: int) -> str:
+    rows = (artifact or {}).get("latency") or ()
+    row = next((row for row in rows if row["batch_size"] == size), None)
+    if row is None:
         return ""
-    ratio = f"{ours['speedup'] / theirs['speedup']:.2f}"
-    if theirs["speedup_ci95"] != [1.0, 1.0]:
-        return ratio
-    return "{} [{:.2f}, {:.2f}]".format(ratio, *ours["speedup_ci95"])
+    told = f"{row['p50_ms']:.3g} ms{'' if row['stable'] else ' (unstable)'}"
+    if row["speedup_ci95"] == [1.0, 1.0]:
+        return told
+    return "{}, {:.2f} [{:.2f}, {:.2f}]".format(told, row["speedup"], *row["speedup_ci95"])
 
 
 def main(arguments: list[str]) -> int:
-    """Run one task's recipe, or print the tables of those that were run."""
+    """Run one task's recipe, time what it made, or print the tables of the tasks that were run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -192,17 +226,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--updates", type=int, default=300, help="of the arms that are trained")
     parser.add_argument("--seed", type=int, default=0, help="another one needs an --out of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/quantization"))
+    parser.add_argument("--time", action="store_true", help="only time what a run has made")
     parser.add_argument("--table", action="store_true")
     said = parser.parse_args(arguments)
     if said.table:
         for name, task in TASKS.items():
-            report = said.out / name / "report.json"
+            report, latency = (said.out / name / file for file in ("report.json", "latency.json"))
             if report.is_file():
                 print(f"\n{name}\n")
                 print(*table(json.loads(report.read_text(encoding="utf-8")), task["metric"]), sep="\n")
+            if latency.is_file():
+                print("", *times(json.loads(latency.read_text(encoding="utf-8"))), sep="\n")
         return 0
     if said.task is None:
         parser.error("--task or --table")
+    if said.time:
+        return time(said.task, said.out)
     model = said.model or TASKS[said.task].get("model")
     if model is None or not model.is_dir():
         parser.error(

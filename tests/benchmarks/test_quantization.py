@@ -1,5 +1,8 @@
 """quantization.py: its recipes are ones that the plan accepts, and its table says what a report says."""
 
+import json
+import subprocess
+
 import benches  # noqa: F401 -- before what lies in benchmarks
 import pytest
 import quantization
@@ -37,32 +40,62 @@ def test_trained_arms_start_at_codes_and_their_control_at_the_model():
     assert control["distill"] == distill["distill"]
 
 
-def step(name, bits, speedup, ci, against=None):
+def test_what_is_timed_are_arms_and_each_runtime_has_its_own_float32():
+    assert set(quantization.TIMED) <= {"fp32", *ARMS}
+    assert {"fp32"} < set(quantization.OPENVINO) <= set(quantization.TIMED)
+
+
+def step(name, bits, against=None):
     quality = {"bleu": {"value": 37.0, "ci95": [35.0, 39.0]}}
-    latency = [{"batch_size": 1, "speedup": speedup, "speedup_ci95": ci}]
     facts = {"bits_per_weight": bits} if bits else {}
     return {
         "name": name, "status": "done", "facts": facts, "size_bytes": 6_540_000, "quality": quality,
-        "latency": latency, "against_baseline": against,
+        "against_baseline": against,
     }  # fmt: skip
 
 
-def test_speed_is_told_within_one_runtime():
+def test_quality_is_told_of_the_graph_beside_the_bits_of_its_codes():
     worse = {"bleu": {"difference": -0.31, "ci95": [-0.72, 0.24], "p_value": 0.344}}
-    report = {
-        "steps": [
-            step("model", None, 0.5, [0.4, 0.6]),
-            step("fp32-ort-cpu", None, 1.0, [1.0, 1.0]),
-            step("int4-gptq", 4.25, 0.25, [0.2, 0.3], worse),
-            step("int4-gptq-ort-cpu", None, 2.0, [1.9, 2.1], worse),
-        ]
-    }
+    steps = [step("model", None), step("fp32-ort-cpu", None), step("int4-gptq", 4.25, worse)]
+    report = {"steps": [*steps, step("int4-gptq-ort-cpu", None, worse)]}
     *_, fp32, int4 = quantization.table(report, "bleu")
-    assert fp32.split(" | ")[1:6] == ["32", "6.54", "37.00 [35.00, 39.00]", "–", "1.00 [1.00, 1.00]"]
-    cells = int4.strip("| ").split(" | ")
-    assert cells[:6] == [
+    assert fp32.strip("| ").split(" | ") == ["fp32", "32", "6.54", "37.00 [35.00, 39.00]", "–"]
+    assert int4.strip("| ").split(" | ") == [
         "int4 gptq", "4.25", "6.54", "37.00 [35.00, 39.00]", "-0.31 [-0.72, +0.24], p = 0.344",
-        "2.00 [1.90, 2.10]",
     ]  # fmt: skip
-    # torch: 0.25 of the baseline's speed beside the 0.5 of the model in torch
-    assert cells[8] == "0.50"
+
+
+def timed(speedup, ci, stable=True):
+    row = {"batch_size": 8, "p50_ms": 12.345, "stable": stable, "speedup": speedup, "speedup_ci95": ci}
+    return {"latency": [row]}
+
+
+def test_times_are_told_within_one_runtime_and_say_where_they_were_disturbed():
+    found = {
+        "ONNX Runtime": {"fp32": timed(1.0, [1.0, 1.0]), "pow2": timed(2.0, [1.9, 2.1])},
+        "torch": {"fp32": timed(1.0, [1.0, 1.0], stable=False)},
+    }
+    _, _, fp32, pow2 = quantization.times(found)
+    assert fp32 == "| fp32 |  | 12.3 ms |  |  | 12.3 ms (unstable) |  |"
+    assert pow2 == "| pow2 |  | 12.3 ms, 2.00 [1.90, 2.10] |  |  |  |  |"
+
+
+def test_each_runtime_is_timed_apart_and_only_what_is_there(tmp_path, monkeypatch):
+    artifacts = tmp_path / "translation" / "artifacts"
+    for name in ("model", "int8-dynamic", "fp32-ort-cpu", "pow2-ort-cpu", "fp32-openvino"):
+        (artifacts / name).mkdir(parents=True)
+    asked = []
+
+    def bench(command, **_):
+        names = [word.rpartition("/")[2] for word in command if str(artifacts) in word]
+        asked.append(names)
+        told = json.dumps({"artifacts": {name: timed(1.0, [1.0, 1.0]) for name in names}})
+        return subprocess.CompletedProcess(command, 0, stdout=told)
+
+    monkeypatch.setattr(subprocess, "run", bench)
+    assert quantization.time("translation", tmp_path) == 0
+    assert asked == [["fp32-ort-cpu", "pow2-ort-cpu"], ["model", "int8-dynamic"]]
+    found = json.loads((tmp_path / "translation" / "latency.json").read_text())
+    assert {runtime: list(arms) for runtime, arms in found.items()} == {
+        "ONNX Runtime": ["fp32", "pow2"], "torch": ["fp32", "int8-dynamic"],
+    }  # fmt: skip

@@ -142,7 +142,7 @@ def run(name: str, model: Path, arms: list[str], updates: int, seed: int, out: P
 
 def data_of(name: str, split: str) -> Path:
     """Return the file of one split of a task's rows."""
-    return SHARED / "data" / TASKS[name]["data"].format(split)
+    return SHARED / "data" / str(TASKS[name]["data"]).format(split)
 
 
 def time(name: str, out: Path) -> int:

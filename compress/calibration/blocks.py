@@ -43,6 +43,8 @@ MEMORY_BYTES = 2**30
 
 # Told of a block before it is first run and after it was run last.
 Told = Callable[[Block], None]
+# Shows what layers get on all rows (see `observe`).
+Observe = Callable[[Layers, See], None]
 
 
 def nothing(block: Block) -> None:
@@ -57,6 +59,7 @@ def drive(
     stage: str = "calibration",
     enter: Told = nothing,
     leave: Told = nothing,
+    behind: Callable[[Observe], None] | None = None,
     limit_bytes: int = MEMORY_BYTES,
 ) -> Iterator[DrivenBlock]:
     """Yield each block of `model` once, in order, ready to be looked at and changed in place.
@@ -71,6 +74,8 @@ def drive(
         stage: the stage's word, for messages.
         enter: called with a block before it runs for the first time.
         leave: called with a block when it is not run any more; of a model whose blocks share no layer.
+        behind: called after the last block, with what shows the layers behind it what they get, such as the
+            head; no block is run for that.
         limit_bytes: memory for the states between two blocks; beyond it they lie on disk.
 
     Raises:
@@ -97,6 +102,8 @@ def drive(
             walk.advance(block)
             leave(block)
             ctx.progress(done, len(blocks), block.place)
+        if behind is not None:
+            behind(walk.observe_behind)
 
 
 class DrivenBlock:
@@ -161,6 +168,17 @@ class _Walk:
                 batch.clear()
                 batch.update(inputs)
                 self._run(number, last)
+
+    def observe_behind(self, layers: Layers, see: See) -> None:
+        """Run what stands behind all blocks, on what they gave, and show what `layers` there get."""
+        self._run_to(len(self._places(self._current)))
+        batch: TensorBatch = {}
+        with watched(self.model, layers, see, batch), torch.inference_mode():
+            for number, inputs in enumerate(self.batches):
+                batch.clear()
+                batch.update(inputs)
+                with self._standing_in(number, None):
+                    self.model(**self._inputs(number))
 
     def _run_to(self, end: int) -> None:
         """Run the places before `end` that were not run yet."""

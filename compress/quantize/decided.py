@@ -135,7 +135,7 @@ def _measure(
     model: Any, found: Decided, rows: CalibrationRows, settings: QuantizeSettings, ctx: Context
 ) -> None:
     """Find the damage of each layer, and which of them stay float for it."""
-    from smelt.compress.quantize.damage import damages, sensitive
+    from smelt.compress.quantize.sensitivity.damage import damages, sensitive
 
     if not settings.damage_rows:
         return

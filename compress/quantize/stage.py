@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.quantize.scheme_table import scheme_table
 from smelt.compress.quantize.settings import QuantizeSettings
@@ -14,6 +14,10 @@ from smelt.core.stage import Context, Need, Settings
 from smelt.families.registry import blockless
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Scheme
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.planned import Planned
+    from smelt.runtime.models.structure import Edit
 
 _FLOAT = "Leave the step out, and export its float weights, for GPUs in fp16 (onnx: {dtype: fp16})."
 
@@ -93,14 +97,15 @@ class Quantize:
         return [] if lack is None else [("", f"{lack}; it codes linear layers alone. {_FLOAT}")], config
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
-        """Quantize `src` into `ctx.out`."""
-        from smelt.compress.quantize.decided import coders, decide, tell_of_pairs
-        from smelt.compress.quantize.planned import plan_layers, quantize_layers, unused_patterns
+        """Quantize `src` into `ctx.out`; a large model block by block, where each code is the same so."""
+        from smelt.compress.quantize.block_by_block import open_large, quantize_blocks
+        from smelt.compress.quantize.planned import plan_layers, unused_patterns
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import load_model, save_model
         from smelt.runtime.models.stored_dtype import weight_bytes
 
-        model, edits = load_model(src.path)
+        streamed = open_large(src, settings, ctx)
+        model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
         for _, message in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"quantize: {message}")
         if any(edit["op"] == "quantize" for edit in edits):
@@ -109,22 +114,38 @@ class Quantize:
             )
         layers = plan_layers(model, settings)
         with threads(ctx.threads):
-            found = decide(model, layers, src, settings, ctx)
-            codes = found.codes | {weight: pair.codes for weight, pair in found.pairs.items()}
-            products = {weight: (pair.up, pair.down) for weight, pair in found.pairs.items()}
-            coder_of = coders(settings, codes)
-            new = found.edits + quantize_layers(model, found.layers, found.ranges, coder_of, products)
+            new = (
+                quantize_blocks(streamed, layers, src, settings, ctx)
+                if streamed
+                else _quantize_whole(model, layers, src, settings, ctx)
+            )
         if not any(edit["op"] == "quantize" for edit in new):
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
         kept = unused_patterns(model, settings.patterns)
         if kept:
             ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
-        ctx.warnings.extend(save_model(model, edits + new, ctx.out, src.path))
-        ctx.facts.update(
-            facts_of(model), bytes_before=weight_bytes(src.path), bytes_after=weight_bytes(ctx.out)
+        ctx.facts.update(facts_of(model), bytes_before=weight_bytes(src.path))
+        written = (
+            streamed.finish(edits + new) if streamed else save_model(model, edits + new, ctx.out, src.path)
         )
-        if found.pairs:
-            tell_of_pairs(found, src, settings, ctx)
+        ctx.warnings.extend(written)
+        ctx.facts["bytes_after"] = weight_bytes(ctx.out)
+
+
+def _quantize_whole(
+    model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
+) -> list[Edit]:
+    """Quantize `layers` of a model that is in memory; return the edits that make room for the result."""
+    from smelt.compress.quantize.decided import coders, decide, tell_of_pairs
+    from smelt.compress.quantize.planned import quantize_layers
+
+    found = decide(model, layers, src, settings, ctx)
+    codes = found.codes | {weight: pair.codes for weight, pair in found.pairs.items()}
+    products = {weight: (pair.up, pair.down) for weight, pair in found.pairs.items()}
+    new = quantize_layers(model, found.layers, found.ranges, coders(settings, codes), products)
+    if found.pairs:
+        tell_of_pairs(found, src, settings, ctx)
+    return found.edits + new
 
 
 def _help_of(scheme: Scheme) -> str:

@@ -23,6 +23,7 @@ from smelt.core.files import write_json
 from smelt.core.stage import StoredDtype
 from smelt.families.registry import family_of
 from smelt.families.walk import Block, blocks_of, head_of
+from smelt.runtime.layers.quantized import is_quantized, matrix_types
 from smelt.runtime.models.checkpoint import empty_model, save_beside
 from smelt.runtime.models.stored_dtype import narrowed, stored_types, weight_bytes
 from smelt.runtime.models.structure import Edit, with_masks
@@ -63,8 +64,17 @@ class StreamedModel:
                 setattr(module, name, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
         _give_back()
 
+    def enter_head(self) -> None:
+        """Read the weights of the output head, float32, where it is not the embedding."""
+        for place in head_of(self.model):
+            named = self.model.get_submodule(place).named_parameters()
+            names = {f"{place}.{name}": f"{place}.{name}" for name, tensor in named if tensor.is_meta}
+            _assign(self.model, names, self._places)
+
     def finish(self, edits: list[Edit]) -> list[str]:
         """Write what is in no block, and all that lies beside the weights; every block has to be written.
+
+        Of that, layers that became codes are written as they are now, and all others as they were.
 
         Args:
             edits: the structure that the model has now.
@@ -73,8 +83,16 @@ class StreamedModel:
             What the user should know: weights that do not fit into 16 bits.
         """
         inside = tuple(f"{block.place}." for block in self._blocks)
-        others = [name for name in self._places if not name.startswith(inside)]
-        self._write(len(self._blocks), {name: _read(self._places, name) for name in others})
+        named = self.model.named_modules(remove_duplicate=False)
+        coded = {n: m for n, m in named if is_quantized(m) and not n.startswith(inside)}
+        others = [n for n in self._places if not n.startswith((*inside, *(f"{name}." for name in coded)))]
+        tensors = {name: _read(self._places, name) for name in others}
+        written: set[int] = set()  # one that several layers have is written once, under its first name
+        for name, module in coded.items():
+            held = {f"{name}.{n}": t for n, t in module.named_parameters() if id(t) not in written}
+            written |= {id(tensor) for tensor in held.values()}
+            tensors |= held
+        self._write(len(self._blocks), tensors)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
         write_json(self._out / INDEX, index)
         dtype = str(self._types.common).removeprefix("torch.")
@@ -83,10 +101,11 @@ class StreamedModel:
 
     def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
         file = f"model-{number + 1:05}-of-{len(self._blocks) + 1:05}.safetensors"
-        wanted = {n: self._types.of([n]) for n, t in tensors.items() if t.is_floating_point()}
-        stored, notes = narrowed(tensors, wanted)
+        coded = matrix_types(self.model)
+        wanted = {n: coded.get(n) or self._types.of([n]) for n, t in tensors.items() if t.is_floating_point()}
+        stored, notes = narrowed({n: t.detach().contiguous() for n, t in tensors.items()}, wanted)
         self._notes.extend(notes)
-        save_file({n: t.contiguous() for n, t in stored.items()}, self._out / file, metadata={"format": "pt"})
+        save_file(stored, self._out / file, metadata={"format": "pt"})
         self._files |= dict.fromkeys(stored, file)
         self._bytes += sum(t.numel() * t.element_size() for t in stored.values())
 

@@ -58,6 +58,7 @@ ROOMS: dict[str, str] = {
     "export/tensorrt/rules": "test_table::test_rule_names_the_place_the_reason_and_what_to_do",
     "export/tokenizer": "test_tokenizer_export",
     "export/tune": "test_threads::test_the_fewest_threads_that_are_as_fast_as_any_are_taken",
+    "export/weights": "test_stored_once",
     "families": "test_registry",
     "house": "test_circles test_families test_layers test_recipes test_rooms test_schemes test_suite",
     "pipeline": "test_cli::test_stages_lists_all_and_explains_one",

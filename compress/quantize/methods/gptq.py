@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compress.calibration.blocks import drive
+from smelt.compress.calibration.blocks import Observe, drive
 from smelt.compress.calibration.inverse import DAMP, inverse_factor
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, width_of
@@ -116,18 +116,12 @@ def gptq(
         InputError: what a layer is fed is not finite, or cannot be inverted however damped.
     """
     tables = {layer.weight for layer in layers if not layer.product}
-    work = _Work(rows, fit, ctx)
+    work = GptqWork(rows, fit, ctx)
     if low_rank is not None:
         work.beside = {layer.weight: low_rank for layer in with_pairs(model, layers)}
     wanted = {id(layer.module): layer for layer in layers if layer.product and layer.weight not in tables}
     for step in drive(model, rows, ctx, stage="quantize"):
-        inside = [wanted.pop(id(m)) for m in step.module.modules() if id(m) in wanted]
-        inside = work.new(inside)
-        if inside:
-            device = inside[0].module.weight.device.type  # where the model computes while it is driven
-            collector = Collector({layer.name: width_of(layer.module) for layer in inside}, device=device)
-            step.observe({layer.name: [layer.module] for layer in inside}, collector.see)
-            work.decide(inside, {name: seen.to("cpu") for name, seen in collector.found.items()})
+        work.look([wanted.pop(id(m)) for m in step.module.modules() if id(m) in wanted], step.observe)
     if rest := work.new(list(wanted.values())):  # heads, poolers: behind the blocks
         with collected(model, rows, {layer.name: [layer.module] for layer in rest}, ctx) as found:
             work.decide(rest, found)
@@ -135,8 +129,11 @@ def gptq(
     return work.codes, work.pairs
 
 
-class _Work:
-    """What was decided so far."""
+class GptqWork:
+    """What was decided so far.
+
+    codes: by `Planned.weight`; pairs: of those that have one.
+    """
 
     def __init__(self, rows: CalibrationRows, fit: Fit, ctx: Context) -> None:
         self.rows, self.fit, self.ctx = rows, fit, ctx
@@ -153,6 +150,16 @@ class _Work:
         return list(
             {layer.weight: layer for layer in reversed(layers) if layer.weight not in self.codes}.values()
         )
+
+    def look(self, layers: Sequence[Planned], observe: Observe) -> None:
+        """Decide the codes of `layers` on what `observe` shows that they are fed."""
+        layers = self.new(layers)
+        if not layers:
+            return
+        device = layers[0].module.weight.device.type  # where the model computes while it is driven
+        collector = Collector({layer.name: width_of(layer.module) for layer in layers}, device=device)
+        observe({layer.name: [layer.module] for layer in layers}, collector.see)
+        self.decide(layers, {name: seen.to("cpu") for name, seen in collector.found.items()})
 
     @torch.no_grad()
     def decide(self, layers: Sequence[Planned], found: Mapping[str, InputStatistics]) -> None:

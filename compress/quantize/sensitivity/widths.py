@@ -13,8 +13,8 @@ import torch
 
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.coding import Coder
-from smelt.compress.quantize.damage import spread_of
 from smelt.compress.quantize.planned import Planned, quantize_layers
+from smelt.compress.quantize.sensitivity.damage import spread_of
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import replace_layer

@@ -7,7 +7,7 @@ import tiny
 import torch
 from pydantic import ValidationError
 
-from smelt.compress.quantize.damage import sensitive
+from smelt.compress.quantize.sensitivity.damage import sensitive
 from smelt.compress.quantize.sensitivity.settings import Budget
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.data import Example, Split

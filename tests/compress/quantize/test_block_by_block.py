@@ -1,0 +1,106 @@
+"""A large model quantized from file to file: the same codes, one block in memory, whole where it must be."""
+
+import every_family
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from smelt.compress.quantize import block_by_block
+from smelt.compress.quantize.block_by_block import open_large
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.core.errors import InputError
+from smelt.families.walk import blocks_of
+from smelt.runtime.layers.quantized import is_quantized
+from smelt.runtime.models import streamed
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.structure import read_edits
+
+GPTQ = {"scheme": "int4", "group_size": 16, "method": "gptq", "rows": 6}
+
+
+def quantize(family, folder, **settings):
+    source = every_family.of_layers(family, 2)
+    return every_family.run(Quantize(), QuantizeSettings(**settings), source, family, folder)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every model is a large one."""
+    monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+
+
+# head and embedding are two matrices, or one; an encoder is read before the decoder
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "t5", "bart"])
+@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "nearest"])
+def test_codes_are_those_of_the_whole_model(family, settings, tmp_path, monkeypatch):
+    whole = quantize(family, tmp_path / "whole", **settings)
+    monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+    parts = quantize(family, tmp_path / "parts", **settings)
+    assert len(list(parts.out.glob("*.safetensors"))) > 2
+    assert read_edits(parts.out) == read_edits(whole.out)
+    assert parts.facts.get("gptq_error") == whole.facts.get("gptq_error")
+    a = load_file(whole.out / "model.safetensors")
+    b = {name: t for file in parts.out.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    loaded = load_model(parts.out)[0]
+    assert (
+        sum(is_quantized(m) for m in loaded.modules())
+        == whole.facts["linear_layers"] + whole.facts["embeddings"]
+    )
+
+
+def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
+    most = []
+    real = streamed.StreamedModel.leave
+
+    def leave(self, block):
+        there = [b for b in blocks_of(self.model) if not all(p.is_meta for p in b.module.parameters())]
+        most.append(len(there))
+        real(self, block)
+        assert all(p.is_meta for p in block.module.parameters())
+
+    monkeypatch.setattr(streamed.StreamedModel, "leave", leave)
+    quantize("llama", tmp_path / "out", **GPTQ)
+    assert most == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"scheme": "int4", "group_size": 16, "method": "awq"}),
+        ("llama", {"scheme": "int8-static"}),
+        ("llama", {"scheme": "int8-dynamic", "skip": ["auto"]}),
+        ("llama", {"scheme": "int4", "group_size": 16, "low_rank": {"rank": 2}}),
+        ("llama", {"bits": {"budget": 4.5}}),
+        ("bert", GPTQ),  # its pooler is behind the blocks, and no output layer
+        ("gpt2", {"scheme": "int4", "group_size": 16}),  # its layers lie turned around in the file
+    ],
+)
+def test_what_compares_layers_takes_the_model_whole(family, settings, tmp_path, large, monkeypatch):
+    source = every_family.of_layers(family, 2)
+    asked = []
+
+    def open_it(*args):
+        asked.append(open_large(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(block_by_block, "open_large", open_it)
+    every_family.run(Quantize(), QuantizeSettings(**settings), source, family, tmp_path / "out")
+    assert asked == [None]
+
+
+@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "nearest"])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
+    source = every_family.of_layers("llama", 2)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in source.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    tensors[f"{name}.weight"][0, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"quantize: {name}: its largest weight is nan"):
+        every_family.run(Quantize(), QuantizeSettings(**settings), broken, "llama", tmp_path / "out")

@@ -141,4 +141,6 @@ class _Work:
         """Make codes of `layers`, whose weights are there; what was decided of them is done with."""
         codes = {} if self.gptq is None else self.gptq.codes
         self.edits += quantize_layers(self.streamed.model, layers, {}, coders(self.settings, codes))
+        for layer in layers:  # they are held by the plan
+            layer.module.to("meta")
         codes.clear()  # by the identity of weights, whose memory others take now

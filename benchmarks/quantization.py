@@ -64,6 +64,10 @@ ARMS: dict[str, dict[str, Any]] = {
         for scheme in ("int4", "int3", "int2")
         for method in ("nearest", "gptq", "awq", "hqq")
     },
+    "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64, "vocabulary": "int4"},
+    # as many bits as the mixed ones beside them
+    "int4 gptq g32": {"scheme": "int4", "method": "gptq", "group_size": 32},
+    "int3 gptq g32": {"scheme": "int3", "method": "gptq", "group_size": 32},
     "mixed 4.5 gptq": {"bits": {"budget": 4.5}, "method": "gptq"},
     "mixed 3.5 gptq": {"bits": {"budget": 3.5}, "method": "gptq"},
     "kmeans4": {"scheme": "kmeans4"},
@@ -174,7 +178,12 @@ def table(report: dict[str, Any], metric: str) -> list[str]:
         model = steps.get("model" if arm == "fp32" else step_of(arm))
         for target, label in (("ort-cpu", arm), ("openvino", f"{arm}, OpenVINO")):
             if model and (graph := steps.get(f"{step_of(arm)}-{target}")):
-                cells = [label, _bits(model), f"{graph['size_bytes'] / 1e6:.2f}", *_quality(graph, metric)]
+                cells = [
+                    label,
+                    _bits(steps.get(f"{step_of(arm)}-codes", model)),
+                    f"{graph['size_bytes'] / 1e6:.2f}",
+                    *_quality(graph, metric),
+                ]
                 lines.append("| " + " | ".join(cells) + " |")
     return lines
 

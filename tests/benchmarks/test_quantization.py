@@ -26,6 +26,8 @@ def test_every_arm_is_a_branch_of_a_recipe(task, tmp_path):
 def test_arms_are_chosen_by_patterns():
     assert quantization.chosen(["int3 *", "binary trained"]) == [
         *(f"int3 {method}" for method in ("nearest", "gptq", "awq", "hqq")),
+        "int3 gptq v4",
+        "int3 gptq g32",
         "int3 trained",
         "binary trained",
     ]
@@ -57,8 +59,10 @@ def step(name, bits, against=None):
 def test_quality_is_told_of_the_graph_beside_the_bits_of_its_codes():
     worse = {"bleu": {"difference": -0.31, "ci95": [-0.72, 0.24], "p_value": 0.344}}
     steps = [step("model", None), step("fp32-ort-cpu", None), step("int4-gptq", 4.25, worse)]
-    report = {"steps": [*steps, step("int4-gptq-ort-cpu", None, worse)]}
-    *_, fp32, int4 = quantization.table(report, "bleu")
+    steps += [step("int4-gptq-ort-cpu", None, worse), step("int2-trained-codes", 2.74, worse)]
+    steps += [step("int2-trained", None, worse), step("int2-trained-ort-cpu", None, worse)]
+    *_, fp32, int4, trained = quantization.table({"steps": steps}, "bleu")
+    assert trained.split(" | ")[:2] == ["| int2 trained", "2.74"]
     assert fp32.strip("| ").split(" | ") == ["fp32", "32", "6.54", "37.00 [35.00, 39.00]", "–"]
     assert int4.strip("| ").split(" | ") == [
         "int4 gptq", "4.25", "6.54", "37.00 [35.00, 39.00]", "-0.31 [-0.72, +0.24], p = 0.344",

@@ -36,6 +36,7 @@ from smelt.runtime.schemes.registry import find
 from smelt.runtime.schemes.scheme import Codes, Options, Scheme
 
 _COLUMNS = 128  # whose errors reach the rest at once
+_AT_ONCE = 2**24  # weights of a layer; a block's have fewer, a vocabulary's more
 
 
 def gptq_codes(
@@ -174,18 +175,38 @@ class GptqWork:
                     f"quantize: {layer.name}: what it is fed is not finite. The training before it has"
                     " probably gone astray."
                 )
-            scheme, weight = find(layer.scheme), layer.module.weight.detach().float().cpu()
-            held = weight == 0 if keeps_zeros(layer.module) else None
-            codes, pair = self._chosen(layer, weight, seen, held)
-            nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
-            values = values_of(codes, scheme, layer.options, weight)
-            if pair is not None:
-                values, self.pairs[layer.weight] = values + pair.product, pair
-            plain = values_of(Codes(nearest, codes.grid), scheme, layer.options, weight)
-            self.left[layer.name] = _share(values - weight, plain - weight, seen)
-            self.codes[layer.weight] = codes
+            weight = layer.module.weight
+            parts = [self._part(layer, rows, seen) for rows in weight.split(self._rows_at_once(layer))]
+            error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
+            self.left[layer.name] = error / plain if plain > 0 else 1.0
+            self.codes[layer.weight] = _joined([part[0] for part in parts])
             self.widest = max(self.widest, weight.shape[1])
-            layer.module.weight.copy_(values)
+
+    def _rows_at_once(self, layer: Planned) -> int:
+        """Return how many rows of a layer are decided at once: all, but of a vocabulary's, which are many."""
+        count, width = (int(size) for size in layer.module.weight.shape)
+        storage = find(layer.scheme).storage(1, width, layer.options)
+        apart = all(stored.by_row or stored.measured for stored in storage.values())
+        return max(1, _AT_ONCE // width) if apart and layer.weight not in self.beside else count
+
+    def _part(self, layer: Planned, rows: Tensor, seen: InputStatistics) -> tuple[Codes, float, float]:
+        """Decide the codes of some rows of a layer, and let these be what the codes stand for.
+
+        Returns:
+            Codes, and the squared errors of the outputs that they and rounding to nearest have.
+        """
+        scheme, weight = find(layer.scheme), rows.detach().float().cpu()
+        held = weight == 0 if keeps_zeros(layer.module) else None
+        codes, pair = self._chosen(layer, weight, seen, held)
+        nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
+        plain = values_of(Codes(nearest, codes.grid), scheme, layer.options, weight)
+        most = _error(plain.sub_(weight), seen)
+        values = values_of(codes, scheme, layer.options, weight)
+        if pair is not None:
+            values, self.pairs[layer.weight] = values + pair.product, pair
+        error = _error(values - weight, seen)
+        rows.copy_(values)
+        return codes, error, most
 
     def _chosen(
         self, layer: Planned, weight: Tensor, seen: InputStatistics, held: Tensor | None
@@ -233,10 +254,15 @@ class GptqWork:
             )
 
 
-def _share(off: Tensor, plain: Tensor, found: InputStatistics) -> float:
-    """Return the squared error of the outputs in parts of that of rounding to nearest."""
-    moment = found.second
-    assert moment is not None
-    moment = moment.float()
-    whole = float(((plain @ moment) * plain).sum())
-    return float(((off @ moment) * off).sum()) / whole if whole > 0 else 1.0
+def _joined(parts: Sequence[Codes]) -> Codes:
+    """Return the codes of all rows, of those of some."""
+    if len(parts) == 1:
+        return parts[0]
+    grid = {name: torch.cat([part.grid[name] for part in parts]) for name in parts[0].grid}
+    return Codes(torch.cat([part.codes for part in parts]), grid)
+
+
+def _error(off: Tensor, found: InputStatistics) -> float:
+    """Return the squared error of the outputs that weights have which are off by `off`, float32 [N, K]."""
+    assert found.second is not None
+    return float(((off @ found.second.float()) * off).sum())

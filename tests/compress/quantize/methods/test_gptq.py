@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
 from smelt.compress.calibration.inverse import inverse_factor
 from smelt.compress.calibration.rows import calibration_rows
@@ -200,6 +201,39 @@ def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_
     source, ctx = stage("bert", tmp_path / "out")
     assert asked == ["cpu"] * load_model(source)[0].config.num_hidden_layers
     assert ctx.facts["gptq_error"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("int4", {"group_size": 16, "symmetric": False}),
+        ("ternary", {"group_size": 64}),
+        ("kmeans4", {}),
+        ("int8-dynamic", {}),
+    ],
+)
+def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
+    scheme, options, tmp_path, monkeypatch
+):
+    sizes, real, source = [], module.gptq_codes, every_family.of_layers("llama", 2)
+
+    def run(name):
+        made = QuantizeSettings(scheme=scheme, method="gptq", rows=8, **options)
+        return every_family.run(Quantize(), made, source, "llama", tmp_path / name)
+
+    def seen(rows, *more):
+        sizes.append(len(rows))
+        return real(rows, *more)
+
+    whole = run("whole")
+    monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
+    monkeypatch.setattr(module, "gptq_codes", seen)
+    parts = run("parts")
+    assert max(sizes) == 7
+    assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
+    a, b = load_file(whole.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """What a config says of codes in its checkpoint: `quantization_config`, as GPTQ's and AWQ's tools write it.
 
 Sources: transformers' GPTQConfig and AwqConfig (utils/quantization_config.py); the layouts of AutoGPTQ,
-GPTQModel and AutoAWQ. Nothing here imports torch.
+GPTQModel, AutoAWQ and AutoRound (whose own format is GPTQ's first layout under another name). Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from smelt.runtime.schemes.registry import TAKEN
 SAID = "quantization_config"
 BITS = 4
 _METHODS = ("gptq", "awq")
+# AutoRound's own format, and the one of its packings that is read
+_AUTO_ROUND, _PACKING = "auto-round", "auto_round:auto_gptq"
 # what is added to a stored zero point: the first layout stores them less one
 _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 _AGAIN = f"Take a checkpoint of that form, or start from the float model and quantize: {{scheme: {TAKEN}}}."
@@ -47,12 +50,7 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
         return None
     if not isinstance(said, dict):
         raise InputError(f"{SAID} is {str(said)[:80]}; expected an object, as transformers writes it.")
-    method = str(said.get("quant_method", "")).lower()
-    if method not in _METHODS:
-        raise InputError(
-            f"{SAID}: quant_method is '{method[:40]}'; smelt reads the codes of {' and '.join(_METHODS)}"
-            " alone. Start from the float model, and quantize it here."
-        )
+    method = _method(said)
     bits = said.get("bits", said.get("w_bit"))
     if bits != BITS:
         raise InputError(f"{SAID}: {method} codes of {str(bits)[:20]} bits; smelt reads {BITS}. {_AGAIN}")
@@ -63,6 +61,26 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
     form = str(said.get("checkpoint_format", "gptq")).lower() if method == "gptq" else "gptq_v2"
     ordered = method == "gptq" and said.get("desc_act") is True and group != -1
     return Coding(method, None if group == -1 else group, _OFFSETS[form], ordered)
+
+
+def _method(said: Mapping[str, Any]) -> str:
+    """Return gptq or awq.
+
+    Raises:
+        InputError: the codes are of another method, or AutoRound packed them in another way.
+    """
+    method = str(said.get("quant_method", "")).lower()
+    if method == _AUTO_ROUND:
+        packing = str(said.get("packing_format", _PACKING))
+        if packing != _PACKING:
+            raise InputError(f"{SAID}: packing_format is '{packing[:40]}'; smelt reads {_PACKING}. {_AGAIN}")
+        return "gptq"
+    if method not in _METHODS:
+        raise InputError(
+            f"{SAID}: quant_method is '{method[:40]}'; smelt reads the codes of {', '.join(_METHODS)} and"
+            f" {_AUTO_ROUND} alone. Start from the float model, and quantize it here."
+        )
+    return method
 
 
 def _require_layout(method: str, said: Mapping[str, Any]) -> None:

@@ -6,6 +6,9 @@ from smelt.core.errors import InputError
 from smelt.runtime.models.coded.said import Coding, coding_of
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32} | {
+    "packing_format": "auto_round:auto_gptq"
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "GEMM"}
 
 
@@ -22,6 +25,7 @@ def test_layouts_that_are_read():
     assert of(**GPTQ | {"desc_act": True, "group_size": -1}) == Coding("gptq", None, 1)
     assert of(**GPTQ | {"group_size": -1}) == Coding("gptq", None, 1)
     assert of(**AWQ) == Coding("awq", 64, 0)
+    assert of(**AUTO_ROUND) == Coding("gptq", 32, 1)
     assert of(quant_method="awq", w_bit=4, q_group_size=128, version="gemm") == Coding("awq", 128, 0)
 
 
@@ -30,7 +34,7 @@ def test_layouts_that_are_read():
     [
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "quant_method is 'bitsandbytes'; .* gptq and awq",
+            "quant_method is 'bitsandbytes'; .* gptq, awq and auto-round",
         ),
         ({"load_in_4bit": True}, "quant_method is ''"),
         (GPTQ | {"bits": 3}, "gptq codes of 3 bits; smelt reads 4"),
@@ -39,6 +43,11 @@ def test_layouts_that_are_read():
         (GPTQ | {"is_marlin_format": True}, "checkpoint_format is 'marlin'"),
         (GPTQ | {"pack_dtype": "int8"}, "pack_dtype is 'int8'; smelt reads int32"),
         (GPTQ | {"group_size": "all"}, "group_size is all; expected a whole number"),
+        (AUTO_ROUND | {"bits": 2}, "gptq codes of 2 bits"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+            "packing_format is 'auto_round:auto_awq'; smelt reads auto_round:auto_gptq",
+        ),
         (AWQ | {"version": "gemv"}, "version is 'gemv', a layout of one kernel; smelt reads gemm"),
     ],
 )

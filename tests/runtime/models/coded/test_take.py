@@ -1,6 +1,7 @@
 """GPTQ and AWQ checkpoints: their very codes, against values by the formats' definition; what is refused."""
 
 import json
+from pathlib import Path
 
 import causal
 import coded
@@ -8,6 +9,7 @@ import every_family
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
@@ -19,6 +21,7 @@ from smelt.runtime.models.import_model import import_model
 from smelt.runtime.models.structure import read_edits
 
 GATE = "model.layers.0.mlp.gate_proj"
+AUTO_ROUND = Path(__file__).parent / "written_by_auto_round"
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,17 @@ def test_awq_codes_mean_what_the_format_says(llama, tmp_path):
     for name, wanted in values.items():
         np.testing.assert_array_equal(model.get_submodule(name).matrix.dequantize().numpy(), wanted)
     assert {edit["op"] for edit in read_edits(tmp_path / "out")} == {"quantize"}
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "auto-round"])
+def test_checkpoints_of_another_tool_mean_what_that_tool_says(form, tmp_path):
+    model, _ = taken(AUTO_ROUND / form, tmp_path / "out")
+    values = load_file(AUTO_ROUND / f"{form}-values.safetensors")
+    assert values.keys() == {name for name, module in model.named_modules() if is_quantized(module)}
+    for name, wanted in values.items():
+        matrix = model.get_submodule(name).matrix
+        assert matrix.dequantize().equal(wanted)
+        assert matrix.options["symmetric"] is (form == "auto-round")
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])

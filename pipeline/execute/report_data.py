@@ -47,13 +47,19 @@ class ReportBuilder:
             "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
             "environment": environment(),
             "status": self.status,
-            "baseline": plan.recipe.baseline,
+            "baseline": None,
             "warnings": list(plan.warnings),
             "steps": [_blank("model", "model", None, {})]
             + [_blank(s.name, s.stage, s.parent, s.settings.model_dump(mode="json")) for s in plan.steps],
             "frontier": [],
         }
         self._steps = {step["name"]: step for step in self.data["steps"]}
+        self._find_baseline()
+
+    def _find_baseline(self) -> None:
+        """Name the baseline once it is there: `--until` may leave it out."""
+        if self.plan.recipe.baseline in self._steps:
+            self.data["baseline"] = self.plan.recipe.baseline
 
     def warn(self, text: str) -> bool:
         """Add a warning about the whole run; return whether it is new."""
@@ -91,6 +97,7 @@ class ReportBuilder:
         """
         entry = _blank(step.name, step.stage, step.parent, step.settings.model_dump(mode="json"))
         self._steps[step.name] = entry
+        self._find_baseline()
         if score is None:
             self.unscored(step.name, artifact, reason or "the run that made it did not score it so", True)
         else:

@@ -91,6 +91,20 @@ def test_until_set_and_limit_change_what_is_done(home, tmp_path):
     assert report["steps"][0]["quality"]["bleu"]["n"] == 3
 
 
+def test_until_may_stop_before_the_baseline(home, tmp_path):
+    places = ("--out", tmp_path / "r", "--store", tmp_path / "s", "--set", "baseline=quantize")
+    result = _run(home, *places, "--until", "prune")
+    assert result.exit_code == 0, result.output
+    report = _report(tmp_path / "r")
+    assert report["baseline"] is None
+    assert "the baseline 'quantize' is left out, so nothing is compared with it." in report["warnings"]
+    assert [s["against_baseline"] for s in report["steps"]] == [{}, {}]
+    assert _run(home, *places).exit_code == 0
+    report = _report(tmp_path / "r")
+    assert report["baseline"] == "quantize"
+    assert report["steps"][1]["against_baseline"]["bleu"]["p_value"] is not None
+
+
 def test_a_teacher_of_another_branch_is_used_and_is_part_of_the_key(home, tmp_path):
     """The step that a setting names counts by what it is: neither its name nor its branch matters."""
     train = "max_steps: 1, batch_size: 4, evals: 1"

@@ -55,19 +55,21 @@ TASKS: dict[str, dict[str, Any]] = {
         "training": {"tokens_per_batch": 4000, "learning_rate": 5.0e-4},
     },
 }  # fmt: skip
+# three bits in the vocabulary too, where int4 is what stands there unless said
+ALL_INT3 = {"scheme": "int3", "vocabulary": "int3"}
 ARMS: dict[str, dict[str, Any]] = {
     "int8-dynamic": {"scheme": "int8-dynamic"},
     "int8-groupwise": {"scheme": "int8-groupwise"},
     "int8-static": {"scheme": "int8-static"},
     **{
-        f"{scheme} {method}": {"scheme": scheme, "method": method, "group_size": 64}
-        for scheme in ("int4", "int3", "int2")
+        f"{codes['scheme']} {method}": codes | {"method": method, "group_size": 64}
+        for codes in ({"scheme": "int4"}, ALL_INT3, {"scheme": "int2"})
         for method in ("nearest", "gptq", "awq", "hqq")
     },
-    "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64, "vocabulary": "int4"},
+    "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64},
     # as many bits as the mixed ones beside them
     "int4 gptq g32": {"scheme": "int4", "method": "gptq", "group_size": 32},
-    "int3 gptq g32": {"scheme": "int3", "method": "gptq", "group_size": 32},
+    "int3 gptq g32": ALL_INT3 | {"method": "gptq", "group_size": 32},
     "mixed 4.5 gptq": {"bits": {"budget": 4.5}, "method": "gptq"},
     "mixed 3.5 gptq": {"bits": {"budget": 3.5}, "method": "gptq"},
     "kmeans4": {"scheme": "kmeans4"},
@@ -79,7 +81,8 @@ ARMS: dict[str, dict[str, Any]] = {
 # trained through their codes; `fp32 trained` is the control with as many updates
 TRAINED = {
     "fp32 trained": None,
-    **{f"{scheme} trained": scheme for scheme in ("int3", "int2", "ternary", "binary")},
+    "int3 trained": ALL_INT3,
+    **{f"{scheme} trained": {"scheme": scheme} for scheme in ("int2", "ternary", "binary")},
 }
 OPENVINO = ("fp32", "int8-static", "int8-groupwise", "int4 nearest")
 RUNTIMES = {"ONNX Runtime": "-ort-cpu", "OpenVINO": "-openvino", "torch": ""}
@@ -102,7 +105,7 @@ def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:
     distill = {"distill": {"teacher": "model"} | training, "name": step_of(arm)}
     if TRAINED[arm] is None:
         return [distill | {"from": "model"}]
-    codes = {"scheme": TRAINED[arm], "group_size": 64}
+    codes = TRAINED[arm] | {"group_size": 64}
     return [{"quantize": codes, "name": f"{step_of(arm)}-codes", "from": "model"}, distill]
 
 

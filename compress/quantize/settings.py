@@ -240,6 +240,8 @@ class QuantizeSettings(_FromSchemes):
             )
         if self.clip != "none" and self.method == "hqq":
             raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")
+        if self.clip != "none" and not SCHEMES[self.scheme].clips:
+            raise ValueError(f"clip cuts off the ends of a range, and {self.scheme} has none; remove it")
         if self.beside is not None and (self.method == "awq" or self.bits is not None):
             other = "bits" if self.bits is not None else "method: awq"
             raise ValueError(f"low_rank goes with one scheme, by nearest, gptq or hqq; remove {other}, or it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smelt.core.errors import InputError
@@ -48,58 +49,95 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
             )
 
 
+@dataclass(frozen=True)
+class _Codes:
+    """What is known of a model's codes before any work.
+
+    there: whether it has some. scheme: of its layers. used: schemes of all its matrices. unsplit: what keeps
+    its layers from being split, and what to do. halved: whether they were.
+    """
+
+    there: bool = False
+    scheme: str = ""
+    used: tuple[str, ...] = ()
+    unsplit: str = ""
+    halved: bool = False
+
+
 def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of steps that say how codes train where there are none, and what to say.
+    """Yield the names of steps that train codes in a way that these cannot, and what to say.
 
     Args:
         steps: of the plan, parents first.
         config: of the untouched model.
     """
     try:
-        coded = set[str]() if coding_of(config) is None else {ROOT}
+        there = coding_of(config) is not None
     except InputError:  # said of the model
         return
-    schemes = {ROOT: TAKEN}
-    # of those that were used one must have scales that can be learned
-    learned: dict[str, tuple[str, ...]] = {ROOT: (TAKEN,)}
-    whole: dict[str, str] = {}
+    known = {ROOT: _Codes(there, TAKEN, (TAKEN,))}
     for step in steps:
-        schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
-        own: Any = step.settings
-        # a graph of somebody else is quantized by other settings, and nothing trains it
-        says = getattr(own, "schemes", None)
-        used = says() if says is not None else learned.get(step.parent, ())
-        learned[step.name] = used
-        codes = getattr(step.settings, "codes", None)
+        before = known.get(step.parent, _Codes())
         other = getattr(getattr(step.settings, "student", None), "other", False)
-        learns = not used or any(SCHEMES[name].learns for name in used)
-        if codes is not None and codes.scales == "lsq" and step.parent in coded and not (learns or other):
-            yield (
-                step.name,
-                f"codes: scales: lsq learns the scales of codes, and {' and '.join(used)} has none to"
-                " learn; quantize with another scheme, or leave scales out.",
-            )
-        whole[step.name] = _unsplit(own) if step.stage == "quantize" else whole.get(step.parent, "")
-        if codes is not None and codes.split and step.parent in coded:
-            before, known = schemes[step.name], [name for name, one in SCHEMES.items() if one.halves]
-            if before not in known:
-                yield (
-                    step.name,
-                    f"codes: split makes two layers of each {' or '.join(known)} one, and those before it are"
-                    f" {before}; quantize with scheme: {' or '.join(known)}, or leave split out.",
-                )
-            elif whole[step.name]:
-                yield step.name, f"codes: split: the layers before it have {whole[step.name]}"
-            else:
-                schemes[step.name] = SCHEMES[before].halves
-        if step.stage == "quantize" or (step.parent in coded and not other):
-            coded.add(step.name)
-        elif codes is not None:
+        if step.stage == "quantize":
+            known[step.name] = _quantized(step.settings)
+            continue
+        known[step.name] = _Codes() if other else before
+        codes = getattr(step.settings, "codes", None)
+        if codes is not None and (other or not before.there):
             yield (
                 step.name,
                 "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
                 " before it, or leave codes out.",
             )
+        elif before.there and not other:
+            if message := _untrainable(step.settings, before):
+                yield step.name, message
+            else:
+                known[step.name] = _trained(step.settings, before)
+
+
+def _quantized(settings: Any) -> _Codes:
+    """Return what `quantize` leaves; a graph of somebody else has other settings, and nothing trains it."""
+    says = getattr(settings, "schemes", None)
+    scheme = str(getattr(settings, "scheme", ""))
+    return _Codes(True, scheme, says() if says is not None else (), _unsplit(settings))
+
+
+def _untrainable(settings: Any, before: _Codes) -> str:
+    """Return why a training cannot work on the codes before it, and what to do; "" where it can."""
+    codes, adapts = getattr(settings, "codes", None), getattr(settings, "lora", None) is not None
+    learns = not before.used or any(SCHEMES[name].learns for name in before.used)
+    if codes is not None and codes.scales == "lsq" and not learns:
+        return (
+            f"codes: scales: lsq learns the scales of codes, and {' and '.join(before.used)} has none to"
+            " learn; quantize with another scheme, or leave scales out."
+        )
+    if codes is not None and codes.split:
+        known = " or ".join(name for name, one in SCHEMES.items() if one.halves)
+        if not SCHEMES[before.scheme].halves:
+            return (
+                f"codes: split makes two layers of each {known} one, and those before it are"
+                f" {before.scheme}; quantize with scheme: {known}, or leave split out."
+            )
+        if before.unsplit:
+            return f"codes: split: the layers before it have {before.unsplit}"
+    if adapts and before.halved:
+        return (
+            "lora: layers of which codes: split made two have no place for an adapter; leave lora out, which"
+            " trains all weights."
+        )
+    return ""
+
+
+def _trained(settings: Any, before: _Codes) -> _Codes:
+    """Return what a training leaves of the codes before it."""
+    codes = getattr(settings, "codes", None)
+    if codes is not None and codes.split:
+        return replace(before, scheme=SCHEMES[before.scheme].halves, halved=True)
+    if getattr(settings, "lora", None) is not None:
+        return replace(before, unsplit="adapters beside their codes; leave lora out before it.")
+    return before
 
 
 def _unsplit(quantize: Any) -> str:

@@ -93,6 +93,18 @@ def test_ternary_layers_that_cannot_be_split_are_said_before_work(folder, more, 
     assert said in told
 
 
+def test_adapters_and_halves_are_kept_apart_before_work(folder):
+    ternary, split = "quantize: {scheme: ternary}", "finetune: {codes: {split: true}}"
+    lora = "finetune: {lora: {rank: 2}}\n    name: adapters"
+    for order, said in (
+        ((lora, split), "the layers before it have adapters beside their codes; leave lora out before it"),
+        ((split, "finetune: {}\n    name: more", lora), "lora: layers of which codes: split made two"),
+    ):
+        told = harness.smelt("plan", recipe(folder, ternary, *order, model="float"), code=2).stderr
+        assert said in " ".join(told.split())
+    harness.smelt("plan", recipe(folder, ternary, lora, "finetune: {}", model="float"), code=0)
+
+
 def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     coded.gptq(folder / "float", tmp_path / "gptq", bits=3)
     (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
+from smelt.core.data import CLASSIFICATION, SIMILARITY, TEXT_TO_TEXT
 from smelt.families.registry import FAMILIES, blockless
 from smelt.look.model import ModelLook
 from smelt.recipe.stage_table import load_stage
@@ -93,9 +93,20 @@ def _fast(seen: ModelLook) -> Iterator[Step]:
         yield Step("distill", f"{{{how}}}", why, "shallow", "model")
         yield Step("shortlist", "{}", "each source has few words to choose from", "small")
         return
+    stack = next(iter(counts))
+    if seen.task in CLASSIFICATION:
+        half = max(1, counts[stack] // 2)
+        yield Step(
+            "depth", f"{{{stack}: {half}}}", "half of the layers stay, those that the loss misses most"
+        )
+        yield Step("prune", "{what: [ffn], keep: 0.5}", "half of their FFN neurons goes")
+        yield Step(
+            "distill", f"{{{teacher}{_LOGITS}, epochs: 5}}", "the whole model teaches the rest", "small"
+        )
+        return
     # a third of the layers, as evenly spaced ones; a decoder-only model writes worse for each that goes
     share = 2 if seen.task == "language-modeling" else 3
-    few = f"student: {{{next(iter(counts))}: {max(1, round(next(iter(counts.values())) / share))}}}"
+    few = f"student: {{{stack}: {max(1, round(counts[stack] / share))}}}"
     parts = f"losses: {{{_PARTS[seen.task]}}}" if seen.task in _PARTS else _LOGITS
     yield Step("distill", f"{{{teacher}{few}, {parts}, epochs: 3}}", "few layers are fast", "shallow")
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""

@@ -2,7 +2,8 @@
 
 A graph holds many products of one shape with different weights, so that codes come from where they come from
 in a model, not from the nearest cache. Sessions of all forms alternate; printed are µs a product (median of
-the rounds), one thread, random weights.
+the rounds, and half of their range in per cent with --spread), one thread, random weights. A form is fp32,
+dynamic, or bits/group as in 4b/64; 2b/64+lut multiplies 2-bit codes by tables (session key mlas.use_lut_gemm).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 FORMS = ("fp32", "dynamic", "8b/32", "8b/64", "8b/128", "4b/32", "4b/64", "4b/128")
 _BYTES = 4_000_000  # of 8-bit codes that a graph holds, or one product
 _MOST = 32
+_TABLES = "+lut"
 
 
 def constants(form: str, width: int, outputs: int, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -29,7 +31,7 @@ def constants(form: str, width: int, outputs: int, seed: int) -> tuple[str, dict
     if form == "dynamic":
         codes = numbers.integers(-127, 128, (width, outputs)).astype(np.int8)
         return "DynamicQuantizeMatMul", {"w": codes, "s": np.full(outputs, 0.01, np.float32)}, {}
-    bits, group = int(form[0]), int(form.split("/")[1])
+    bits, group = int(form[0]), int(form.split("/")[1].removesuffix(_TABLES))
     groups = -(-width // group)
     codes = numbers.integers(0, 256, (outputs, groups, group * bits // 8)).astype(np.uint8)
     scales = np.full((outputs, groups), 0.01, np.float32)
@@ -59,11 +61,13 @@ def session(form: str, width: int, outputs: int) -> tuple[Any, int]:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    if form.endswith(_TABLES):
+        options.add_session_config_entry("mlas.use_lut_gemm", "1")
     return onnxruntime.InferenceSession(model.SerializeToString(), options), count
 
 
-def timed(sessions: dict[str, tuple[Any, int]], rows: int, width: int, rounds: int) -> dict[str, float]:
-    """Return µs a product by form."""
+def timed(sessions: dict[str, tuple[Any, int]], rows: int, width: int, rounds: int) -> dict[str, list[float]]:
+    """Return µs a product by form, of each round."""
     x = np.random.default_rng(0).standard_normal((rows, width), np.float32)
     bindings = {}
     for form, (opened, count) in sessions.items():
@@ -81,7 +85,13 @@ def timed(sessions: dict[str, tuple[Any, int]], rows: int, width: int, rounds: i
                 again, took = again + 1, time.process_time() - began
             if number:
                 found[form].append(1e6 * took / (again * count))
-    return {form: median(times) for form, times in found.items()}
+    return found
+
+
+def told(times: list[float], spread: bool) -> str:
+    """Return the median, and how far the rounds were from it."""
+    middle = median(times)
+    return f"{middle:.1f}" + (f" ±{50 * (max(times) - min(times)) / middle:.0f} %" if spread else "")
 
 
 def main() -> None:
@@ -90,14 +100,17 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", help="inputs x outputs, as 256x8000")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--forms", nargs="+", default=FORMS)
+    parser.add_argument("--spread", action="store_true")
     chosen = parser.parse_args()
-    print(f"| product | rows | {' | '.join(FORMS)} |\n|:--|{'--:|' * (1 + len(FORMS))}")
+    print(f"| product | rows | {' | '.join(chosen.forms)} |\n|:--|{'--:|' * (1 + len(chosen.forms))}")
     for shape in chosen.shapes:
         width, outputs = map(int, shape.split("x"))
-        sessions = {form: session(form, width, outputs) for form in FORMS}
+        sessions = {form: session(form, width, outputs) for form in chosen.forms}
         for rows in chosen.rows:
             times = timed(sessions, rows, width, chosen.rounds)
-            print(f"| {shape} | {rows} | {' | '.join(f'{t:.1f}' for t in times.values())} |", flush=True)
+            cells = (told(of_form, chosen.spread) for of_form in times.values())
+            print(f"| {shape} | {rows} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,23 +48,15 @@ def spell_out(model: Any) -> int:
     for node in graph.node:
         if node.domain != LOAD_TIME:
             nodes.append(node)
+            if node.op_type == "BitwiseOr" and node.input[0] in shapes:  # codes of which parts are apart
+                shapes[node.output[0]] = shapes[node.input[0]]
             continue
-        source, result = node.input[0], node.output[0]
-        first = made.setdefault((node.op_type, *node.input), result)
+        source, result = renamed.get(node.input[0], node.input[0]), node.output[0]
+        first = made.setdefault((node.op_type, source, *node.input[1:]), result)
         if first != result:
             renamed[result] = first
-        elif node.op_type == "FloatScales":
-            nodes.append(_cast(source, result))
-        elif node.op_type in DEQUANTIZED:
-            nodes.append(_dequantize(graph, node, shapes))
-        elif node.op_type == BLOCKED:
-            nodes += blocked_weights(model, node)
-        elif node.op_type == "Transposed":
-            nodes.append(_turn(source, result))
         else:
-            width = tables[node.op_type].shape[1]
-            wide = [*shapes[source][:-1], width * shapes[source][-1]]
-            nodes += _spread(graph, source, result, wide, _name(node.op_type))
+            nodes += _spelled_out(model, node, source, shapes, tables)
     found = len(made) + len(renamed)
     if not found:
         return 0
@@ -80,6 +72,24 @@ def spell_out(model: Any) -> int:
     del model.opset_import[:]
     model.opset_import.extend(kept)
     return found
+
+
+def _spelled_out(
+    model: Any, node: Any, source: str, shapes: dict[str, list[int]], tables: dict[str, Any]
+) -> list[Any]:
+    """Return what computes a place-holder from `source`; add what it needs, and its shape if it is spread."""
+    result = node.output[0]
+    if node.op_type == "FloatScales":
+        return [_cast(source, result)]
+    if node.op_type in DEQUANTIZED:
+        return [_dequantize(model.graph, node, shapes)]
+    if node.op_type == BLOCKED:
+        return list(blocked_weights(model, node))
+    if node.op_type == "Transposed":
+        return [_turn(source, result)]
+    width = tables[node.op_type].shape[1]
+    shapes[result] = [*shapes[source][:-1], width * shapes[source][-1]]  # which may be spread again
+    return _spread(model.graph, source, result, shapes[result], _name(node.op_type))
 
 
 def _cast(source: str, result: str) -> Any:

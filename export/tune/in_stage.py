@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.core.stage import Context
 from smelt.export.graphs.graph import Graph
 from smelt.export.parity.reference import Reference, deployed_again
-from smelt.export.tune.products import choose_forms
+from smelt.export.tune.products import MARGIN, choose_forms
 from smelt.export.tune.settings import Tune
 from smelt.export.tune.threads import cores, measure_threads
+from smelt.runtime.schemes.registry import DEFAULT
 
 
 def choose_operators(
@@ -40,11 +41,26 @@ def choose_operators(
     each = size * use.beams
     rows = {graph.name: each if graph.name == steps else size * length for graph in graphs}
     found = choose_forms(graphs, rows, threads, [m.matrix for m in stay if hasattr(m, "matrix")])
-    if not found["layers"]:
+    forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
+    if not any(len(names) > 1 for names in forms):
         ctx.warnings.append("tune: no layer of this model can leave as more than one operator")
+    _compare(found["microseconds_in_all"], use, ctx)
     told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
     ctx.facts["tune"] = told | found
     return deployed_again(parent, reference)
+
+
+def _compare(in_all: Mapping[str, float], use: Tune, ctx: Context) -> None:
+    """Warn where the products together are slower than int8-dynamic's would be."""
+    chosen, as_int8 = in_all["chosen"], in_all[DEFAULT]
+    if chosen * (1 - MARGIN) > as_int8 > 0:
+        beams = f" and {use.beams} beams" if use.beams > 1 else ""
+        ctx.warnings.append(
+            f"tune: with batches of {use.batch_size}{beams} the products of these codes take"
+            f" {chosen / as_int8:.2f} times as long on this machine as in {DEFAULT} ({chosen:.0f} against"
+            f" {as_int8:.0f} µs, once through each graph); for such calls quantize: {{scheme: {DEFAULT}}} is"
+            " faster"
+        )
 
 
 def write_threads(

@@ -2,6 +2,8 @@
 
 Schemes say between which operators there is a choice (`Scheme.forms`). One may be faster for one row and
 slower for eight, faster where there are few inputs and slower where there are many, and processors differ.
+Beside them the same products are timed in int8-dynamic, so that a scheme which is slower than that for the
+use at hand is told.
 
 Shapes: K = inputs, N = outputs.
 """
@@ -23,7 +25,7 @@ from smelt.export.graphs.attention import Pack
 from smelt.export.graphs.attention_modules import pack_projections
 from smelt.export.graphs.graph import Graph
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
-from smelt.runtime.schemes.registry import find
+from smelt.runtime.schemes.registry import DEFAULT, find
 
 # Another form than the first is taken only where it is faster by more than this share
 MARGIN = 0.05
@@ -39,13 +41,19 @@ class Product:
     """One matrix that is multiplied with, and what was measured.
 
     names: of its layers in the graphs. rows: of activations in each of its uses. us: microseconds of all uses
-    by form.
+    by form. as_int8: those of int8-dynamic.
     """
 
     matrix: Matrix
     names: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     us: dict[str, float] = field(default_factory=dict)
+    as_int8: float = 0.0
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The operators that it can leave as."""
+        return self.matrix.scheme.forms(self.matrix.options)
 
     @property
     def shape(self) -> str:
@@ -71,12 +79,13 @@ def choose_forms(
     for graph in graphs:
         pack_projections(graph.module.attentions)
         for name, linear in multiplied(graph.module):
-            if len(linear.matrix.scheme.forms) > 1 and id(linear.matrix) not in settled:
+            if linear.matrix.scheme.forms(linear.matrix.options) and id(linear.matrix) not in settled:
                 product = products.setdefault(id(linear.matrix), Product(linear.matrix))
                 product.names.append(f"{graph.name}: {name}")
                 product.rows.append(rows[graph.name])
     for product in products.values():
         product.us = _measured(product, threads)
+        product.as_int8 = _as_int8(product, threads)
         product.matrix.choose_form(choice(product.us))
     for graph in graphs:
         for pack in graph.module.modules():
@@ -123,7 +132,7 @@ def _hand_on(matrix: Matrix, parts: Iterable[nn.Module]) -> None:
 
 
 def _measured(product: Product, threads: int) -> dict[str, float]:
-    matrix, total = product.matrix, dict.fromkeys(product.matrix.scheme.forms, 0.0)
+    matrix, total = product.matrix, dict.fromkeys(product.forms, 0.0)
     for rows in product.rows:
         options = tuple(matrix.options.items())
         found = measure(matrix.scheme.name, options, matrix.width, len(matrix.codes), rows, threads)
@@ -132,12 +141,22 @@ def _measured(product: Product, threads: int) -> dict[str, float]:
     return total
 
 
+def _as_int8(product: Product, threads: int) -> float:
+    """Return microseconds of all uses of a product of this shape in int8-dynamic, in its first form."""
+    matrix, first = product.matrix, find(DEFAULT).forms({})[0]
+    if matrix.scheme.name == DEFAULT:
+        return product.us[first]
+    shape = matrix.width, len(matrix.codes)
+    return sum(measure(DEFAULT, (), *shape, rows, threads)[first] for rows in product.rows)
+
+
 @cache
 def measure(
     scheme: str, options: tuple[Any, ...], width: int, outputs: int, rows: int, threads: int
 ) -> dict[str, float]:
     """Return microseconds of a product by form: processor time with one thread, else wall time."""
-    sessions = {form: _session(scheme, options, width, outputs, form, threads) for form in find(scheme).forms}
+    forms = find(scheme).forms(dict(options))
+    sessions = {form: _session(scheme, options, width, outputs, form, threads) for form in forms}
     x = np.random.default_rng(0).standard_normal((rows, width), np.float32)
     clock = time.process_time if threads == 1 else time.perf_counter
     found: dict[str, list[float]] = {form: [] for form in sessions}
@@ -166,7 +185,8 @@ def _session(scheme: str, options: tuple[Any, ...], width: int, outputs: int, fo
     numbers = torch.Generator().manual_seed(0)
     for at in range(max(1, min(_MOST, _BYTES // (width * outputs)))):
         matrix = Matrix(find(scheme), outputs, width, dict(options))
-        matrix.codes.data.random_(-127, 128, generator=numbers)
+        if matrix.codes.dtype == torch.int8:
+            matrix.codes.data.random_(-127, 128, generator=numbers)
         matrix.choose_form(form)
         node, tensors = matrix.scheme.form_node(matrix, "x", f"y{at}")
         nodes.append(node)
@@ -190,11 +210,17 @@ def _session(scheme: str, options: tuple[Any, ...], width: int, outputs: int, fo
 
 
 def _facts(products: Iterable[Product]) -> dict[str, Any]:
-    """Return the layers by operator, and microseconds by shape."""
+    """Return the layers by operator, microseconds by shape, and those of all products beside int8-dynamic."""
     layers: dict[str, list[str]] = {}
     us: dict[str, dict[str, Any]] = {}
+    in_all = {"chosen": 0.0, DEFAULT: 0.0}
     for product in products:
         layers.setdefault(product.matrix.form, []).extend(product.names)
         times = {form: round(took, 2) for form, took in product.us.items()}
         us[product.shape] = times | {"chosen": product.matrix.form}
-    return {"layers": layers, "microseconds": us}
+        if product.matrix.scheme.name != DEFAULT:
+            us[product.shape][DEFAULT] = round(product.as_int8, 2)
+        in_all["chosen"] += product.us[product.matrix.form]
+        in_all[DEFAULT] += product.as_int8
+    whole = {name: round(took, 1) for name, took in in_all.items()}
+    return {"layers": layers, "microseconds": us, "microseconds_in_all": whole}

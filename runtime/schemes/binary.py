@@ -2,8 +2,9 @@
 
 value = scale if the bit is 1, else -scale. Stored as one bit a weight (bit i of byte j belongs to the weight
 8 j + i of its group) and float16 scales, so that groups of 64 take 1.25 bits a weight. They leave as
-MatMulNBits with 2-bit codes (1 is -1, 3 is +1, the zero point is 2); the graph holds the bits, and ONNX
-Runtime widens them once, when the session is opened.
+MatMulNBits with 2-bit codes (1 is -1, 3 is +1, the zero point is 2), or 4-bit ones where activations stay
+float32 (parts/forms.py); the graph holds the bits, and ONNX Runtime widens them once, when the session is
+opened.
 
 For a group w of a row, the best values of the form alpha * sign are alpha = mean |w| and the signs of w
 (Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279, section 3.1, Binary-Weight-Networks); sign(0) is +1.
@@ -21,13 +22,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
+from smelt.runtime.schemes.parts import forms, nibbles
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TABLE = "TwoBitCodes"
+# tables by the bits of the codes that they give
+_TABLES = {2: "TwoBitCodes", 4: "NibblesOfBits"}
 
 
 class Binary(Scheme):
@@ -102,24 +105,40 @@ class Binary(Scheme):
         return parts.graph_tensors(matrix)
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulNBits with 2 bits, which are made of the stored ones when the graph is loaded."""
+        """Emit MatMulNBits, whose codes are made of the stored ones when the graph is loaded."""
         from smelt.runtime.layers import emit
 
-        return parts.emit_product(matrix, x, bias, 2, emit.spread(_TABLE, matrix.tensor("codes"), 2))
+        bits = forms.bits_of(matrix, _own_bits(matrix.options))
+        spread = min(bits, 4)
+        codes = emit.spread(_TABLES[spread], matrix.tensor("codes"), spread)
+        return parts.emit_product(matrix, x, bias, bits, forms.as_bytes(codes) if bits == 8 else codes)
+
+    def forms(self, options: Options) -> tuple[str, ...]:
+        """Return the operators of as many bits and more."""
+        return forms.forms_of(_own_bits(options), options)
+
+    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return MatMulNBits of the form's bits."""
+        return forms.node(matrix, _own_bits(matrix.options), x, y)
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Return the same operator at accuracy level 0."""
         return parts.exact_nodes(node)
 
     def load_tables(self) -> dict[str, Any]:
-        """Return for each byte of eight bits the two bytes of its eight 2-bit codes, uint8 [256, 2].
+        """Return for each byte of eight bits its eight codes, in two bytes of 2-bit or four of 4-bit ones.
 
-        A byte of row b holds four codes, the first in the lowest bits: 1 (that is -1) for a bit of b that is
-        0, and 3 (that is +1) for one that is 1.
+        A bit that is 0 is -1 and one that is 1 is +1, beside the middle: codes 1 and 3, or 7 and 9.
         """
         import numpy as np
 
-        bits = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & 1
-        codes = np.where(bits == 1, 3, 1).astype(np.uint8).reshape(256, 2, 4)
+        signs = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & 1
+        codes = np.where(signs == 1, 3, 1).astype(np.uint8).reshape(256, 2, 4)
         shifted = codes << np.array([0, 2, 4, 6], dtype=np.uint8)
-        return {_TABLE: np.bitwise_or.reduce(shifted, axis=2)}
+        pairs = [nibbles.MIDDLE - 1, nibbles.MIDDLE + 1]
+        return {_TABLES[2]: np.bitwise_or.reduce(shifted, axis=2), _TABLES[4]: nibbles.table(pairs)}
+
+
+def _own_bits(options: Options) -> int:
+    """Return in how many bits codes leave unless another form is chosen."""
+    return 2 if parts.rounds_activations(options) else 4

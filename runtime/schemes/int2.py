@@ -42,15 +42,13 @@ class Int2(AffineGroups):
         """Say whether activations stay float32."""
         return not parts.rounds_activations(options)
 
-    def product_codes(self, matrix: Coded) -> Tensor:
-        """Emit the codes, or where `spreads` two bytes of 4-bit codes for each byte."""
+    def nibbles(self, matrix: Coded) -> Tensor:
+        """Emit two bytes of 4-bit codes for each byte."""
         from smelt.runtime.layers import emit
 
-        if not self.spreads(matrix.options):
-            return super().product_codes(matrix)
         return emit.spread(_TABLE, matrix.tensor("codes"), 2)
 
     def load_tables(self) -> dict[str, Any]:
         """Return for each byte of four codes the two bytes of the same as 4-bit ones."""
         first = nibbles.MIDDLE - self.middle
-        return {_TABLE: nibbles.table(range(first, first + 4))}
+        return super().load_tables() | {_TABLE: nibbles.table(range(first, first + 4))}

@@ -40,7 +40,7 @@ class Int3(AffineGroups):
         """Return true: there is no 3-bit product."""
         return True
 
-    def product_codes(self, matrix: Coded) -> Tensor:
+    def nibbles(self, matrix: Coded) -> Tensor:
         """Emit 4-bit codes: the low bits of each, and its high one."""
         from smelt.runtime.layers import emit
 
@@ -49,7 +49,7 @@ class Int3(AffineGroups):
 
     def load_tables(self) -> dict[str, Any]:
         """Return the nibbles of four low parts, and of eight high ones with what shifts the middle."""
-        return {
+        return super().load_tables() | {
             _LOW: nibbles.table(range(4)),
             _HIGH: nibbles.table([nibbles.MIDDLE - self.middle, nibbles.MIDDLE]),
         }

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.parts import blocks, groups
 from smelt.runtime.schemes.parts.rows import RowCodes, columns_of, exact_product
-from smelt.runtime.schemes.scheme import Coded, Use
+from smelt.runtime.schemes.scheme import Coded, Options, Use
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FORM = "DynamicQuantizeMatMul"
 _WHY = "it finds the ranges of activations while running"
 # OpenVINO 2026.4 loads DynamicQuantizeMatMul, but multiplies float32 activations, or int8 ones with ranges of
 # groups of inputs: no faster, or another model than the one that was scored
@@ -38,8 +39,7 @@ class Int8Dynamic(RowCodes):
     one_scale: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
     leaves_as: ClassVar[str] = "dynamic int8"
-    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {"DynamicQuantizeMatMul": (2, 3)} | groups.OPERATORS
-    forms: ClassVar[tuple[str, ...]] = ("DynamicQuantizeMatMul", blocks.FORM)
+    operators: ClassVar[Mapping[str, tuple[int, ...]]] = {_FORM: (2, 3)} | groups.OPERATORS
     # 0.010 was measured on a 4 + 3 layer Marian, where int8 is 0.017 off its fp32 parent; 0.068 on the
     # vectors of all-MiniLM-L6-v2, 6 layers, where it is 0.092 off
     drift: ClassVar[float] = 0.05
@@ -91,6 +91,10 @@ class Int8Dynamic(RowCodes):
             return blocks.emit_lookup(matrix, ids)
         return super().emit_lookup(matrix, ids, target)
 
+    def forms(self, options: Options) -> tuple[str, ...]:
+        """Return the operator of one range for a batch, and that of blocks."""
+        return (_FORM, blocks.FORM)
+
     def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
         """Return the operator of the form."""
         from onnx import helper
@@ -102,7 +106,7 @@ class Int8Dynamic(RowCodes):
             layout = {"K": matrix.width, "N": rows, "bits": 8, "block_size": size, "accuracy_level": 4}
         else:
             tensors[f"{y}.scales"] = matrix.tensor("scales")
-        name = matrix.form or self.forms[0]
+        name = matrix.form or _FORM
         node = helper.make_node(name, [x, *tensors], [y], domain="com.microsoft", **layout)
         return node, tensors
 

@@ -145,9 +145,6 @@ class Scheme(Protocol):
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
         points. The input that comes after the activations holds the codes. None where no target runs it.
-    forms: operators as which a product can leave for ONNX Runtime on the CPU, the first one unless another
-        was measured to be faster (`export/tune`); empty where there is one alone. The weights are the same
-        numbers in all, rounded activations may differ. `product` and what leaves look at `Coded.form`.
     drift: how far the output of a graph whose products round activations may be off in the mean, in
         standard deviations of the output. Two runtimes that sum in another order round some activations to
         other codes, so that it is a measured number; what is exact is compared exactly beside it.
@@ -175,7 +172,6 @@ class Scheme(Protocol):
     oldest_opset: ClassVar[Mapping[str, int]] = {}
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
-    forms: ClassVar[tuple[str, ...]] = ()
     drift: ClassVar[float]
     vector_drift: ClassVar[float]
 
@@ -261,6 +257,14 @@ class Scheme(Protocol):
     def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:
         """Emit the lookup, as `lookup`."""
         return self.lookup(matrix, ids)
+
+    def forms(self, options: Options) -> tuple[str, ...]:
+        """Return the operators as which a product can leave for ONNX Runtime on the CPU; () for one alone.
+
+        It is the first one unless another was measured to be faster (`export/tune`). The weights are the same
+        numbers in all, rounded activations may differ. `product` and what leaves look at `Coded.form`.
+        """
+        return ()
 
     def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
         """Return the product without a bias as an ONNX node, in the form of `matrix`, and its constants.

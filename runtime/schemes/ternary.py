@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.int4 import Int4
+from smelt.runtime.schemes.parts import forms
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 THRESHOLD = 0.7
 _DIGITS = 5
 # tables by the bits of the codes that they give
-_TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits"}
+_TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits", 8: "BytesOfDigits"}
 _ROW = "row"
 GRANULARITY = Option(
     "granularity", "group", ("group", _ROW), "what shares a scale: a group of inputs or a row"
@@ -139,25 +140,39 @@ class Ternary(Scheme):
         return parts.graph_tensors(matrix)
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulNBits of 2 bits, or 4 where activations stay float32; loading makes the codes."""
+        """Emit MatMulNBits, of 4 bits where activations stay float32; loading makes the codes."""
         from smelt.runtime.layers import emit
 
         rows, count, _ = matrix.tensor("codes").shape
         size, block = self.group(matrix.width, matrix.options), parts.group_size(matrix.options)
-        bits = 2 if parts.rounds_activations(matrix.options) else 4
+        bits = forms.bits_of(matrix, _own_bits(matrix.options))
         single = emit.spread(_TABLES[bits], matrix.tensor("codes"), _DIGITS)[..., :size]
-        codes = emit.joined_codes(single.reshape(rows, -1, block), bits)
+        codes = single.reshape(rows, -1, block)
+        codes = codes if bits == 8 else emit.joined_codes(codes, bits)
         scales = emit.float_scales(matrix.tensor(parts.HALF_SCALES))
         scales = scales.expand(rows, codes.shape[1]) if count == 1 else scales
         return parts.emit_product(matrix, x, bias, bits, codes, scales=scales)
+
+    def forms(self, options: Options) -> tuple[str, ...]:
+        """Return the operators of as many bits and more."""
+        return forms.forms_of(_own_bits(options), options)
+
+    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return MatMulNBits of the form's bits."""
+        return forms.node(matrix, _own_bits(matrix.options), x, y)
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Return the same operator at accuracy level 0."""
         return parts.exact_nodes(node)
 
     def load_tables(self) -> dict[str, Any]:
-        """Return the five digits of each byte, uint8 [256, 5], with zero in the middle of 2 or of 4 bits."""
+        """Return the five digits of each byte, uint8 [256, 5], with zero in the middle of 2, 4 or 8 bits."""
         import numpy as np
 
         digits = np.arange(256)[:, None] // 3 ** np.arange(_DIGITS) % 3
         return {word: (digits - 1 + 2 ** (bits - 1)).astype(np.uint8) for bits, word in _TABLES.items()}
+
+
+def _own_bits(options: Options) -> int:
+    """Return in how many bits codes leave unless another form is chosen."""
+    return 2 if parts.rounds_activations(options) else 4

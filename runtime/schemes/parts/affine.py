@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.runtime.schemes.parts import forms
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.parts.nibbles import MIDDLE, shifted_zeros
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
@@ -37,7 +38,8 @@ _PLANES = {
     4: (("codes", 4, 0),),
     8: (("codes", 8, 0),),
 }
-_WIDE_ZEROS = "wide_zeros"
+# names of zero points that are not as they are stored, by the bits of the operator
+_WIDE_ZEROS = {4: "wide_zeros", 8: "byte_zeros"}
 _FLAT_ZEROS = "flat_zeros"
 _BLOCKED = "openvino"
 
@@ -159,8 +161,14 @@ class AffineGroups(Scheme):
     def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
         """Return the scales in 16 bits, and the zero points of codes that are spread."""
         found = parts.graph_tensors(matrix)
-        if use == "product" and matrix.has("zeros") and self.spreads(matrix.options):
-            found[_WIDE_ZEROS] = shifted_zeros(self.unpack(matrix).grid["zeros"], MIDDLE - self.middle)
+        bits = forms.bits_of(matrix, self._own_bits(matrix.options))
+        if use == "product" and matrix.has("zeros") and bits != self.bits:
+            zeros = self.unpack(matrix).grid["zeros"]
+            found[_WIDE_ZEROS[bits]] = (
+                forms.byte_zeros(zeros, self.middle)
+                if bits == 8
+                else shifted_zeros(zeros, MIDDLE - self.middle)
+            )
         if use == "product" and self._flat(matrix):
             from smelt.runtime.schemes.parts.packing import pack_codes
 
@@ -168,21 +176,42 @@ class AffineGroups(Scheme):
         return found
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit MatMulNBits, of 4 bits where codes are spread; for OpenVINO MatMul with a DequantizeLinear."""
+        """Emit MatMulNBits, of more bits where codes are spread; for OpenVINO a MatMul of blocks."""
         if target == _BLOCKED:
             return self._blocked(matrix, x, bias)
-        spreads = self.spreads(matrix.options)
-        bits, name = (4, _WIDE_ZEROS) if spreads else (self.bits, "zeros")
+        bits = forms.bits_of(matrix, self._own_bits(matrix.options))
+        codes = matrix.tensor("codes") if bits == self.bits else self._wider(matrix, bits)
+        name = "zeros" if bits == self.bits else _WIDE_ZEROS[bits]
         zeros = matrix.tensor(name) if matrix.has(name) else None
-        return parts.emit_product(matrix, x, bias, bits, self.product_codes(matrix), zeros)
+        return parts.emit_product(matrix, x, bias, bits, codes, zeros)
 
     def spreads(self, options: Options) -> bool:
         """Say whether codes become 4-bit ones when the graph is loaded."""
         return False
 
-    def product_codes(self, matrix: Coded) -> Tensor:
-        """Emit the codes as the operator takes them: as they are stored, or where `spreads` 4-bit ones."""
+    def nibbles(self, matrix: Coded) -> Tensor:
+        """Emit 4-bit codes."""
         return matrix.tensor("codes")
+
+    def forms(self, options: Options) -> tuple[str, ...]:
+        """Return the operators of as many bits and more."""
+        return forms.forms_of(self._own_bits(options), options)
+
+    def form_node(self, matrix: Coded, x: str, y: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return MatMulNBits of the form's bits."""
+        return forms.node(matrix, self._own_bits(matrix.options), x, y)
+
+    def load_tables(self) -> dict[str, Any]:
+        """Return what makes 8-bit codes of 4-bit ones."""
+        return forms.load_tables()
+
+    def _own_bits(self, options: Options) -> int:
+        """Return in how many bits codes leave unless another form is chosen."""
+        return 4 if self.spreads(options) else self.bits
+
+    def _wider(self, matrix: Coded, bits: int) -> Tensor:
+        nibbles = self.nibbles(matrix)
+        return forms.as_bytes(nibbles) if bits == 8 else nibbles
 
     def exact_nodes(self, node: Any) -> list[Any]:
         """Return the same operator at accuracy level 0."""

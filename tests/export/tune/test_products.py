@@ -16,6 +16,7 @@ from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune import products
 from smelt.export.tune.products import choice, choose_forms, multiplied
 from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.schemes.registry import defaults, find
 
 DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
 
@@ -162,3 +163,104 @@ def test_real_times_are_taken_for_every_form_of_every_shape(coded, monkeypatch):
 def test_tune_is_for_onnx_runtime_on_the_cpu():
     with pytest.raises(ValueError, match="tune chooses between operators of ONNX Runtime on the CPU"):
         OnnxSettings(target="tensorrt", tune=True)
+
+
+NBITS = {bits: f"MatMulNBits, {bits} bits" for bits in (2, 4, 8)}
+FORMS = {
+    ("int8-groupwise", 4): (8,),
+    ("int4", 4): (4, 8),
+    ("int3", 4): (4, 8),
+    ("int2", 4): (2, 4, 8),
+    ("ternary", 4): (2, 4, 8),
+    ("binary", 4): (2, 4, 8),
+    ("int4", 0): (4,),
+    ("int2", 0): (4,),
+    ("ternary", 0): (4,),
+    ("binary", 0): (4,),
+}
+
+
+@pytest.mark.parametrize(("scheme", "level"), FORMS)
+def test_codes_leave_in_their_own_bits_and_in_more(scheme, level):
+    found = find(scheme).forms(defaults(find(scheme)) | {"accuracy_level": level})
+    assert found == tuple(NBITS[bits] for bits in FORMS[scheme, level])
+
+
+def as_fast_as(bits):
+    """Of all forms this one is the fastest."""
+
+    def measured(scheme, options, *_):
+        forms = find(scheme).forms(dict(options))
+        return {form: 1.0 if form == NBITS[bits] else 2.0 for form in forms}
+
+    return measured
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "int4", "group_size": 32},
+        {"scheme": "int4", "group_size": 16, "symmetric": False},
+        {"scheme": "int3", "group_size": 32, "symmetric": False, "vocabulary": "int3"},
+        {"scheme": "int2", "group_size": 32, "symmetric": False},
+        {"scheme": "ternary", "granularity": "row", "group_size": 32, "vocabulary": "ternary"},
+        {"scheme": "binary", "group_size": 32, "vocabulary": "int2"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_every_code_leaves_in_every_width_as_the_same_numbers(bits, settings, tmp_path, monkeypatch):
+    """The export compares each operator, each constant and the whole graph with torch."""
+    forms = find(settings["scheme"]).forms(defaults(find(settings["scheme"])))
+    if NBITS[bits] not in forms:
+        pytest.skip(f"{settings['scheme']} has more bits")
+    monkeypatch.setattr(products, "measure", as_fast_as(bits))
+    source = tiny.marian(tmp_path / "model")
+    exports.give_biases(source)
+    harness.run(Quantize(), QuantizeSettings(**settings), source, tmp_path / "codes")
+    ctx = export(tmp_path / "codes", tmp_path / "out", tune=True)
+    model = onnx.load(ctx.out / "decoder_with_past_model.onnx")
+    widths = {
+        next(a.i for a in node.attribute if a.name == "bits")
+        for node in model.graph.node
+        if node.op_type == BLOCKS
+    }
+    assert bits in widths
+    assert NBITS[bits] in ctx.facts["tune"]["layers"]
+    plain = onnx.load(export(tmp_path / "codes", tmp_path / "plain").out / "decoder_with_past_model.onnx")
+    own, as_it_was = (
+        {t.name: t.dims for t in graph.initializer if t.name.endswith((".codes", ".highs"))}
+        for graph in (model.graph, plain.graph)
+    )
+    assert own == as_it_was  # the file keeps the small codes
+
+
+def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypatch):
+    source = tiny.marian(tmp_path / "model")
+    harness.run(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "codes")
+    for took, said in ((0.5, True), (1.5, False)):
+        monkeypatch.setattr(
+            products,
+            "measure",
+            lambda scheme, *_, took=took: (
+                {DYNAMIC: took} if scheme == "int8-dynamic" else {NBITS[4]: 1.0, NBITS[8]: 1.2}
+            ),
+        )
+        ctx = export(tmp_path / "codes", tmp_path / f"out-{said}", tune={"batch_size": 8, "beams": 2})
+        told = [w for w in ctx.warnings if "times as long on this machine as in int8-dynamic" in w]
+        assert bool(told) is said
+        if said:
+            assert "with batches of 8 and 2 beams" in told[0]
+            assert "take 2.00 times as long" in told[0]
+        shape = next(iter(ctx.facts["tune"]["microseconds"].values()))
+        assert shape.keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
+        assert shape["chosen"] == NBITS[4]
+
+
+def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
+    source = tiny.marian(tmp_path / "model")
+    harness.run(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
+    ctx = export(tmp_path / "codes", tmp_path / "out", tune=True)
+    assert "tune: no layer of this model can leave as more than one operator" in ctx.warnings
+    in_all = ctx.facts["tune"]["microseconds_in_all"]
+    assert in_all["chosen"] > 0 < in_all["int8-dynamic"]

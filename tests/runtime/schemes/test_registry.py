@@ -96,3 +96,11 @@ def test_several_schemes_run_where_each_of_them_does():
 def test_an_operator_of_two_schemes_has_its_scales_in_one_place():
     for scheme in SCHEMES.values():
         assert scheme.operators.items() <= operators().items()
+
+
+def test_a_table_has_one_meaning_in_all_schemes():
+    """Place-holders name a table by its word alone."""
+    found = {}
+    for scheme in SCHEMES.values():
+        for word, table in scheme.load_tables().items():
+            assert (found.setdefault(word, table) == table).all(), f"{scheme.name}: {word}"

@@ -3,7 +3,7 @@
 A graph holds many products of one shape with different weights, so that codes come from where they come from
 in a model, not from the nearest cache. Sessions of all forms alternate; printed are µs a product (median of
 the rounds, and half of their range in per cent with --spread), one thread, random weights. A form is fp32,
-dynamic, or bits/group as in 4b/64; 2b/64+lut multiplies 2-bit codes by tables (session key mlas.use_lut_gemm).
+dynamic, or bits/group as in 4b/64; 2b/64+lut multiplies codes by tables (session key mlas.use_lut_gemm).
 """
 
 from __future__ import annotations

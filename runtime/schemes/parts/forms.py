@@ -3,7 +3,8 @@
 Files hold the small codes; what the operator multiplies is made of them once, when a graph is loaded. The
 operators give the same numbers: zero is shifted to where the operator has it, and activations are rounded
 alike. The kernels of more bits are mostly faster while a matrix lies in a cache, those of fewer where it has
-to be fetched from memory, and processors differ (docs/measurements/int8-groupwise.md); so `onnx: {tune}` measures.
+to be fetched from memory, and processors differ (docs/measurements/int8-groupwise.md); so `onnx: {tune}`
+measures.
 
 With float32 activations (accuracy level 0) ONNX Runtime 1.31 has a fast kernel of 4 bits alone.
 """
@@ -25,7 +26,7 @@ _SHIFT = 128 - MIDDLE
 
 
 def forms_of(own: int, options: Options) -> tuple[str, ...]:
-    """Return the operators for codes of `own` bits: the one of as many first, which they leave as by default."""
+    """Return the operators for codes of `own` bits: first the one that they leave as by default."""
     wider = _BITS if rounds_activations(options) else (own,)
     return tuple(f"MatMulNBits, {bits} bits" for bits in wider if bits >= own)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from smelt.compress.prune.fit import OF_VECTORS
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.data import SIMILARITY, Split, Task
@@ -32,6 +33,12 @@ def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) 
     """
     lack = [data[name] for name in names if name in data and not data[name].labelled]
     return [("", no_scores(lack[0]))] if task == SIMILARITY and lack else []
+
+
+def masks_unfit(settings: TrainingSettings, task: Task) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong) where channels have masks and the hidden states are what is asked for."""
+    narrows = settings.masks is not None and "width" in settings.masks.what
+    return [("masks.what", OF_VECTORS)] if narrows and task == SIMILARITY else []
 
 
 def no_scores(split: Split) -> str:
@@ -84,6 +91,8 @@ def train(
         raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
     if objective is None and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
         raise InputError(f"{stage}: {found[0][1]}")
+    for place, message in masks_unfit(settings, ctx.task):
+        raise InputError(f"{stage}: {place}: {message}")
     tokenizer = reader_of(src.path)
 
     def encode(split: Split, name: str) -> list[Row]:

@@ -36,7 +36,7 @@ def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) 
 
 
 def masks_unfit(settings: TrainingSettings, task: Task) -> list[tuple[str, str]]:
-    """Return (setting, what is wrong) where channels have masks and the hidden states are what is asked for."""
+    """Return (setting, what is wrong) where channels have masks and the hidden states are the outputs."""
     narrows = settings.masks is not None and "width" in settings.masks.what
     return [("masks.what", OF_VECTORS)] if narrows and task == SIMILARITY else []
 
@@ -87,12 +87,7 @@ def train(
     from smelt.compress.train.stored.rounding import Rounding
     from smelt.compress.train.stored.score import CheckpointScore
 
-    if "train" not in ctx.data:
-        raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
-    if objective is None and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
-        raise InputError(f"{stage}: {found[0][1]}")
-    for place, message in masks_unfit(settings, ctx.task):
-        raise InputError(f"{stage}: {place}: {message}")
+    _require_rows(settings, ctx, stage, scores=objective is None)
     tokenizer = reader_of(src.path)
 
     def encode(split: Split, name: str) -> list[Row]:
@@ -146,6 +141,16 @@ def train(
         _tell(rounding, ctx, stage)
     for technique in techniques:
         technique.settle(ctx, stage)
+
+
+def _require_rows(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:
+    """Refuse to train without rows, with pairs that lack the scores that are asked, or masks of vectors."""
+    if "train" not in ctx.data:
+        raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
+    if scores and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
+        raise InputError(f"{stage}: {found[0][1]}")
+    for place, message in masks_unfit(settings, ctx.task):
+        raise InputError(f"{stage}: {place}: {message}")
 
 
 def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:

@@ -222,8 +222,8 @@ class TrainingSettings(Settings):
     )
     masks: MasksSettings | None = Field(
         default=None,
-        description="learn which heads, neurons, channels and parts of layers stay while the weights train, and"
-        " cut the others",
+        description="learn which heads, neurons, channels and parts of layers stay while the weights train,"
+        " and cut the others",
     )
     codes: CodesSettings | None = Field(
         default=None, description="how a quantized model trains through its codes; else as by default"
@@ -286,8 +286,10 @@ def left_by_training(settings: TrainingSettings) -> frozenset[str]:
     """Return what a stage that trains leaves that later ones may lose, or cannot work with."""
     masks = settings.masks
     found = {
-        "widths": masks and set(masks.what) - {"width"}, "parts": masks and masks.parts, "zeros": settings.sparsify,
-    }  # fmt: skip
+        "widths": masks and set(masks.what) - {"width"},
+        "parts": masks and masks.parts,
+        "zeros": settings.sparsify,
+    }
     return frozenset({"training", *(word for word, said in found.items() if said)})
 
 

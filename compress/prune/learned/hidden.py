@@ -1,14 +1,16 @@
 """The mask of the hidden width: one for all channels of the hidden states, of encoder and decoder together.
 
-A channel runs through all blocks, so that its mask z is the same wherever it is. It multiplies what embeddings
-give, what each attention and feed-forward part adds, and what each norm gives; norms look at the channels that
-are open alone (z > 0), so that a model without the others computes the same:
+A channel runs through all blocks, so that its mask z is the same wherever it is. It multiplies what
+embeddings give, what each attention and feed-forward part adds, and what each norm gives; norms look at the
+channels that are open alone (z > 0), so that a model without the others computes the same:
 
     y = (x - mean of open x) / sqrt(var of open x + eps) * w + b        0 where z = 0; then times z
 
+A matrix that is embedding and head at once takes z as one, so that the head's inputs are multiplied with it
+too; sines of positions, which no file holds, are 0 where z is, and as they were elsewhere.
+
 Sources: CoFi, Xia et al. 2022, arXiv:2204.00408, modeling_bert.py; where norms stand first Sheared LLaMA, Xia
-et al. 2023, arXiv:2310.06694, composer_llama.py. A matrix that is embedding and head at once takes z as one, so
-that the head's inputs are multiplied with it too; sines of positions, which no file holds, are not multiplied.
+et al. 2023, arXiv:2310.06694, composer_llama.py.
 
 Shapes: D = channels of the hidden states.
 """
@@ -16,7 +18,6 @@ Shapes: D = channels of the hidden states.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -148,7 +149,7 @@ class HiddenMask:
         return found * self._mask.to(found.dtype)
 
     def _givers(self) -> Iterable[nn.Module]:
-        """Return what gives hidden states: tables, what holds tensors beside them, and the parts' products."""
+        """Return what gives hidden states: tables, what holds tensors beside them, the parts' products."""
         names = [p.products[-1] for block in blocks_of(self.model) for p in block.parts]
         sines = set(self._sines())
         for stack in self._stacks():

@@ -82,7 +82,7 @@ def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
 
 
 def _all_parts(model: Any) -> dict[tuple[nn.Module, ...], tuple[str, ...]]:
-    """Return the products of each attention and feed-forward part of the blocks, those that share them once."""
+    """Return the products of each attention and feed-forward part, once where several share them."""
     found: dict[tuple[nn.Module, ...], tuple[str, ...]] = {}
     for part in (part for block in blocks_of(model) for part in block.parts):
         found.setdefault(_modules(model, part.products), part.products)

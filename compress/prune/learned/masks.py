@@ -6,7 +6,7 @@ and that of its part is, and what is expected to stay of all their parameters is
 Lagrangian (CoFi, Xia et al. 2022, arXiv:2204.00408, equations 1 and 2), whose multipliers rise along the
 gradient:
 
-    s = 1 - h (sum over parts of P(part) * parameters of a unit * sum over units of P(unit)) / parameters of all
+    s = 1 - h * (sum over parts of P(part) * parameters of a unit * sum over units of P(unit)) / all of them
     lambda1 (s - t) + lambda2 (s - t)^2          s: expected sparsity, t: the target, which rises from 0
 
 h is the mean of P over channels of the hidden width where these have masks (hidden.py), else 1.

@@ -242,6 +242,7 @@ def rms_norm(module, hidden_states, hidden_z):
 def test_norms_are_those_of_the_reference(family):
     masks, model, _ = of(family)
     norm = hidden_norms(model)[1]
+    setattr(norm, "eps" if family == "bert" else "variance_epsilon", 0.1)  # so that it tells
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in norm.parameters():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from smelt.compress.train.run import scores_lacking, train
+from smelt.compress.train.run import masks_unfit, scores_lacking, train
 from smelt.compress.train.settings import (
     TrainingSettings,
     check_training,
@@ -75,8 +75,8 @@ class Finetune:
     def check_rows(
         cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]
     ) -> list[tuple[str, str]]:
-        """Return what does not fit the rows: a sentence embedder learns from scores."""
-        return scores_lacking(task, data, ("train", "validation"))
+        """Return what does not fit the rows: a sentence embedder learns from scores, and keeps its width."""
+        return scores_lacking(task, data, ("train", "validation")) + masks_unfit(settings, task)
 
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""

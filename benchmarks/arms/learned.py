@@ -16,6 +16,9 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "nothing goes": [_distill()],
     "heads and neurons: keep 0.6 by taylor, compensated": [("prune", {"keep": 0.6}), _distill()],
     "heads and neurons: masks, keep 0.6": [_distill(masks={"keep": 0.6, "warmup": 0.3})],
+    "heads, neurons and width: masks, keep 0.6": [
+        _distill(masks={"what": ["heads", "ffn", "width"], "keep": 0.6, "warmup": 0.3})
+    ],
     "weights: 85 % at once by magnitude": [
         ("sparsify", {"method": "magnitude", "sparsity": 0.85}),
         _distill(),

@@ -14,7 +14,7 @@ from smelt.compress.distill.fit import check_losses, check_student, check_teache
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.unlabelled import check_unlabelled, needs_of_rows, with_rows
 from smelt.compress.distill.weights import INNER
-from smelt.compress.train.run import train
+from smelt.compress.train.run import masks_unfit, train
 from smelt.compress.train.settings import (
     check_training,
     left_by_training,
@@ -114,7 +114,7 @@ class Distill:
         cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]
     ) -> list[tuple[str, str]]:
         """Return what of the settings does not fit the task or the rows, by setting."""
-        found = settings.losses.unfit(task)
+        found = settings.losses.unfit(task) + masks_unfit(settings, task)
         if len(settings.teachers()) > 1 and task == SIMILARITY:
             found.append(
                 ("teacher", "the vectors of several embedders have no common directions; name one teacher.")

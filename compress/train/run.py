@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from smelt.compress.prune.fit import OF_VECTORS
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.data import SIMILARITY, Split, Task
@@ -32,6 +33,12 @@ def scores_lacking(task: Task, data: Mapping[str, Split], names: Sequence[str]) 
     """
     lack = [data[name] for name in names if name in data and not data[name].labelled]
     return [("", no_scores(lack[0]))] if task == SIMILARITY and lack else []
+
+
+def masks_unfit(settings: TrainingSettings, task: Task) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong) where channels have masks and the hidden states are the outputs."""
+    narrows = settings.masks is not None and "width" in settings.masks.what
+    return [("masks.what", OF_VECTORS)] if narrows and task == SIMILARITY else []
 
 
 def no_scores(split: Split) -> str:
@@ -80,10 +87,7 @@ def train(
     from smelt.compress.train.stored.rounding import Rounding
     from smelt.compress.train.stored.score import CheckpointScore
 
-    if "train" not in ctx.data:
-        raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
-    if objective is None and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
-        raise InputError(f"{stage}: {found[0][1]}")
+    _require_rows(settings, ctx, stage, scores=objective is None)
     tokenizer = reader_of(src.path)
 
     def encode(split: Split, name: str) -> list[Row]:
@@ -137,6 +141,16 @@ def train(
         _tell(rounding, ctx, stage)
     for technique in techniques:
         technique.settle(ctx, stage)
+
+
+def _require_rows(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:
+    """Refuse to train without rows, with pairs that lack the scores that are asked, or masks of vectors."""
+    if "train" not in ctx.data:
+        raise InputError(f"{stage}: needs training rows. Name them with data: {{train: FILE}}.")
+    if scores and (found := scores_lacking(ctx.task, ctx.data, ("train", "validation"))):
+        raise InputError(f"{stage}: {found[0][1]}")
+    for place, message in masks_unfit(settings, ctx.task):
+        raise InputError(f"{stage}: {place}: {message}")
 
 
 def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:

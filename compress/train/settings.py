@@ -127,8 +127,10 @@ class CodesSettings(Settings):
 class MasksSettings(Settings):
     """What has masks that are learned under a budget while the weights train, and is then cut."""
 
-    what: tuple[Literal["heads", "ffn"], ...] = Field(
-        default=("heads", "ffn"), description="attention heads, feed-forward neurons; may be [] beside parts"
+    what: tuple[Literal["heads", "ffn", "width"], ...] = Field(
+        default=("heads", "ffn"),
+        description="attention heads, feed-forward neurons, channels of the hidden states (width); may be []"
+        " beside parts",
     )
     parts: tuple[Literal["attention", "cross-attention", "ffn"], ...] = Field(
         default=(),
@@ -143,7 +145,9 @@ class MasksSettings(Settings):
     learning_rate: float = Field(
         default=0.1, gt=0, description="highest learning rate of masks and multipliers"
     )
-    round_to: int = Field(default=8, ge=1, description="neurons that stay are a multiple of this")
+    round_to: int = Field(
+        default=8, ge=1, description="neurons, or channels, that stay are a multiple of this"
+    )
 
     @model_serializer(mode="wrap")
     def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -218,8 +222,8 @@ class TrainingSettings(Settings):
     )
     masks: MasksSettings | None = Field(
         default=None,
-        description="learn which heads, neurons and parts of layers stay while the weights train, and cut the"
-        " others",
+        description="learn which heads, neurons, channels and parts of layers stay while the weights train,"
+        " and cut the others",
     )
     codes: CodesSettings | None = Field(
         default=None, description="how a quantized model trains through its codes; else as by default"
@@ -282,8 +286,10 @@ def left_by_training(settings: TrainingSettings) -> frozenset[str]:
     """Return what a stage that trains leaves that later ones may lose, or cannot work with."""
     masks = settings.masks
     found = {
-        "widths": masks and masks.what, "parts": masks and masks.parts, "zeros": settings.sparsify,
-    }  # fmt: skip
+        "widths": masks and set(masks.what) - {"width"},
+        "parts": masks and masks.parts,
+        "zeros": settings.sparsify,
+    }
     return frozenset({"training", *(word for word, said in found.items() if said)})
 
 

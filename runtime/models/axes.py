@@ -19,6 +19,7 @@ from smelt.families.norms import norm_feeds
 from smelt.families.registry import FAMILIES, family_of
 from smelt.families.walk import blocks_of, head_of, is_word_table
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
+from smelt.runtime.layers.low_rank_conv import LowRankConv
 
 States = Literal["hidden", "head"]
 
@@ -82,7 +83,7 @@ def _axes(model: Any) -> Iterator[tuple[str, int, States, bool]]:
         for table in stack.stream.tables:
             yield from _of_table(model, table)
         for name, dim in stack.stream.beside:
-            yield name, dim, "hidden", False
+            yield _in_last(model, name), dim, "hidden", False
     # where BART's sides have embeddings of their own, a third one stays, which is made as wide as they are
     for name, _ in model.named_parameters(remove_duplicate=False):
         if is_word_table(family, config, name):
@@ -109,6 +110,13 @@ def _of_table(model: Any, name: str) -> Iterator[tuple[str, int, States, bool]]:
         yield f"{owner}.up.weight", 0, "hidden", False
     else:
         yield name, 1, "hidden", False
+
+
+def _in_last(model: Any, name: str) -> str:
+    """Return the name of a tensor, of a convolution that was divided in the last of its steps."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return f"{owner}.steps.{len(module.steps) - 1}.{last}" if isinstance(module, LowRankConv) else name
 
 
 def _in(model: Any, name: str, stream: States) -> Iterator[tuple[str, int, States, bool]]:

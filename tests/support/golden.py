@@ -88,6 +88,11 @@ CASES: dict[str, Case] = {
     "finetune marian, learned scales": Case(
         "finetune", "marian", TRAINING | {"codes": {"scales": "lsq"}}, (("quantize", INT2),)
     ),
+    "finetune bert, masks of the width": Case(
+        "finetune",
+        "bert",
+        TRAINING | {"masks": {"what": ["ffn", "width"], "learning_rate": 5, "warmup": 0.5}},
+    ),
     "finetune bert, split": Case(
         "finetune",
         "bert",

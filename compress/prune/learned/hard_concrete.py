@@ -33,3 +33,21 @@ def open_chance(log_alpha: Tensor) -> Tensor:
 def settled_mask(log_alpha: Tensor) -> Tensor:
     """Return masks without chance, clamp(sigmoid(log alpha) (zeta - gamma) + gamma, 0, 1)."""
     return (log_alpha.sigmoid() * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
+
+
+def likeliest(log_alpha: Tensor, step: int = 1) -> Tensor:
+    """Return the places of as many masks as are expected to be open, those of the largest log alpha.
+
+    int64, rising, on the CPU; their number is a multiple of `step`, at least one (of fewer masks all).
+    """
+    log_alpha = log_alpha.detach().cpu()
+    wanted = math.floor(float(open_chance(log_alpha).sum()) / step + 0.5) * step
+    count = min(len(log_alpha), max(step, wanted))
+    found: Tensor = log_alpha.topk(count).indices.sort().values
+    return found
+
+
+def settled_at(log_alpha: Tensor, stay: Tensor) -> Tensor:
+    """Return masks without chance, which are 0 but for those at the places `stay`."""
+    soft, stay = settled_mask(log_alpha), stay.to(log_alpha.device)
+    return torch.zeros_like(soft).index_copy(0, stay, soft[stay])

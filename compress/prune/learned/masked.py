@@ -1,4 +1,4 @@
-"""Which parts of a model have masks, of their units or of the whole, and what those are worth."""
+"""Which parts of a model have masks, of their units, the whole or the width, and what those are worth."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, column
 from smelt.compress.train.settings import MasksSettings
 from smelt.core.errors import InputError
 from smelt.core.text import article
+from smelt.families.walk import blocks_of
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.shared import SharedLinear
 
@@ -23,7 +24,7 @@ Unit: TypeAlias = AttentionGroup | FeedForwardGroup
 
 @dataclass(frozen=True)
 class Masked:
-    """An attention or a feed-forward part that has masks.
+    """An attention or a feed-forward part that has masks, if only those of the hidden width.
 
     products: the dotted names of its products; units give the inputs of the last, whose outputs are added to
     the hidden states. units: those that have masks; None where they have none. places: where it stands in
@@ -46,6 +47,8 @@ class Masked:
 def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
     """Return what of `model` gets masks: attentions first, then feed-forward parts, then parts without units.
 
+    Where the hidden width has masks that is every part, since all become narrower.
+
     Raises:
         InputError: a family whose parts are not known, nothing that the settings name, or integer codes.
     """
@@ -58,10 +61,12 @@ def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
     for part in parts_of(model) if settings.parts else ():
         if part.kind in settings.parts:
             wholes.setdefault(_modules(model, part.named.products), []).append(part)
-    if not groups and not wholes:
+    whole_model = _all_parts(model) if "width" in settings.what else {}
+    if not groups and not wholes and not whole_model:
         kind, word = article(model.config.model_type), [*settings.what, *settings.parts][0]
         raise InputError(f"masks: {kind} model has no {word} that can go.")
-    for names in [g.parts.products for g in groups] + [p[0].named.products for p in wholes.values()]:
+    products = [g.parts.products for g in groups] + [p[0].named.products for p in wholes.values()]
+    for names in [*products, *whole_model.values()]:
         _require_float(model, names)
     found = []
     for group in groups:
@@ -71,6 +76,16 @@ def find_masked(model: Any, settings: MasksSettings) -> list[Masked]:
     for there in wholes.values():
         names = there[0].named.products
         found.append(Masked(names, None, tuple(there), 1, _whole_cost(model, names)))
+    known = {_modules(model, masked.products) for masked in found}
+    others = [names for modules, names in whole_model.items() if modules not in known]
+    return found + [Masked(names, None, (), 1, _whole_cost(model, names)) for names in others]
+
+
+def _all_parts(model: Any) -> dict[tuple[nn.Module, ...], tuple[str, ...]]:
+    """Return the products of each attention and feed-forward part, once where several share them."""
+    found: dict[tuple[nn.Module, ...], tuple[str, ...]] = {}
+    for part in (part for block in blocks_of(model) for part in block.parts):
+        found.setdefault(_modules(model, part.products), part.products)
     return found
 
 

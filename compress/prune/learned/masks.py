@@ -1,4 +1,4 @@
-"""Masks of heads, neurons and whole parts of layers that are learned with the weights, under a budget.
+"""Masks of heads, neurons, parts of layers and the hidden width, learned with the weights under a budget.
 
 Each unit (a head, a neuron) and each part (an attention, a feed-forward part) has a mask of its own, drawn
 from a hard concrete distribution (hard_concrete.py). A unit counts with the probability that its mask is open
@@ -6,8 +6,10 @@ and that of its part is, and what is expected to stay of all their parameters is
 Lagrangian (CoFi, Xia et al. 2022, arXiv:2204.00408, equations 1 and 2), whose multipliers rise along the
 gradient:
 
-    s = 1 - (sum over parts of P(part) * parameters of a unit * sum over units of P(unit)) / parameters of all
+    s = 1 - h * (sum over parts of P(part) * parameters of a unit * sum over units of P(unit)) / all of them
     lambda1 (s - t) + lambda2 (s - t)^2          s: expected sparsity, t: the target, which rises from 0
+
+h is the mean of P over channels of the hidden width where these have masks (hidden.py), else 1.
 
 Validations and the cut see no drawn masks: of a layer as many units stay as are expected to, those of the
 largest log alpha (CoFi's l0_module.py), and of a stack as many parts of a kind, one at least. (The reference
@@ -18,7 +20,6 @@ all go at once, or none.) Masks without chance go into the product that reads th
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -29,7 +30,15 @@ from torch import Tensor, nn
 from smelt.compress.prune.compensate import bias_owner
 from smelt.compress.prune.groups import FeedForwardGroup, columns_of
 from smelt.compress.prune.learned.cut import cut_masked
-from smelt.compress.prune.learned.hard_concrete import OPEN, draw_mask, open_chance, settled_mask
+from smelt.compress.prune.learned.hard_concrete import (
+    OPEN,
+    draw_mask,
+    likeliest,
+    open_chance,
+    settled_at,
+    settled_mask,
+)
+from smelt.compress.prune.learned.hidden import HiddenMask
 from smelt.compress.prune.learned.masked import find_masked
 from smelt.compress.train.extension import Extension, Group
 from smelt.compress.train.settings import MasksSettings
@@ -61,6 +70,7 @@ class LearnedMasks:
         self.parts = nn.ParameterDict(
             {str(n): _open_at_first(1) for n, m in enumerate(self.masked) if m.places}
         )
+        self.hidden = HiddenMask(model, settings.round_to) if "width" in settings.what else None
         self.multipliers = nn.Parameter(torch.zeros(2))
         self.whole = sum(m.cost * m.count for m in self.masked)
         self.target = 0.0
@@ -68,10 +78,13 @@ class LearnedMasks:
     def extension(self) -> Extension:
         """Return what the training needs of it."""
         rate = self.settings.learning_rate
-        log_alphas = [*self.units.values(), *self.parts.values()]
+        masks = {"units": self.units, "parts": self.parts}
+        if self.hidden is not None:
+            masks["width"] = nn.ParameterDict({"width": self.hidden.log_alpha})
+        log_alphas = [log_alpha for kind in masks.values() for log_alpha in kind.values()]
         return Extension(
             modules={
-                "masks": nn.ModuleDict({"units": self.units, "parts": self.parts}),
+                "masks": nn.ModuleDict(masks),
                 "multipliers": nn.ParameterDict({"multipliers": self.multipliers}),
             },
             groups=[
@@ -105,14 +118,16 @@ class LearnedMasks:
             units, part = self._of(number)
             size = masked.cost * (open_chance(units).sum() if units is not None else torch.ones(()))
             found.append(size if part is None else size * open_chance(part).squeeze().to(size))
-        return torch.stack([size.to(found[0]) for size in found]).sum() / self.whole
+        units = torch.stack([size.to(found[0]) for size in found]).sum() / self.whole
+        return units if self.hidden is None else units * self.hidden.expected().to(units)
 
     @torch.no_grad()
     def left(self) -> float:
         """Return the fraction of the parameters that would stay if the masks settled now."""
         stay = self.staying()
         counts = [len(self.kept(n)) if stay[n] else 0 for n in range(len(self.masked))]
-        return sum(m.cost * count for m, count in zip(self.masked, counts, strict=True)) / self.whole
+        units = sum(m.cost * count for m, count in zip(self.masked, counts, strict=True)) / self.whole
+        return units if self.hidden is None else units * len(self.hidden.kept()) / self.hidden.width
 
     @torch.no_grad()
     def kept(self, number: int) -> Tensor:
@@ -120,12 +135,7 @@ class LearnedMasks:
         units, masked = self._of(number)[0], self.masked[number]
         if units is None:
             return torch.arange(masked.count)
-        log_alpha = units.cpu()
-        step = self.settings.round_to if isinstance(masked.units, FeedForwardGroup) else 1
-        wanted = math.floor(float(open_chance(log_alpha).sum()) / step + 0.5) * step
-        count = min(len(log_alpha), max(step, wanted))
-        stay: Tensor = log_alpha.topk(count).indices.sort().values
-        return stay
+        return likeliest(units, self.settings.round_to if isinstance(masked.units, FeedForwardGroup) else 1)
 
     @torch.no_grad()
     def staying(self) -> list[bool]:
@@ -140,17 +150,14 @@ class LearnedMasks:
         stay = [not masked.places for masked in self.masked]
         for numbers in kinds.values():
             log_alpha = torch.cat([self.parts[str(number)] for number in numbers]).cpu()
-            count = max(1, math.floor(float(open_chance(log_alpha).sum()) + 0.5))
-            for place in log_alpha.topk(count).indices.tolist():
+            for place in likeliest(log_alpha).tolist():
                 stay[numbers[place]] = True
         return stay
 
     @torch.no_grad()
     def values(self, number: int) -> Tensor:
         """Return the masks of the units of a part as they will be when they have settled, float [units]."""
-        units = self.units[str(number)]
-        soft, stay = settled_mask(units), self.kept(number).to(units.device)
-        return torch.zeros_like(soft).index_copy(0, stay, soft[stay])
+        return settled_at(self.units[str(number)], self.kept(number))
 
     @torch.no_grad()
     def value(self, number: int) -> Tensor:
@@ -163,7 +170,10 @@ class LearnedMasks:
         stay, left = self.staying(), self.left()
         with torch.no_grad():
             self._into_weights()
+            if self.hidden is not None:
+                self.hidden.into_weights()
         facts = cut_masked(self.model, self.edits, self.masked, kept, stay, ctx)
+        facts |= self.hidden.cut(self.edits) if self.hidden is not None else {}
         ctx.facts["masks"] = {"keep": self.settings.keep, "kept": round(left, 4), **facts}
         asked = f"{self.settings.keep:.1%}"
         if left > self.settings.keep + 0.05:
@@ -187,7 +197,8 @@ class LearnedMasks:
         with torch.no_grad():
             self._into_weights()
         try:
-            yield
+            with self.hidden.stored(self.edits) if self.hidden is not None else contextlib.nullcontext():
+                yield
         finally:
             for tensor, before in zip(tensors, kept, strict=True):
                 tensor.data.copy_(before)
@@ -226,7 +237,8 @@ class LearnedMasks:
                 product = self.model.get_submodule(masked.last)
                 handles.append(product.register_forward_hook(partial(self._mask_added, number)))
         try:
-            yield
+            with self.hidden.around() if self.hidden is not None else contextlib.nullcontext():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

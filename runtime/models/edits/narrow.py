@@ -7,6 +7,8 @@ goes on to say the width that the model was made with, and the edit says which c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +51,25 @@ def narrow(model: Any, keep: list[int]) -> dict[str, Any]:
     for owner in {name.rpartition(".")[0] for names in cuts for name in names}:
         _say_sizes(model.get_submodule(owner))
     return {"op": "width", "module": "", "keep": keep}
+
+
+@contextmanager
+def narrowed(model: Any, keep: list[int]) -> Iterator[dict[str, Any]]:
+    """Let `model` meanwhile have the channels `keep` alone; give the edit that says so.
+
+    Its tensors are the same ones afterwards. Args and Raises: as of `narrow`.
+    """
+    axes = [axis for axis in hidden_axes(model) if axis.stream == "hidden"]
+    before = {name: _tensor(model, name) for axis in axes for name in axis.names}
+    edit = narrow(model, keep)
+    try:
+        yield edit
+    finally:
+        for name, tensor in before.items():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, tensor)
+        for owner in {name.rpartition(".")[0] for name in before}:
+            _say_sizes(model.get_submodule(owner))
 
 
 def width_of(model: Any) -> int:

@@ -23,7 +23,8 @@ def takes(model: Model, technique: Technique) -> bool:
     stage, settings = load_stage(technique.word), _settings(technique, model)
     if model.task not in stage.tasks:
         return False
-    if model.task == SIMILARITY and "width" in technique.settings.get("what", ()):
+    masks = technique.settings.get("masks", {})
+    if model.task == SIMILARITY and "width" in {*technique.settings.get("what", ()), *masks.get("what", ())}:
         return False  # its vectors are what the width is of
     check = getattr(stage, "check_model", None)
     return not (check and check(settings, {"model_type": model.kind})[0])

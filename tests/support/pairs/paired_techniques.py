@@ -121,6 +121,11 @@ TECHNIQUES: dict[str, Technique] = {
         {"masks": {"parts": ["attention", "ffn"], "learning_rate": 5, "warmup": 0.5, "round_to": 4}, **TRAIN},
         True,
     ),
+    "masks-width": Technique(
+        "finetune",
+        {"masks": {"what": ["heads", "width"], "learning_rate": 5, "warmup": 0.5}, **TRAIN},
+        True,
+    ),
     "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAIN}),
     "distill": Technique("distill", TRAIN),
     "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),

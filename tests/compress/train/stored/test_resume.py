@@ -76,7 +76,8 @@ def go(tmp_path, name, stage, settings, rows, lines=None, key="k"):
 @pytest.mark.parametrize(
     "more",
     [{}, {"ema": 0.9, "evals": 0, "schedule": "cosine"}, {"lora": {"rank": 2}},
-     {"sparsify": {"start": 0, "end": 0.9}}, {"masks": {"learning_rate": 1.0, "round_to": 4}}],
+     {"sparsify": {"start": 0, "end": 0.9}}, {"masks": {"learning_rate": 1.0, "round_to": 4}},
+     {"masks": {"what": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}],
 )  # fmt: skip
 @pytest.mark.parametrize("stop", [1, 5])
 def test_it_ends_with_the_same_weights_to_the_bit(tmp_path, rows, die, more, stop):

@@ -23,6 +23,7 @@ def told(*steps):
 PATTERN = ("sparsify", {"pattern": "2:4"})
 UNEVEN = ("prune", {"scope": "global"})
 MASKS = ("finetune", {"masks": {}})
+NARROWER = ("finetune", {"masks": {"what": ["width"]}})
 DIVIDED = ("share", {"difference": {"rank": 2}})
 MOVED = ("finetune", {"sparsify": {}})
 PARTS = ("depth", {"what": ["attention"]})
@@ -45,6 +46,7 @@ GPTQ = ("quantize", {"scheme": "int4", "method": "gptq"})
         ),
         ((MASKS, "share"), "'finetune-0' leaves layers of different sizes"),
         ((PATTERN, MASKS), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
+        ((PATTERN, NARROWER), "n:m pattern of 'sparsify-0' no longer holds; cut units before 'sparsify-0'."),
         (("sparsify", DIVIDED), "the zeros of 'sparsify-0' are lost; share before 'sparsify-0'."),
         ((MOVED, DIVIDED), "the zeros of 'finetune-0' are lost; share before 'finetune-0'."),
         ((PARTS, "prune", "depth"), "take layers away before 'depth-0'."),
@@ -76,6 +78,7 @@ def test_work_that_is_lost_is_told_once(steps, said):
         ("shortlist", "vocabulary", "shortlist"),
         ("share", UNEVEN),
         ("prune", "share"),
+        (NARROWER, "share"),
         (MASKS, PATTERN),
         ("quantize", "finetune"),
         (GPTQ, ("finetune", {"lora": {}})),

@@ -89,6 +89,23 @@ def test_patches_of_images_are_as_wide_as_the_rest(tmp_path):
         assert torch.equal(plain(pixels).logits, model(pixels).logits)
 
 
+def test_patches_whose_convolution_is_divided_are_as_wide_too(tmp_path):
+    source = images.model(tmp_path / "model")
+    rows = images.split(images.rows(tmp_path / "rows.jsonl"))
+    settings = FactorizeSettings(method="tucker", ratio=0.5)
+    thin = harness.run(Factorize(), settings, source, tmp_path / "thin", images.TASK, rows).out
+    model, edits = load_model(thin)
+    pixels = torch.randn(2, 3, *[model.config.image_size] * 2)
+    edits = say_width_in_config(model, edits, narrow(model, _kept(model)))
+    (tmp_path / "out").mkdir()
+    save_model(model, edits, tmp_path / "out", thin)
+    again, _ = load_model(tmp_path / "out")
+    steps = again.vit.embeddings.patch_embeddings.projection.steps
+    assert steps[-1].out_channels == width_of(again) == 24
+    with torch.no_grad():
+        assert torch.equal(again(pixels).logits, model(pixels).logits)
+
+
 def test_pairs_and_shared_layers_lose_them_once(tmp_path):
     source = every_family.of_layers("marian", 2)
     shared = every_family.run(Share(), ShareSettings(groups=1), source, "marian", tmp_path / "shared").out

@@ -52,4 +52,5 @@ def _factor(found: InputStatistics, damp: float) -> Tensor | None:
         return None
     matrix = torch.cholesky_inverse(matrix)
     factor, failed = torch.linalg.cholesky_ex(matrix, upper=True)
-    return None if int(failed) or not bool(factor.isfinite().all()) else factor
+    # the sum tells what is not finite without another matrix, which isfinite makes
+    return None if int(failed) or not bool(factor.sum().isfinite()) else factor

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.depth.influence import Layer, block_influence, drop_by_loss, without
+from smelt.compress.depth.losses import losses_of, most_tries, on_device
 from smelt.compress.depth.settings import DepthSettings
 from smelt.compress.train.data import TensorBatch
-from smelt.compress.train.objective import label_objective, mean_loss
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -20,7 +20,6 @@ from smelt.core.stage import Context
 from smelt.families.family import Stack
 from smelt.families.registry import family_of
 from smelt.families.walk import skipped_parts
-from smelt.runtime.backends.device import torch_device
 
 
 def by_influence(
@@ -69,21 +68,16 @@ def by_loss(
     if split is not None and (found := scores_lacking(ctx.task, {"rows": split}, ("rows",))):
         raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
     there = {stack.name: len(model.get_submodule(stack.place)) for stack in stacks}
+    plain: set[torch.nn.Module] = set()
     told: set[Layer] = {(n, at) for n, stay in kept.items() for at in range(there[n]) if at not in stay}
     batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
-    tries, lasts = 0, _lasts(model, stacks, told)
+    lasts = _lasts(model, stacks, told)
 
-    with on_device(model, ctx) as device:
+    def without_more(gone: Collection[Layer]) -> AbstractContextManager[None]:
+        return without(model, stacks, {*gone, *told}, plain)
 
-        def loss_without(gone: Collection[Layer]) -> float:
-            nonlocal tries
-            with without(model, stacks, {*gone, *told}):
-                loss = mean_loss(model, batches, label_objective(), "fp32", device)
-            tries += 1
-            ctx.progress(tries, most_tries(numbers, there), f"loss {loss:.3f}")
-            return loss
-
-        ctx.facts["loss_before"] = round(loss_without(()), 6)
+    with losses_of(model, batches, without_more, ctx, most_tries(numbers, there)) as loss_without:
+        ctx.facts["loss_before"] = round(loss_without(frozenset()), 6)
         fixed = {(name, 0) for name in numbers} if _first_stays(model) else set()
         gone, losses = drop_by_loss(numbers, {n: there[n] for n in numbers}, fixed, loss_without, lasts)
     ctx.facts["dropped"] = [
@@ -119,27 +113,9 @@ def _lasts(
     return is_last
 
 
-def most_tries(numbers: dict[str, int], there: dict[str, int]) -> int:
-    """Return at most how many losses are taken, for the display."""
-    drops = sum(there[name] - count for name, count in numbers.items())
-    layers = sum(there[name] for name in numbers)
-    return 1 + sum(layers - at for at in range(drops))
-
-
 def _first_stays(model: Any) -> bool:
     family = family_of(model)
     return family is not None and family.first_stays is not None
-
-
-@contextmanager
-def on_device(model: Any, ctx: Context) -> Iterator[torch.device]:
-    """Let `model` be on the device of `ctx` meanwhile."""
-    device = torch.device(torch_device(ctx.device))
-    try:
-        model.to(device)
-        yield device
-    finally:
-        model.to("cpu")
 
 
 def moved(batches: list[TensorBatch], device: torch.device, ctx: Context) -> Iterator[TensorBatch]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from smelt.compress.calibration.rows import calibration_rows
-from smelt.compress.depth.choose import most_tries, moved, on_device
+from smelt.compress.depth.choose import moved
 from smelt.compress.depth.fit import check_parts, fraction_kept
 from smelt.compress.depth.influence import Layer, drop_by_loss
+from smelt.compress.depth.losses import losses_of, most_tries, on_device
 from smelt.compress.depth.parts import Part, part_influence, parts_of, without_parts
 from smelt.compress.depth.settings import DepthSettings
-from smelt.compress.train.objective import label_objective, mean_loss
 from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -142,18 +143,16 @@ def _by_loss(asked: _Asked, src: Artifact, settings: DepthSettings, ctx: Context
         raise InputError(f"depth: importance: loss: {found[0][1]} Or take block-influence.")
     model, stacks = asked.model, asked.stacks
     batches = calibration_rows(model, src, settings.rows, ctx, "depth", labels=True, padded=True).batches
-    tries = 0
-    with on_device(model, ctx) as device:
 
-        def loss_without(gone: Collection[Layer]) -> float:
-            nonlocal tries
-            with without_parts(model, asked.parts, {*asked.told, *(stacks[name][at] for name, at in gone)}):
-                loss = mean_loss(model, batches, label_objective(), "fp32", device)
-            tries += 1
-            ctx.progress(tries, most_tries(asked.numbers, asked.there), f"loss {loss:.3f}")
-            return loss
+    def without(gone: Collection[Layer]) -> AbstractContextManager[None]:
+        return without_parts(model, asked.parts, {*asked.told, *(stacks[name][at] for name, at in gone)})
 
-        ctx.facts["loss_before"] = round(loss_without(()), 6)
+    def place(part: Layer) -> Layer:
+        return part[0], stacks[part[0]][part[1]].block.number
+
+    most = most_tries(asked.numbers, asked.there)
+    with losses_of(model, batches, without, ctx, most, place) as loss_without:
+        ctx.facts["loss_before"] = round(loss_without(frozenset()), 6)
         gone, losses = drop_by_loss(asked.numbers, asked.there, (), loss_without, asked.is_last)
     dropped = [stacks[name][at] for name, at in gone]
     ctx.facts["dropped"] = [

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from smelt.compress.calibration.rows import outputs
+from smelt.compress.calibration.walk import restored
 from smelt.compress.train.data import TensorBatch
 from smelt.families.family import Stack
 
 # A layer: the stack's name and its number in it.
 Layer = tuple[str, int]
-See = Callable[[Layer, Tensor, Any], Any]
+See = Callable[[Layer, Tensor, Any], None]
 
 
 def block_influence(
@@ -57,27 +59,51 @@ def block_influence(
 
 
 @contextmanager
-def without(model: Any, stacks: Sequence[Stack], gone: Collection[Layer]) -> Iterator[None]:
+def without(
+    model: Any, stacks: Sequence[Stack], gone: Collection[Layer], plain: set[nn.Module] | None = None
+) -> Iterator[None]:
     """Let `model` compute meanwhile as if the layers `gone` were not there.
 
-    They are computed and hand on the states that they were given, and with them whatever else a layer
-    gives, such as T5's bias by distance, which its first layer makes for all.
+    They hand on the states that they were given, and with them whatever else a layer gives, such as T5's bias
+    by distance, which its first layer makes for all. For that they are computed, but for those of `plain`.
+
+    plain: the layers that are known to give nothing but states; the others of these are added.
     """
-
-    def see(layer: Layer, given: Tensor, result: Any) -> Any:
-        if layer not in gone:
-            return None
-        return (given, *result[1:]) if isinstance(result, tuple) else given
-
-    with _watched(model, stacks, see):
+    plain = set() if plain is None else plain
+    with ExitStack() as stack:
+        for module, numbers in _numbered(model, stacks):
+            if any(number in gone for number in numbers):
+                stack.callback(restored(module))
+                module.forward = _handing_on(module, numbers, gone, plain)
         yield
+
+
+def _handing_on(
+    module: Any, numbers: Sequence[Layer], gone: Collection[Layer], plain: set[nn.Module]
+) -> Callable[..., Any]:
+    """Return what computes what the layer does, but hands on what it was given where it is gone."""
+    forward, calls = module.forward, cycle(numbers)
+
+    def call(states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        away = next(calls) in gone
+        if away and module in plain:
+            return states
+        result = forward(states, *args, **kwargs)
+        if not away:
+            return result
+        if isinstance(result, tuple):
+            return (states, *result[1:])
+        plain.add(module)
+        return states
+
+    return call
 
 
 def drop_by_loss(
     stay: dict[str, int],
     there: dict[str, int],
     fixed: Collection[Layer],
-    loss_without: Callable[[frozenset[Layer]], float],
+    loss_without: Callable[[frozenset[Layer], Layer], float],
     is_last: Callable[[Layer, Collection[Layer]], bool] = lambda layer, gone: False,
 ) -> tuple[list[Layer], list[float]]:
     """Drop layers one by one, each time the one without which the loss is smallest.
@@ -86,7 +112,7 @@ def drop_by_loss(
         stay: by stack how many layers stay.
         there: by stack how many there are.
         fixed: layers that stay in any case.
-        loss_without: the loss of the model without some layers.
+        loss_without: the loss of the model without some layers, of which the second is tried now.
         is_last: says whether a layer has to stay once others are gone.
 
     Returns:
@@ -107,7 +133,7 @@ def drop_by_loss(
         ]
         if not open_ones:
             return gone, losses
-        tried = {layer: loss_without(frozenset([*gone, layer])) for layer in open_ones}
+        tried = {layer: loss_without(frozenset([*gone, layer]), layer) for layer in open_ones}
         best = min(tried, key=lambda layer: tried[layer])
         gone.append(best)
         losses.append(tried[best])
@@ -117,16 +143,11 @@ def drop_by_loss(
 def _watched(model: Any, stacks: Sequence[Stack], see: See) -> Iterator[None]:
     """Call `see` with each layer, the states that it was given and its result.
 
-    What it returns counts instead. A module that stands in several places of a stack is called once for each,
-    in their order.
+    A module that stands in several places of a stack is called once for each, in their order.
     """
-    handles = []
-    for stack in stacks:
-        places: dict[nn.Module, list[int]] = {}
-        for number, module in enumerate(model.get_submodule(stack.place)):
-            places.setdefault(module, []).append(number)
-        for module, numbers in places.items():
-            handles.append(module.register_forward_hook(_hook(stack.name, numbers, see)))
+    handles = [
+        module.register_forward_hook(_hook(numbers, see)) for module, numbers in _numbered(model, stacks)
+    ]
     try:
         yield
     finally:
@@ -134,14 +155,20 @@ def _watched(model: Any, stacks: Sequence[Stack], see: See) -> Iterator[None]:
             handle.remove()
 
 
-def _hook(stack: str, numbers: list[int], see: See) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
-    calls = 0
+def _numbered(model: Any, stacks: Sequence[Stack]) -> Iterator[tuple[nn.Module, list[Layer]]]:
+    """Yield the modules of the stacks, each once, with the places where it stands."""
+    for stack in stacks:
+        places: dict[nn.Module, list[Layer]] = {}
+        for number, module in enumerate(model.get_submodule(stack.place)):
+            places.setdefault(module, []).append((stack.name, number))
+        yield from places.items()
 
-    def hook(module: nn.Module, given: tuple[Any, ...], result: Any) -> Any:
-        nonlocal calls
-        number = numbers[calls % len(numbers)]
-        calls += 1
-        return see((stack, number), given[0], result)
+
+def _hook(numbers: list[Layer], see: See) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    calls = cycle(numbers)
+
+    def hook(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        see(next(calls), given[0], result)
 
     return hook
 

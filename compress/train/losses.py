@@ -71,18 +71,24 @@ def in_blocks(logits: Tensor, labels: Tensor, parts: int, of_rows: OfRows) -> tu
 
 
 def _cross_entropy(
-    z: Tensor, y: Tensor, mask: Tensor, smoothing: float, weight: float
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum over kept rows and dsum/dz = w * (softmax(z) - target), [rows, V]."""
+    z: Tensor, y: Tensor, mask: Tensor, smoothing: float, weight: float, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weighted sum over kept rows and dsum/dz = w * (softmax(z) - target), [rows, V].
+
+    sloped: whether anybody wants the latter.
+    """
     logp = z.log_softmax(dim=1)
     nll = -logp.gather(1, y.unsqueeze(1)).squeeze(1)
     if smoothing:
         nll = (1 - smoothing) * nll - smoothing * logp.mean(dim=1)
+    loss = weight * nll[mask].double().sum()
+    if not sloped:
+        return loss, None
     slope = logp.exp_()
     if smoothing:
         slope -= smoothing / z.shape[1]
     slope.scatter_add_(1, y.unsqueeze(1), slope.new_full((len(y), 1), smoothing - 1.0))
-    return weight * nll[mask].double().sum(), slope.mul_(weight)
+    return loss, slope.mul_(weight)
 
 
 def _divergence(
@@ -158,7 +164,8 @@ def mixed_loss(
         sums = z.new_zeros(3, dtype=torch.float64)
         slope: Tensor | None = None
         if labels_weight:
-            sums[1], slope = _cross_entropy(z, y[rows].clamp(min=0), mask, smoothing, labels_weight)
+            y_of = y[rows].clamp(min=0)
+            sums[1], slope = _cross_entropy(z, y_of, mask, smoothing, labels_weight, logits.requires_grad)
         for place, weight, part in ((0, logits_weight, _divergence), (2, reverse_weight, _reverse)):
             if other is None or not weight:
                 continue

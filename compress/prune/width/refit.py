@@ -245,21 +245,22 @@ def refit_reader(model: Any, name: str, old: Tensor, wanted: Tensor, found: Tens
     """
     layer, owner = columns_of(model, name), bias_owner(model.get_submodule(name))
     cut, old = layer.weight.detach().double().cpu(), old.double().cpu()
-    x, y = found.double(), wanted.double() @ old.t()
-    lost = float((y - x @ cut.t()).square().sum())
-    mean_x, mean_y = x.mean(dim=0), y.mean(dim=0)
+    x = found.double()
+    off = (wanted.double() @ old.t()).sub_(x @ cut.t())  # what the plain cut is off by
+    lost = float(off.square().sum())
+    mean_x, mean_off = x.mean(dim=0), off.mean(dim=0)
     if owner.bias is not None:
-        x, y = x - mean_x, y - mean_y
+        x, off = x.sub_(mean_x), off.sub_(mean_off)
     within = x.t() @ x
     within.diagonal().add_(DAMP * float(within.diagonal().mean()))
     if not float(within.diagonal().max()) > 0:
         return 1.0
-    fitted = cut + torch.linalg.solve(within, x.t() @ (y - x @ cut.t())).t()
-    layer.weight.copy_(fitted)
+    change = torch.linalg.solve(within, x.t() @ off).t()
+    layer.weight.copy_(cut + change)
     if owner.bias is not None:
-        shift = mean_y - fitted @ mean_x
+        shift = mean_off - change @ mean_x
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
-    left = float((y - x @ fitted.t()).square().sum())
+    left = float(off.sub_(x @ change.t()).square().sum())
     return min(1.0, left / lost) if lost > 0 else 1.0

@@ -13,7 +13,7 @@ Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,9 @@ def gptq_codes(
     options: Options,
     fit: Fit,
     held: Tensor | None = None,
-) -> tuple[Codes, float]:
-    """Return codes for `weight`, float32 [N, K], and the part of the mean diagonal that H was damped by.
+    inverse: Tensor | None = None,
+) -> Codes:
+    """Return codes for `weight`, float32 [N, K].
 
     Args:
         weight: left as it is.
@@ -57,6 +58,7 @@ def gptq_codes(
         fit: finds the grid of groups.
         held: bool [N, K], which weights are zero and stay so: what other columns would add to them is made up
             for further right, as SparseGPT does where it quantizes too (arXiv:2301.00774, section 3.3).
+        inverse: U of `found` (see `inverse_factor`), float [K, K], where it is known.
 
     Raises:
         ValueError: the second moment cannot be inverted.
@@ -64,8 +66,7 @@ def gptq_codes(
     size = scheme.group(weight.shape[1], options)
     grid = fit(groups_of(weight, size), weight.shape[1], scheme, options)
     assert found.second is not None
-    factor, damp = inverse_factor(found)
-    factor = factor.to(weight)
+    factor = (inverse_factor(found)[0] if inverse is None else inverse).to(weight)
     left = weight.clone()
     left[:, found.second.diagonal() == 0] = 0.0  # never fed anything
     codes = scheme.nearest(groups_of(left, size), grid, options)
@@ -81,7 +82,7 @@ def gptq_codes(
             errors[:, j - start] = (left[:, j] - value) / factor[j, j]
             left[:, j:end] -= torch.outer(errors[:, j - start], factor[j, j:end])
         left[:, end:] -= errors @ factor[start:end, end:]
-    return Codes(codes, grid), damp
+    return Codes(codes, grid)
 
 
 def _of_group(tensor: Tensor, group: int) -> Tensor:
@@ -160,13 +161,13 @@ class GptqWork:
         device = layers[0].module.weight.device.type  # where the model computes while it is driven
         collector = Collector({layer.name: width_of(layer.module) for layer in layers}, device=device)
         observe({layer.name: [layer.module] for layer in layers}, collector.see)
-        self.decide(layers, {name: seen.to("cpu") for name, seen in collector.found.items()})
+        self.decide(layers, {name: collector.found.pop(name).to("cpu") for name in list(collector.found)})
 
     @torch.no_grad()
-    def decide(self, layers: Sequence[Planned], found: Mapping[str, InputStatistics]) -> None:
-        """Decide the codes of `layers`, and put their values into the weights."""
+    def decide(self, layers: Sequence[Planned], found: dict[str, InputStatistics]) -> None:
+        """Decide the codes of `layers`, and put their values into the weights; `found` is used up."""
         for layer in layers:
-            seen = found[layer.name]
+            seen = found.pop(layer.name)
             if not seen.tokens:
                 self.unreached.append(layer.name)
                 continue
@@ -175,12 +176,16 @@ class GptqWork:
                     f"quantize: {layer.name}: what it is fed is not finite. The training before it has"
                     " probably gone astray."
                 )
-            weight = layer.module.weight
-            parts = [self._part(layer, rows, seen) for rows in weight.split(self._rows_at_once(layer))]
-            error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
-            self.left[layer.name] = error / plain if plain > 0 else 1.0
-            self.codes[layer.weight] = _joined([part[0] for part in parts])
-            self.widest = max(self.widest, weight.shape[1])
+            self._decide(layer, seen)
+
+    def _decide(self, layer: Planned, seen: InputStatistics) -> None:
+        """Decide the codes of one layer; all of its rows share what its inputs are made up for by."""
+        weight, inverse = layer.module.weight, self._inverse(layer, seen)
+        parts = [self._part(layer, rows, seen, inverse) for rows in weight.split(self._rows_at_once(layer))]
+        error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
+        self.left[layer.name] = error / plain if plain > 0 else 1.0
+        self.codes[layer.weight] = _joined([part[0] for part in parts])
+        self.widest = max(self.widest, weight.shape[1])
 
     def _rows_at_once(self, layer: Planned) -> int:
         """Return how many rows of a layer are decided at once: all, but of a vocabulary's, which are many."""
@@ -189,7 +194,21 @@ class GptqWork:
         apart = all(stored.by_row or stored.measured for stored in storage.values())
         return max(1, _AT_ONCE // width) if apart and layer.weight not in self.beside else count
 
-    def _part(self, layer: Planned, rows: Tensor, seen: InputStatistics) -> tuple[Codes, float, float]:
+    def _inverse(self, layer: Planned, seen: InputStatistics) -> Tensor:
+        """Return U of what a layer is fed, float32 [K, K]."""
+        try:
+            factor, damp = inverse_factor(seen)
+        except ValueError as error:
+            raise InputError(
+                f"quantize: {layer.name}: {error}. Take method: nearest, or other rows."
+            ) from error
+        if damp > DAMP:
+            self.damped[layer.name] = damp
+        return factor.float()
+
+    def _part(
+        self, layer: Planned, rows: Tensor, seen: InputStatistics, inverse: Tensor
+    ) -> tuple[Codes, float, float]:
         """Decide the codes of some rows of a layer, and let these be what the codes stand for.
 
         Returns:
@@ -197,7 +216,7 @@ class GptqWork:
         """
         scheme, weight = find(layer.scheme), rows.detach().float().cpu()
         held = weight == 0 if keeps_zeros(layer.module) else None
-        codes, pair = self._chosen(layer, weight, seen, held)
+        codes, pair = self._chosen(layer, weight, seen, held, inverse)
         nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
         plain = values_of(Codes(nearest, codes.grid), scheme, layer.options, weight)
         most = _error(plain.sub_(weight), seen)
@@ -209,22 +228,14 @@ class GptqWork:
         return codes, error, most
 
     def _chosen(
-        self, layer: Planned, weight: Tensor, seen: InputStatistics, held: Tensor | None
+        self, layer: Planned, weight: Tensor, seen: InputStatistics, held: Tensor | None, inverse: Tensor
     ) -> tuple[Codes, Joint | None]:
         """Return codes for `weight`, and a pair where the layer gets one."""
         scheme = find(layer.scheme)
 
         def decide(left: Tensor) -> Codes:
             kept = held if left is weight else None
-            try:
-                codes, damp = gptq_codes(left, seen, scheme, layer.options, self.fit, kept)
-            except ValueError as error:
-                raise InputError(
-                    f"quantize: {layer.name}: {error}. Take method: nearest, or other rows."
-                ) from error
-            if damp > DAMP:
-                self.damped[layer.name] = damp
-            return codes
+            return gptq_codes(left, seen, scheme, layer.options, self.fit, kept, inverse)
 
         if layer.weight not in self.beside:
             return decide(weight), None

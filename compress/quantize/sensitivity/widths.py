@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from smelt.compress.calibration.rows import CalibrationRows, outputs
 from smelt.compress.quantize.coding import Coder
 from smelt.compress.quantize.planned import Planned, quantize_layers
-from smelt.compress.quantize.sensitivity.damage import spread_of
+from smelt.compress.quantize.sensitivity.damage import from_their_blocks, spread_of
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import replace_layer
@@ -89,15 +87,12 @@ def measure(
     spread = spread_of(whole, rows) * sum(out.numel() for out in whole)
     total = sum(len(unit.costs) for unit in units)
     done = 0
-    for unit in units:
+    for unit, off_by in from_their_blocks(model, units, lambda unit: unit.layers, rows, whole, ctx):
         for bits in unit.costs:
             layers = unit.at(bits, settings)
             quantize_layers(model, layers, {}, coder_of)
             try:
-                off = sum(
-                    float((out - right).square().sum(dtype=torch.float64))
-                    for out, right in zip(outputs(model, rows.batches), whole, strict=True)
-                )
+                off = off_by()
             finally:
                 for layer in layers:
                     replace_layer(model, [], layer.name, layer.module, {})

@@ -97,7 +97,8 @@ def test_layers_go_one_by_one_each_time_the_cheapest():
     }  # fmt: skip
     asked = []
 
-    def loss_without(gone):
+    def loss_without(gone, tried):
+        assert tried in gone
         asked.append(gone)
         return losses[tuple(sorted(gone))]
 
@@ -108,5 +109,5 @@ def test_layers_go_one_by_one_each_time_the_cheapest():
 
 
 def test_layer_that_must_stay_is_not_tried():
-    gone, _ = drop_by_loss({"a": 1}, {"a": 2}, {("a", 0)}, lambda gone: 0.0 if ("a", 0) in gone else 1.0)
+    gone, _ = drop_by_loss({"a": 1}, {"a": 2}, {("a", 0)}, lambda gone, _: 0.0 if ("a", 0) in gone else 1.0)
     assert gone == [("a", 1)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smelt.compress.train.losses import mixed_loss
 
@@ -74,3 +75,25 @@ def test_gradient_of_padding_is_zero(case):
     _, grad = gradient_of(lambda z: mixed_loss(z, labels, teacher, logits_weight=1.0), logits)
     assert grad[labels == -100].abs().max() == 0
     assert grad[labels != -100].abs().max() > 0
+
+
+class Named(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_loss_that_nobody_trains_by_makes_no_gradient(case):
+    logits, _, labels = case
+    with Named() as trained:
+        value = mixed_loss(logits.clone().requires_grad_(True), labels)
+    with torch.no_grad(), Named() as plain:
+        assert torch.equal(mixed_loss(logits, labels), value.detach())
+    assert "exp_" in trained.names
+    assert not {"exp_", "scatter_add_"} & set(plain.names)

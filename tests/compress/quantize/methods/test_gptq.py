@@ -1,5 +1,6 @@
 """GPTQ against its paper's equations with inverses written out, and as a part of the stage."""
 
+import weakref
 from dataclasses import replace
 
 import every_family
@@ -76,11 +77,11 @@ def test_it_is_what_the_equations_of_the_paper_give(name, monkeypatch):
     weight, x, found = drawn()
     scheme = find(name)
     options = defaults(scheme) | SCHEMES[name]
-    codes, damp = gptq_codes(weight, found, scheme, options, plain_fit)
+    codes = gptq_codes(weight, found, scheme, options, plain_fit)
     wanted = by_the_equations(weight, x, scheme, options)
     # a weight that lies between two codes may become either in float32
     assert np.isclose(of(codes, scheme, options, 40), wanted, rtol=1e-5, atol=1e-6).mean() > 0.99
-    assert damp == 0.01
+    assert inverse_factor(found)[1] == 0.01
     nearest = of(round_to_nearest(weight, scheme, options), scheme, options, 40)
     plain, moment = weight.double().numpy(), (x.double().T @ x.double()).numpy()
 
@@ -96,7 +97,7 @@ def test_an_input_that_is_never_fed_moves_nothing():
     found = empty_statistics(40, second=True)
     found.see(x)
     scheme, options = find("int4"), defaults(find("int4")) | {"group_size": 16}
-    codes, _ = gptq_codes(weight, found, scheme, options, plain_fit)
+    codes = gptq_codes(weight, found, scheme, options, plain_fit)
     values = of(codes, scheme, options, 40)
     assert (values[:, 3] == 0).all()
     assert np.isclose(values, by_the_equations(weight, x, scheme, options), atol=1e-5).mean() > 0.99
@@ -139,7 +140,7 @@ def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
     with collected(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as found:
         scheme, matrix = find("int4"), model.get_submodule(last).matrix
         weight = plain.get_submodule(last).weight.detach()
-        codes, _ = gptq_codes(weight, found[last], scheme, matrix.options, plain_fit)
+        codes = gptq_codes(weight, found[last], scheme, matrix.options, plain_fit)
     values = of(codes, scheme, matrix.options, weight.shape[1])
     assert np.isclose(values, matrix.values().double().numpy(), atol=1e-5).mean() > 0.99
     nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
@@ -215,7 +216,8 @@ def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_
 def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
     scheme, options, tmp_path, monkeypatch
 ):
-    sizes, real, source = [], module.gptq_codes, every_family.of_layers("llama", 2)
+    sizes, inverted = [], []
+    real, invert, source = module.gptq_codes, module.inverse_factor, every_family.of_layers("llama", 2)
 
     def run(name):
         made = QuantizeSettings(scheme=scheme, method="gptq", rows=8, **options)
@@ -225,15 +227,35 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
         sizes.append(len(rows))
         return real(rows, *more)
 
+    def once(found):
+        inverted.append(found)
+        return invert(found)
+
     whole = run("whole")
     monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
     monkeypatch.setattr(module, "gptq_codes", seen)
+    monkeypatch.setattr(module, "inverse_factor", once)
     parts = run("parts")
     assert max(sizes) == 7
+    assert len(inverted) == len(parts.facts["gptq_error"])  # what a layer is fed is inverted once
     assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
     a, b = load_file(whole.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, monkeypatch):
+    moments, alive, real = [], [], module.inverse_factor
+
+    def counting(found):
+        moments.append(weakref.ref(found.second))
+        alive.append(sum(moment() is not None for moment in moments))
+        return real(found)
+
+    monkeypatch.setattr(module, "inverse_factor", counting)
+    stage("llama", tmp_path / "out")
+    assert len(alive) > 10
+    assert set(alive) == {1}
 
 
 @pytest.mark.gpu

@@ -55,19 +55,22 @@ TASKS: dict[str, dict[str, Any]] = {
         "training": {"tokens_per_batch": 4000, "learning_rate": 5.0e-4},
     },
 }  # fmt: skip
+# measured when int3 had embeddings and head of three bits by default; now they have four
+VOCABULARY = {"int3": {"vocabulary": "int3"}}
 ARMS: dict[str, dict[str, Any]] = {
     "int8-dynamic": {"scheme": "int8-dynamic"},
     "int8-groupwise": {"scheme": "int8-groupwise"},
     "int8-static": {"scheme": "int8-static"},
     **{
         f"{scheme} {method}": {"scheme": scheme, "method": method, "group_size": 64}
+        | VOCABULARY.get(scheme, {})
         for scheme in ("int4", "int3", "int2")
         for method in ("nearest", "gptq", "awq", "hqq")
     },
-    "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64, "vocabulary": "int4"},
+    "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64},
     # as many bits as the mixed ones beside them
     "int4 gptq g32": {"scheme": "int4", "method": "gptq", "group_size": 32},
-    "int3 gptq g32": {"scheme": "int3", "method": "gptq", "group_size": 32},
+    "int3 gptq g32": {"scheme": "int3", "method": "gptq", "group_size": 32} | VOCABULARY["int3"],
     "mixed 4.5 gptq": {"bits": {"budget": 4.5}, "method": "gptq"},
     "mixed 3.5 gptq": {"bits": {"budget": 3.5}, "method": "gptq"},
     "kmeans4": {"scheme": "kmeans4"},
@@ -102,7 +105,7 @@ def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:
     distill = {"distill": {"teacher": "model"} | training, "name": step_of(arm)}
     if TRAINED[arm] is None:
         return [distill | {"from": "model"}]
-    codes = {"scheme": TRAINED[arm], "group_size": 64}
+    codes = {"scheme": TRAINED[arm], "group_size": 64} | VOCABULARY.get(str(TRAINED[arm]), {})
     return [{"quantize": codes, "name": f"{step_of(arm)}-codes", "from": "model"}, distill]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smelt.core.errors import InputError
@@ -48,52 +49,45 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
             )
 
 
+@dataclass(frozen=True)
+class _Coded:
+    """The codes that a step leaves.
+
+    layers: the scheme of the linear layers. used: all schemes, of which one must have scales that can be
+    learned; () where nobody knows them. unsplit: what keeps the layers from being split, and what to do; ""
+    for nothing. split: whether they are halves. floats: whether patterns leave some layers float.
+    """
+
+    layers: str
+    used: tuple[str, ...]
+    unsplit: str = ""
+    split: bool = False
+    floats: bool = False
+
+
 def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of steps that say how codes train where there are none, and what to say.
+    """Yield the names of steps that train codes as these cannot be, or where there are none; what to say.
 
     Args:
         steps: of the plan, parents first.
         config: of the untouched model.
     """
     try:
-        coded = set[str]() if coding_of(config) is None else {ROOT}
+        left = {} if coding_of(config) is None else {ROOT: _Coded(TAKEN, (TAKEN,))}
     except InputError:  # said of the model
         return
-    schemes = {ROOT: TAKEN}
-    # of those that were used one must have scales that can be learned
-    learned: dict[str, tuple[str, ...]] = {ROOT: (TAKEN,)}
-    whole: dict[str, str] = {}
     for step in steps:
-        schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
-        own: Any = step.settings
-        # a graph of somebody else is quantized by other settings, and nothing trains it
-        says = getattr(own, "schemes", None)
-        used = says() if says is not None else learned.get(step.parent, ())
-        learned[step.name] = used
-        codes = getattr(step.settings, "codes", None)
-        other = getattr(getattr(step.settings, "student", None), "other", False)
-        learns = not used or any(SCHEMES[name].learns for name in used)
-        if codes is not None and codes.scales == "lsq" and step.parent in coded and not (learns or other):
-            yield (
-                step.name,
-                f"codes: scales: lsq learns the scales of codes, and {' and '.join(used)} has none to"
-                " learn; quantize with another scheme, or leave scales out.",
-            )
-        whole[step.name] = _unsplit(own) if step.stage == "quantize" else whole.get(step.parent, "")
-        if codes is not None and codes.split and step.parent in coded:
-            before, known = schemes[step.name], [name for name, one in SCHEMES.items() if one.halves]
-            if before not in known:
-                yield (
-                    step.name,
-                    f"codes: split makes two layers of each {' or '.join(known)} one, and those before it are"
-                    f" {before}; quantize with scheme: {' or '.join(known)}, or leave split out.",
-                )
-            elif whole[step.name]:
-                yield step.name, f"codes: split: the layers before it have {whole[step.name]}"
-            else:
-                schemes[step.name] = SCHEMES[before].halves
-        if step.stage == "quantize" or (step.parent in coded and not other):
-            coded.add(step.name)
+        settings: Any = step.settings
+        if step.stage == "quantize":
+            left[step.name] = _made_by(settings)
+            continue
+        codes = getattr(settings, "codes", None)
+        other = getattr(getattr(settings, "student", None), "other", False)
+        before = None if other else left.get(step.parent)
+        if before is not None:
+            for message in _misfits(settings, before):
+                yield step.name, message
+            left[step.name] = _behind(settings, before)
         elif codes is not None:
             yield (
                 step.name,
@@ -102,10 +96,53 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
             )
 
 
-def _unsplit(quantize: Any) -> str:
-    """Return what keeps the codes that `quantize` makes from being split, and what to do; "" if nothing."""
+def _made_by(quantize: Any) -> _Coded:
+    """Return what a step of `quantize` leaves; a graph of somebody else has other settings, and never trains."""
+    says = getattr(quantize, "schemes", None)
+    used = says() if says is not None else ()
+    mixed = getattr(quantize, "bits", None) is not None
+    layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
+    unsplit = ""
     if getattr(quantize, "granularity", None) == "row":
-        return "a scale for each row, and their halves one for each group; quantize with granularity: group."
-    if getattr(quantize, "low_rank", None) is not None:
-        return "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
-    return ""
+        unsplit = (
+            "a scale for each row, and their halves one for each group; quantize with granularity: group."
+        )
+    elif getattr(quantize, "beside", None) is not None:
+        unsplit = "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
+    return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)))
+
+
+def _misfits(settings: Any, before: _Coded) -> Iterator[str]:
+    """Yield what is wrong with how a step trains the codes that it gets."""
+    codes, halved = getattr(settings, "codes", None), [name for name, one in SCHEMES.items() if one.halves]
+    if getattr(settings, "lora", None) is not None and before.split and not before.floats:
+        yield (
+            "lora: adapters stand beside layers of codes, and codes: split made two of each before it, which"
+            " have no place for one; leave lora out, or split out."
+        )
+    if codes is None:
+        return
+    if codes.scales == "lsq" and before.used and not any(SCHEMES[name].learns for name in before.used):
+        yield (
+            f"codes: scales: lsq learns the scales of codes, and {' and '.join(before.used)} has none to"
+            " learn; quantize with another scheme, or leave scales out."
+        )
+    if codes.split and before.layers not in halved:
+        yield (
+            f"codes: split makes two layers of each {' or '.join(halved)} one, and those before it are"
+            f" {before.layers}; quantize with scheme: {' or '.join(halved)}, or leave split out."
+        )
+    elif codes.split and before.unsplit:
+        yield f"codes: split: the layers before it have {before.unsplit}"
+
+
+def _behind(settings: Any, before: _Coded) -> _Coded:
+    """Return what a step leaves of the codes that it gets."""
+    codes = getattr(settings, "codes", None)
+    if getattr(settings, "lora", None) is not None and not before.floats:
+        pairs = "adapters beside their codes, which cannot be split; leave lora out before it."
+        return replace(before, unsplit=before.unsplit or pairs)
+    if codes is not None and codes.split and before.layers in SCHEMES and not before.unsplit:
+        halves = SCHEMES[before.layers].halves
+        return replace(before, layers=halves, split=True) if halves else before
+    return before

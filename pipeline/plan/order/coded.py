@@ -97,7 +97,7 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
 
 
 def _made_by(quantize: Any) -> _Coded:
-    """Return what a step of `quantize` leaves; a graph of somebody else has other settings, and never trains."""
+    """Return what `quantize` leaves; a graph of somebody else has other settings, and nothing trains it."""
     says = getattr(quantize, "schemes", None)
     used = says() if says is not None else ()
     mixed = getattr(quantize, "bits", None) is not None

@@ -171,6 +171,7 @@ class QuantizeSettings(_FromSchemes):
     def _fits(self) -> Self:
         self._check_bits()
         self._check_rows()
+        self._check_clip()
         schemes = [SCHEMES[name] for name in self.schemes()]
         used = {option.name for scheme in schemes for option in scheme.settings}
         for name in options_of_all():
@@ -234,14 +235,6 @@ class QuantizeSettings(_FromSchemes):
                 raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
         if "percentile" in given and "percentile" not in (self.range, self.clip):
             raise ValueError(f"percentile means nothing with range: {self.range}; remove it")
-        if self.clip == "awq" and self.method != "awq":
-            raise ValueError(
-                f"clip: awq is a part of method: awq, and the method is {self.method}; take both"
-            )
-        if self.clip != "none" and self.method == "hqq":
-            raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")
-        if self.clip != "none" and not SCHEMES[self.scheme].clips:
-            raise ValueError(f"clip cuts off the ends of a range, and {self.scheme} has none; remove it")
         if self.beside is not None and (self.method == "awq" or self.bits is not None):
             other = "bits" if self.bits is not None else "method: awq"
             raise ValueError(f"low_rank goes with one scheme, by nearest, gptq or hqq; remove {other}, or it")
@@ -249,6 +242,25 @@ class QuantizeSettings(_FromSchemes):
             raise ValueError("budget is for skip: auto; add that, or remove it")
         if AUTO in self.skip and not self.damage_rows:
             raise ValueError("skip: auto chooses by the damage of each layer; damage_rows must be 1 or more")
+
+    def _check_clip(self) -> None:
+        """Refuse ends of ranges to cut off where there are none, or where another setting chooses them.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if self.clip == "awq" and self.method != "awq":
+            raise ValueError(
+                f"clip: awq is a part of method: awq, and the method is {self.method}; take both"
+            )
+        fitted = [name for name in self.schemes() if not SCHEMES[name].ranges]
+        if self.clip in ("mse", "percentile") and fitted:
+            raise ValueError(
+                f"clip: {self.clip} cuts ranges off, and {fitted[0]} has none: its values have the least"
+                " error for the weights as they are; remove clip"
+            )
+        if self.clip != "none" and self.method == "hqq":
+            raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")
 
     @property
     def observes(self) -> bool:

@@ -149,7 +149,8 @@ def _quantize_whole(
 
 
 def _help_of(scheme: Scheme) -> str:
-    tables = "" if scheme.tables else f"; embeddings and output layer become {scheme.vocabulary}"
+    other = scheme.vocabulary
+    tables = f"; embeddings and output layer become {other} unless vocabulary says otherwise" if other else ""
     packages = " and ".join(f"{name} {oldest}" for name, oldest in scheme.packages.items())
     needs = f"; needs the package {packages} or later" if packages else ""
     return f"{scheme.name}: {scheme.summary}{tables}{needs}."

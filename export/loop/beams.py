@@ -72,7 +72,9 @@ def beam(root: Level, source: Source, vocabulary: int) -> str:
         again = b.op("And", b.op("Greater", b.size(kept, 0), b.const(0)), b.op("Not", over))
         return again, [b.op("Add", before, taken), all_texts, *left]
 
-    return b.loop("phases", "max_new_tokens", carried, phase)[1]
+    # attention and reshapes fail on a batch without rows: it takes no step
+    trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
+    return b.loop("phases", trips, carried, phase)[1]
 
 
 @dataclass(frozen=True)

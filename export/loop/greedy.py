@@ -62,7 +62,9 @@ def greedy(root: Level, source: Source, vocabulary: int) -> str:
         again = b.op("And", some, b.op("Less", after, "max_new_tokens"))
         return again, [after, all_texts, *left]
 
-    return b.loop("phases", "max_new_tokens", carried, phase)[1]
+    # attention and reshapes fail on a batch without rows: it takes no step
+    trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
+    return b.loop("phases", trips, carried, phase)[1]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Int3(AffineGroups):
     name: ClassVar[str] = "int3"
     summary: ClassVar[str] = "3-bit weights, one scale per group of inputs"
     pays: ClassVar[str] = "small files; as fast as 4 bits"
+    # three bits in embeddings and head cost a translator and a language model more than in all the rest
     vocabulary: ClassVar[str] = Int4.name
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     drift: ClassVar[float] = 0.04

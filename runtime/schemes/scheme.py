@@ -130,7 +130,8 @@ class Scheme(Protocol):
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
     learns: whether its scales can be learned (`ends`).
-    clips: whether its grid is a range, whose ends may be cut off.
+    ranges: whether a grid follows from where the weights of a group end, so that ends can be cut off
+        (`clip`); false where its values are fitted to all of them.
     halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
     observes: whether its products need the range of their activations, found on rows of data.
     one_scale: whether all activations of a product become codes with one scale, so that a channel of large
@@ -161,7 +162,7 @@ class Scheme(Protocol):
     vocabulary: ClassVar[str] = ""
     trained: ClassVar[bool] = False
     learns: ClassVar[bool] = True
-    clips: ClassVar[bool] = True
+    ranges: ClassVar[bool] = True
     halves: ClassVar[str] = ""
     observes: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False

@@ -8,6 +8,7 @@ import pytest
 import quantization
 import yaml
 
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.recipe.recipe import read_recipe
 
 ARMS = quantization.chosen(None)
@@ -31,6 +32,15 @@ def test_arms_are_chosen_by_patterns():
         "int3 trained",
         "binary trained",
     ]
+
+
+def test_int3_codes_embeddings_and_head_as_it_was_measured_in_each_arm():
+    named = {}
+    for arm in quantization.chosen(["int3 *"]):
+        codes = quantization.stages_of(arm, {})[0]["quantize"]
+        named[arm] = QuantizeSettings(**codes).table_scheme
+    assert named.pop("int3 gptq v4") == "int4"
+    assert set(named.values()) == {"int3"}
 
 
 def test_trained_arms_start_at_codes_and_their_control_at_the_model():

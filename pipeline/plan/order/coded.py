@@ -50,100 +50,99 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
 
 
 @dataclass(frozen=True)
-class _Codes:
-    """What is known of a model's codes before any work.
+class _Coded:
+    """The codes that a step leaves.
 
-    there: whether it has some. scheme: of its layers. used: schemes of all its matrices. unsplit: what keeps
-    its layers from being split, and what to do. halved: whether they were.
+    layers: the scheme of the linear layers. used: all schemes, of which one must have scales that can be
+    learned; () where nobody knows them. unsplit: what keeps the layers from being split, and what to do; ""
+    for nothing. split: whether they are halves. floats: whether patterns leave some layers float.
     """
 
-    there: bool = False
-    scheme: str = ""
-    used: tuple[str, ...] = ()
+    layers: str
+    used: tuple[str, ...]
     unsplit: str = ""
-    halved: bool = False
+    split: bool = False
+    floats: bool = False
 
 
 def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of steps that train codes in a way that these cannot, and what to say.
+    """Yield the names of steps that train codes as these cannot be, or where there are none; what to say.
 
     Args:
         steps: of the plan, parents first.
         config: of the untouched model.
     """
     try:
-        there = coding_of(config) is not None
+        left = {} if coding_of(config) is None else {ROOT: _Coded(TAKEN, (TAKEN,))}
     except InputError:  # said of the model
         return
-    known = {ROOT: _Codes(there, TAKEN, (TAKEN,))}
     for step in steps:
-        before = known.get(step.parent, _Codes())
-        other = getattr(getattr(step.settings, "student", None), "other", False)
+        settings: Any = step.settings
         if step.stage == "quantize":
-            known[step.name] = _quantized(step.settings)
+            left[step.name] = _made_by(settings)
             continue
-        known[step.name] = _Codes() if other else before
-        codes = getattr(step.settings, "codes", None)
-        if codes is not None and (other or not before.there):
+        codes = getattr(settings, "codes", None)
+        other = getattr(getattr(settings, "student", None), "other", False)
+        before = None if other else left.get(step.parent)
+        if before is not None:
+            for message in _misfits(settings, before):
+                yield step.name, message
+            left[step.name] = _behind(settings, before)
+        elif codes is not None:
             yield (
                 step.name,
                 "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
                 " before it, or leave codes out.",
             )
-        elif before.there and not other:
-            if message := _untrainable(step.settings, before):
-                yield step.name, message
-            else:
-                known[step.name] = _trained(step.settings, before)
 
 
-def _quantized(settings: Any) -> _Codes:
+def _made_by(quantize: Any) -> _Coded:
     """Return what `quantize` leaves; a graph of somebody else has other settings, and nothing trains it."""
-    says = getattr(settings, "schemes", None)
-    scheme = str(getattr(settings, "scheme", ""))
-    return _Codes(True, scheme, says() if says is not None else (), _unsplit(settings))
+    says = getattr(quantize, "schemes", None)
+    used = says() if says is not None else ()
+    mixed = getattr(quantize, "bits", None) is not None
+    layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
+    unsplit = ""
+    if getattr(quantize, "granularity", None) == "row":
+        unsplit = (
+            "a scale for each row, and their halves one for each group; quantize with granularity: group."
+        )
+    elif getattr(quantize, "beside", None) is not None:
+        unsplit = "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
+    return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)))
 
 
-def _untrainable(settings: Any, before: _Codes) -> str:
-    """Return why a training cannot work on the codes before it, and what to do; "" where it can."""
-    codes, adapts = getattr(settings, "codes", None), getattr(settings, "lora", None) is not None
-    learns = not before.used or any(SCHEMES[name].learns for name in before.used)
-    if codes is not None and codes.scales == "lsq" and not learns:
-        return (
+def _misfits(settings: Any, before: _Coded) -> Iterator[str]:
+    """Yield what is wrong with how a step trains the codes that it gets."""
+    codes, halved = getattr(settings, "codes", None), [name for name, one in SCHEMES.items() if one.halves]
+    if getattr(settings, "lora", None) is not None and before.split and not before.floats:
+        yield (
+            "lora: adapters stand beside layers of codes, and codes: split made two of each before it, which"
+            " have no place for one; leave lora out, or split out."
+        )
+    if codes is None:
+        return
+    if codes.scales == "lsq" and before.used and not any(SCHEMES[name].learns for name in before.used):
+        yield (
             f"codes: scales: lsq learns the scales of codes, and {' and '.join(before.used)} has none to"
             " learn; quantize with another scheme, or leave scales out."
         )
-    if codes is not None and codes.split:
-        known = " or ".join(name for name, one in SCHEMES.items() if one.halves)
-        if not SCHEMES[before.scheme].halves:
-            return (
-                f"codes: split makes two layers of each {known} one, and those before it are"
-                f" {before.scheme}; quantize with scheme: {known}, or leave split out."
-            )
-        if before.unsplit:
-            return f"codes: split: the layers before it have {before.unsplit}"
-    if adapts and before.halved:
-        return (
-            "lora: layers of which codes: split made two have no place for an adapter; leave lora out, which"
-            " trains all weights."
+    if codes.split and before.layers not in halved:
+        yield (
+            f"codes: split makes two layers of each {' or '.join(halved)} one, and those before it are"
+            f" {before.layers}; quantize with scheme: {' or '.join(halved)}, or leave split out."
         )
-    return ""
+    elif codes.split and before.unsplit:
+        yield f"codes: split: the layers before it have {before.unsplit}"
 
 
-def _trained(settings: Any, before: _Codes) -> _Codes:
-    """Return what a training leaves of the codes before it."""
+def _behind(settings: Any, before: _Coded) -> _Coded:
+    """Return what a step leaves of the codes that it gets."""
     codes = getattr(settings, "codes", None)
-    if codes is not None and codes.split:
-        return replace(before, scheme=SCHEMES[before.scheme].halves, halved=True)
-    if getattr(settings, "lora", None) is not None:
-        return replace(before, unsplit="adapters beside their codes; leave lora out before it.")
+    if getattr(settings, "lora", None) is not None and not before.floats:
+        pairs = "adapters beside their codes, which cannot be split; leave lora out before it."
+        return replace(before, unsplit=before.unsplit or pairs)
+    if codes is not None and codes.split and before.layers in SCHEMES and not before.unsplit:
+        halves = SCHEMES[before.layers].halves
+        return replace(before, layers=halves, split=True) if halves else before
     return before
-
-
-def _unsplit(quantize: Any) -> str:
-    """Return what keeps the codes that `quantize` makes from being split, and what to do; "" if nothing."""
-    if getattr(quantize, "granularity", None) == "row":
-        return "a scale for each row, and their halves one for each group; quantize with granularity: group."
-    if getattr(quantize, "low_rank", None) is not None:
-        return "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
-    return ""

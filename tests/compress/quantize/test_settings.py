@@ -54,6 +54,11 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
             {"scheme": "binary", "vocabulary": "binary"},
             "Input should be 'int8-dynamic'.* input_value='binary'",
         ),
+        ({"scheme": "kmeans4", "clip": "mse"}, "clip: mse cuts ranges off, and kmeans4 has none"),
+        (
+            {"scheme": "int4", "vocabulary": "kmeans4", "clip": "percentile"},
+            "clip: percentile cuts ranges off, and kmeans4 has none",
+        ),
     ],
 )
 def test_what_a_scheme_does_not_know_is_refused(given, message):

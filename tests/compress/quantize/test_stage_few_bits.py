@@ -39,12 +39,14 @@ def test_bytes_on_disk_are_what_the_bits_predict(marian, tmp_path, scheme):
     assert count_parameters(tmp_path / "out") == pytest.approx(weights * (1 + 1 / 64) + floats, rel=0.03)
 
 
-def test_embeddings_and_head_take_four_bits_under_two_bits_and_three_values(tmp_path):
+def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_a_scheme(tmp_path):
     source = tiny.marian(tmp_path / "model")
-    for scheme, vocabulary in (("int3", "int4"), ("int2", "int4"), ("ternary", "int4")):
-        settings = QuantizeSettings(scheme=scheme, group_size=32)
-        harness.run(Quantize(), settings, source, tmp_path / scheme, "translation")
-        model, _ = load_model(tmp_path / scheme)
+    for scheme, named in (("int3", None), ("int2", None), ("ternary", None), ("int3", "int3")):
+        vocabulary = named or "int4"
+        settings = QuantizeSettings(scheme=scheme, group_size=32, vocabulary=named)
+        out = tmp_path / f"{scheme}-{named}"
+        harness.run(Quantize(), settings, source, out, "translation")
+        model, _ = load_model(out)
         assert scheme_of(model.model.shared) == vocabulary
         assert model.lm_head.matrix is model.model.shared.matrix
         assert scheme_of(model.model.encoder.layers[0].fc1) == scheme

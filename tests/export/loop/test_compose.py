@@ -60,6 +60,15 @@ def test_the_graph_equals_generate(runners, kind, settings, monkeypatch):
     assert len(asked) == 2 * sum(expected) > 10
 
 
+@pytest.mark.parametrize("graph", ["generate", "generate_beams"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_batch_without_rows_nothing_is_made(runners, kind, graph):
+    session = onnxruntime.InferenceSession(runners[kind].folder / f"{graph}.onnx")
+    none = np.zeros((0, 5), np.int64)
+    (found,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
+    assert found.shape == (0, 5 if kind in generating.CAUSAL else 1)
+
+
 def _decoding(asked):
     """Return a `Decoding` with what a graph might not do."""
     left_to_python = ("bad_words_ids", "remove_invalid_values")

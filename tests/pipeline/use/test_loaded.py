@@ -323,6 +323,13 @@ def test_a_batch_size_that_is_none_is_refused(size):
         model.predict(["a man"], batch_size=size)
 
 
+@pytest.mark.parametrize("step", ["onnx", "model"])
+@pytest.mark.parametrize("kind", ["translator", "writer"])
+def test_of_no_texts_nothing_is_made(kind, step):
+    with smelt.load(exported.artifact(kind, step)) as model:
+        assert model.generate([]) == model.generate((text for text in ()), beams=3) == []
+
+
 @pytest.mark.parametrize("texts", [None, 3, b"a", ["a", None], [("a", "b")], [["a"]], "a man"])
 def test_what_are_no_texts_is_refused(texts):
     with smelt.load(exported.artifact("translator")) as model, pytest.raises(smelt.InputError):

@@ -17,7 +17,7 @@ from typing import Any
 
 import harness
 import promises
-from paired_techniques import MODELS, TECHNIQUES, write_recipe
+from paired_techniques import MODELS, TECHNIQUES, chain, write_recipe
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -36,31 +36,31 @@ class Bench:
         self._root: Artifact | None = None
 
     def plan(self, *stages: str, target: str | None = None) -> Plan:
-        """Return the plan of these techniques, one behind the other.
+        """Return the plan of these techniques, one behind the other, and of what the first one goes on from.
 
         Raises:
             InputError: the plan refuses them.
         """
         from smelt.plan.load import load_plan
 
-        return load_plan(write_recipe(self.folder, self.model, list(stages), target))
+        return load_plan(write_recipe(self.folder, self.model, list(chain(*stages)), target))
 
     def do(self, *stages: str, export: bool = False) -> list[Artifact]:
-        """Do these techniques one behind the other and check each; return what they made.
+        """Do these techniques one behind the other and check each; return what they made, without a stem.
 
         export: to ONNX besides, which compares each graph with the model.
         """
         plan = self.plan(*stages, target="ort-cpu" if export else None)
         made = {"model": self._begin(plan)}
-        found = []
-        for step, stage in zip(plan.steps, [*stages, *["onnx"] * export], strict=True):
+        found, whole = [], chain(*stages)
+        for step, stage in zip(plan.steps, [*whole, *["onnx"] * export], strict=True):
             above = {name: made[name] for name in plan.above(step)}
             made[step.name] = new = self._step(step, above)
             found.append(new)
             if stage in TECHNIQUES:
                 lost = [text for text in plan.warnings if text.startswith(f"line {step.line}:")]
                 promises.promises(TECHNIQUES[stage], made[step.parent], new, self._seen, lost)
-        return found
+        return found[len(whole) - len(stages) :]
 
     def foretold(self, *stages: str) -> list[str]:
         """Return what the plan says of the last of these techniques: a poor order, work that is lost."""

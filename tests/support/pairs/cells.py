@@ -10,9 +10,12 @@ from zlib import crc32
 
 from paired_techniques import MODELS, TECHNIQUES, Model, Technique
 
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.data import SIMILARITY
 from smelt.core.stage import Settings
 from smelt.recipe.stage_table import load_stage
+from smelt.runtime.schemes.registry import SCHEMES
+from smelt.runtime.schemes.scheme import Scheme
 
 Cell = tuple[str, str, str]
 """A model, what goes first, and what follows it."""
@@ -21,6 +24,8 @@ Cell = tuple[str, str, str]
 def takes(model: Model, technique: Technique) -> bool:
     """Say whether a technique can do something with a model, by task and config."""
     stage, settings = load_stage(technique.word), _settings(technique, model)
+    if technique.behind and not takes(model, TECHNIQUES[technique.behind]):
+        return False
     if model.task not in stage.tasks:
         return False
     masks = technique.settings.get("masks", {})
@@ -33,7 +38,8 @@ def takes(model: Model, technique: Technique) -> bool:
 def follows(first: Technique, second: Technique) -> bool:
     """Say whether `second` can go on from what `first` leaves.
 
-    What changes float weights needs some, and what takes units away needs layers that do not hold theirs.
+    What changes float weights needs some, what says how codes train needs those, and what takes units away
+    needs layers that do not hold theirs. Adapters have no place beside halves of layers.
     """
     if (holds := getattr(load_stage(first.word), "holds_units", None)) and (
         getattr(load_stage(second.word), "cuts_units", False) or "masks" in second.settings
@@ -41,8 +47,15 @@ def follows(first: Technique, second: Technique) -> bool:
         settings: Settings = load_stage(first.word).settings_type.model_validate(dict(first.settings))
         if holds(settings):
             return False
+    schemes = _schemes(first)
+    if (codes := second.settings.get("codes")) is not None:
+        if codes.get("split"):
+            return bool(schemes) and bool(schemes[0].halves) and not _splits(first)
+        return any(scheme.learns for scheme in schemes)
     floats = getattr(load_stage(second.word), "needs_float", False)
-    return first.word != "quantize" or not (floats or {"masks", "sparsify"} & second.settings.keys())
+    if schemes and (floats or {"masks", "sparsify"} & second.settings.keys()):
+        return False
+    return not (_splits(first) and "lora" in second.settings)
 
 
 def every_cell() -> list[Cell]:
@@ -92,6 +105,19 @@ def refused_pairs() -> Iterator[tuple[str, str]]:
         for second in TECHNIQUES:
             if not follows(TECHNIQUES[first], TECHNIQUES[second]):
                 yield first, second
+
+
+def _schemes(technique: Technique) -> list[Scheme]:
+    """Return the schemes of the codes that a technique leaves, that of the linear layers first."""
+    made = TECHNIQUES[technique.behind] if technique.behind else technique
+    if made.word != "quantize":
+        return []
+    settings = QuantizeSettings.model_validate(dict(made.settings))
+    return [SCHEMES[name] for name in settings.schemes()]
+
+
+def _splits(technique: Technique) -> bool:
+    return bool(technique.settings.get("codes", {}).get("split"))
 
 
 def _settings(technique: Technique, model: Model) -> Settings:

@@ -81,12 +81,14 @@ DATA: dict[str, Callable[[Path], Any]] = {
 class Technique:
     """A stage with one small setting.
 
-    shrinks: whether fewer parameters, or for codes fewer bytes, must be left of a tiny model.
+    shrinks: whether fewer parameters, or for codes fewer bytes, must be left of a tiny model. behind: the
+    technique that stands before it where it goes first, for it takes codes; "" for the model itself.
     """
 
     word: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     shrinks: bool = False
+    behind: str = ""
 
     def on(self, model: Model) -> dict[str, Any]:
         """Return the settings for `model`.
@@ -126,6 +128,8 @@ TECHNIQUES: dict[str, Technique] = {
         {"masks": {"what": ["heads", "width"], "learning_rate": 5, "warmup": 0.5}, **TRAIN},
         True,
     ),
+    "lsq": Technique("finetune", {"codes": {"scales": "lsq"}, **TRAIN}, behind="int4"),
+    "split": Technique("finetune", {"codes": {"split": True}, **TRAIN}, behind="ternary"),
     "movement": Technique("finetune", {"sparsify": {"start": 0, "end": 1}, **TRAIN}),
     "distill": Technique("distill", TRAIN),
     "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),
@@ -168,6 +172,12 @@ TECHNIQUES: dict[str, Technique] = {
     "bnb-nf4": Technique("quantize", {"scheme": "bnb-nf4"}, True),
     "bnb-int8": Technique("quantize", {"scheme": "bnb-int8"}, True),
 }
+
+
+def chain(first: str, *others: str) -> tuple[str, ...]:
+    """Return these techniques, and in front of them what the first one goes on from."""
+    stem = TECHNIQUES[first].behind
+    return (*((stem,) if stem else ()), first, *others)
 
 
 def write_recipe(folder: Path, name: str, stages: list[str], target: str | None = None) -> Path:

@@ -78,6 +78,7 @@ def look(folder: Path) -> Seen:
     from smelt.runtime.layers.quantized import is_quantized
     from smelt.runtime.layers.scaled import ScaledLinear
     from smelt.runtime.layers.shared import parts_of
+    from smelt.runtime.layers.split import SplitLinear
     from smelt.runtime.models.checkpoint import count_parameters, load_model
     from smelt.runtime.models.stored_dtype import weight_bytes
     from smelt.runtime.models.structure import keeps_zeros
@@ -94,7 +95,8 @@ def look(folder: Path) -> Seen:
             units[feed.down] = int(model.get_submodule(feed.down).in_features)
             places += feed.products
     modules = [model.get_submodule(name) for name in places]
-    inside = [matrix for module in modules for matrix in parts_of(module).values()]
+    whole = [matrix for module in modules for matrix in parts_of(module).values()]
+    inside = [half for m in whole for half in ((m.first, m.second) if isinstance(m, SplitLinear) else (m,))]
     matrices = [m.linear if isinstance(m, ScaledLinear) else m for m in inside]
     zeroed = [m.weight.detach() for m in matrices if keeps_zeros(m)]
     words = getattr(config, "vocab_size", None)

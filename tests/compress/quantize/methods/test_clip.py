@@ -5,11 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from smelt.compress.quantize.coding import nearest_on, plain_fit
 from smelt.compress.quantize.methods.clip import percentile_grid, searched_grid
-from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.runtime.schemes.registry import SCHEMES, defaults, find
 
 HEAVY = torch.distributions.StudentT(3.0)
@@ -78,9 +76,3 @@ def test_of_a_hundred_percent_nothing_is_cut_off():
     plain = nearest_on(plain_fit, weight, find("int4"), options)
     whole = nearest_on(partial(percentile_grid, 100.0), weight, find("int4"), options)
     assert whole.codes.equal(plain.codes)
-
-
-@pytest.mark.parametrize("clip", ["mse", "percentile"])
-def test_values_that_are_no_range_have_no_ends(clip):
-    with pytest.raises(ValidationError, match="clip cuts off the ends of a range, and kmeans4 has none"):
-        QuantizeSettings(scheme="kmeans4", clip=clip)

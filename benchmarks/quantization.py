@@ -79,7 +79,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "bnb-nf4": {"scheme": "bnb-nf4"},
 }
 # trained through their codes; `fp32 trained` is the control with as many updates
-TRAINED = {
+TRAINED: dict[str, dict[str, Any] | None] = {
     "fp32 trained": None,
     "int3 trained": ALL_INT3,
     **{f"{scheme} trained": {"scheme": scheme} for scheme in ("int2", "ternary", "binary")},
@@ -103,10 +103,13 @@ def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:
     if arm not in TRAINED:
         return [{"quantize": ARMS[arm], "name": step_of(arm), "from": "model"}]
     distill = {"distill": {"teacher": "model"} | training, "name": step_of(arm)}
-    if TRAINED[arm] is None:
+    codes = TRAINED[arm]
+    if codes is None:
         return [distill | {"from": "model"}]
-    codes = TRAINED[arm] | {"group_size": 64}
-    return [{"quantize": codes, "name": f"{step_of(arm)}-codes", "from": "model"}, distill]
+    return [
+        {"quantize": codes | {"group_size": 64}, "name": f"{step_of(arm)}-codes", "from": "model"},
+        distill,
+    ]
 
 
 def recipe_of(name: str, model: Path, arms: list[str], updates: int, seed: int = 0) -> dict[str, Any]:

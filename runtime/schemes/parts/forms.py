@@ -69,7 +69,7 @@ def node(matrix: Coded, own: int, x: str, y: str) -> tuple[Any, dict[str, Tensor
     tensors = {f"{y}.codes": codes, f"{y}.scales": torch.full((rows, count), 0.01)}
     if matrix.has("zeros"):
         tensors[f"{y}.zeros"] = torch.full((rows, -(-count * bits // 8)), 1, dtype=torch.uint8)
-    layout = {"K": matrix.width, "N": rows, "bits": bits, "block_size": size}
-    level = {ACCURACY_LEVEL.name: int(options[ACCURACY_LEVEL.name])}
-    made = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout, **level)
+    layout: dict[str, Any] = {"K": matrix.width, "N": rows, "bits": bits, "block_size": size}
+    layout[ACCURACY_LEVEL.name] = int(options[ACCURACY_LEVEL.name])
+    made = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
     return made, tensors

@@ -25,6 +25,7 @@ from smelt.core.errors import InputError
 from smelt.core.packages import require
 from smelt.families.walk import blocks_of, head_of
 from smelt.runtime.layers.adapted import AdaptedLinear, adapted
+from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
 from smelt.runtime.layers.scaled import ScaledLinear
@@ -67,7 +68,9 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 def _coded(module: nn.Module) -> nn.Module:
-    """Return the layer behind the factors of its inputs, where it has some."""
+    """Return the layer behind the factors of its inputs, or what makes them binary, where it has some."""
+    if isinstance(module, BinaryInputs):
+        return module.coded
     return module.linear if isinstance(module, ScaledLinear) else module
 
 

@@ -63,6 +63,7 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
     # of those that were used one must have scales that can be learned
     learned: dict[str, tuple[str, ...]] = {ROOT: (TAKEN,)}
     whole: dict[str, str] = {}
+    pairs = set[str]()  # steps whose layers have low-rank pairs beside their codes
     for step in steps:
         schemes[step.name] = str(getattr(step.settings, "scheme", schemes.get(step.parent, "")))
         own: Any = step.settings
@@ -92,6 +93,12 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                 yield step.name, f"codes: split: the layers before it have {whole[step.name]}"
             else:
                 schemes[step.name] = SCHEMES[before].halves
+        if _pairs(own) if step.stage == "quantize" else step.parent in pairs or getattr(own, "lora", None):
+            pairs.add(step.name)
+        if codes is not None and codes.activations == "binary" and step.parent in coded and not other:
+            wrong = _whole_inputs(schemes[step.name], step.parent in pairs)
+            if wrong:
+                yield step.name, wrong
         if step.stage == "quantize" or (step.parent in coded and not other):
             coded.add(step.name)
         elif codes is not None:
@@ -100,6 +107,30 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                 "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
                 " before it, or leave codes out.",
             )
+
+
+def _pairs(quantize: Any) -> bool:
+    """Say whether `quantize` puts low-rank pairs beside codes; a graph's has no such setting."""
+    return getattr(quantize, "beside", None) is not None
+
+
+def _whole_inputs(scheme: str, pairs: bool) -> str:
+    """Return why layers of codes cannot have binary inputs, and what to do; "" if they can.
+
+    pairs: whether a low-rank pair is beside the codes.
+    """
+    known = " or ".join(name for name, one in SCHEMES.items() if one.binary_inputs)
+    if not SCHEMES[scheme].binary_inputs:
+        return (
+            f"codes: activations: binary is for layers of scheme {known}, and those before it are {scheme};"
+            f" quantize with scheme: {known}, or leave activations out."
+        )
+    if pairs:
+        return (
+            "codes: activations: binary: the layers before it have a low-rank pair beside their codes, which"
+            " is fed what they are; leave low_rank or lora out before it."
+        )
+    return ""
 
 
 def _unsplit(quantize: Any) -> str:

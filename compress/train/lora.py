@@ -130,8 +130,9 @@ def _inject(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
 
 
 def _floats(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `module` that can train: codes and their scales cannot."""
+    """Return the parameters of `module` that train: codes, and what they multiply, stay as they are."""
     coded = {id(p) for m in module.modules() if isinstance(m, Matrix) for p in m.parameters()}
+    coded |= {id(p) for m in module.modules() if isinstance(m, BinaryInputs) for p in (m.scale, m.shift)}
     return [p for p in module.parameters() if id(p) not in coded]
 
 

@@ -33,7 +33,7 @@ class Finetune:
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
         - finetune: {codes: {scales: lsq}}
-        - finetune: {codes: {activations: binary}}   # behind scheme binary; no runtime here gains speed by it
+        - finetune: {codes: {activations: one-bit}}   # behind scheme binary; no runtime gains speed by it
     """
 
     name: ClassVar[str] = "finetune"

@@ -16,7 +16,7 @@ def _distill(updates: int = 60, **more: Any) -> Arm:
 
 
 def _binary(rate: float = 1e-2) -> dict[str, Any]:
-    return {"codes": {"activations": "binary", "learning_rate": rate}}
+    return {"codes": {"activations": "one-bit", "learning_rate": rate}}
 
 
 ARMS: dict[str, Arm] = {

@@ -49,7 +49,7 @@ class Distill:
         - distill: {phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]}  # TinyBERT
         - distill: {teacher: [large, {model: other-classifier}], student: {layers: 3}}    # several teachers
         - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
-        - distill: {codes: {activations: binary}}    # BiT, behind scheme binary; no runtime here gains speed
+        - distill: {codes: {activations: one-bit}}    # BiT, behind scheme binary; no runtime here gains speed
     """
 
     name: ClassVar[str] = "distill"

@@ -105,16 +105,16 @@ class CodesSettings(Settings):
         description="follow: each update finds scales anew from the weights; lsq: they are learned with the"
         " weights (learned step size), zero points and fixed ranges of activations as well",
     )
-    activations: Literal["scheme", "binary"] = Field(
+    activations: Literal["scheme", "one-bit"] = Field(
         default="scheme",
-        description="scheme: layers are fed what their scheme says; binary: each input of a binary layer"
-        " becomes one of two values, {-a, a} or {0, a}, with a learned scale and learned shifts (BiT): it"
-        " gains no speed on these runtimes, and costs quality",
+        description="scheme: layers are fed what their scheme says; one-bit: each input of a layer of one-bit"
+        " codes becomes one of two values, {-a, a} or {0, a}, with a learned scale and learned shifts (BiT):"
+        " it gains no speed on these runtimes, and costs quality",
     )
     learning_rate: float = Field(
         default=1e-2,
         gt=0,
-        description="lsq: highest learning rate of the logarithms of scales; binary activations: of scales"
+        description="lsq: highest learning rate of the logarithms of scales; activations: one-bit: of scales"
         " and shifts, in parts of the first scale",
     )
     split: bool = Field(
@@ -129,9 +129,9 @@ class CodesSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         given = "learning_rate" in self.model_fields_set
-        if given and self.scales != "lsq" and self.activations != "binary":
+        if given and self.scales != "lsq" and self.activations != "one-bit":
             raise ValueError(
-                "learning_rate is that of scales: lsq and activations: binary; give one, or leave it out"
+                "learning_rate is that of scales: lsq and activations: one-bit; give one, or leave it out"
             )
         return self
 

@@ -97,7 +97,7 @@ CASES: dict[str, Case] = {
     "finetune bert, binary inputs": Case(
         "finetune",
         "bert",
-        TRAINING | {"codes": {"activations": "binary"}},
+        TRAINING | {"codes": {"activations": "one-bit"}},
         (("quantize", {"scheme": "binary", "group_size": 32}),),
     ),
     "vocabulary marian": Case("vocabulary", "marian", {"coverage": 0.7, "round_to": 1}),

@@ -55,7 +55,7 @@ def binarize_first(
     Raises:
         InputError: no layer is binary, or one has a low-rank pair beside it; or there are no rows.
     """
-    if settings.codes is None or settings.codes.activations != "binary":
+    if settings.codes is None or settings.codes.activations != "one-bit":
         return
     found = _to_binarize(model, stage)
     if not found:
@@ -114,7 +114,7 @@ def _to_binarize(model: nn.Module, stage: str) -> dict[str, BinaryInputs]:
     if not found and not there:
         known = " or ".join(name for name, scheme in SCHEMES.items() if scheme.binary_inputs)
         raise InputError(
-            f"{stage}: codes: activations: binary is for layers of scheme {known}, and the model has none."
+            f"{stage}: codes: activations: one-bit is for layers of scheme {known}, and the model has none."
             f" Put quantize: {{scheme: {known}}} before this step, or leave it out."
         )
     return dict(found.values())

@@ -27,9 +27,9 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
                 f" put a distill after '{d.name}', which trains through the codes."
             )
     codes = getattr(draft.settings, "codes", None)
-    if codes is not None and codes.activations == "binary":
+    if codes is not None and codes.activations == "one-bit":
         yield (
-            f"{where}: codes: activations: binary costs quality and gains no speed: no runtime here"
+            f"{where}: codes: activations: one-bit costs quality and gains no speed: no runtime here"
             " multiplies bits with bits."
         )
     student = draft.entry.word == "distill" and draft.entry.settings.get("student")

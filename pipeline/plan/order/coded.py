@@ -95,7 +95,7 @@ def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[
                 schemes[step.name] = SCHEMES[before].halves
         if _pairs(own) if step.stage == "quantize" else step.parent in pairs or getattr(own, "lora", None):
             pairs.add(step.name)
-        if codes is not None and codes.activations == "binary" and step.parent in coded and not other:
+        if codes is not None and codes.activations == "one-bit" and step.parent in coded and not other:
             wrong = _whole_inputs(schemes[step.name], step.parent in pairs)
             if wrong:
                 yield step.name, wrong
@@ -122,12 +122,12 @@ def _whole_inputs(scheme: str, pairs: bool) -> str:
     known = " or ".join(name for name, one in SCHEMES.items() if one.binary_inputs)
     if not SCHEMES[scheme].binary_inputs:
         return (
-            f"codes: activations: binary is for layers of scheme {known}, and those before it are {scheme};"
+            f"codes: activations: one-bit is for layers of scheme {known}, and those before it are {scheme};"
             f" quantize with scheme: {known}, or leave activations out."
         )
     if pairs:
         return (
-            "codes: activations: binary: the layers before it have a low-rank pair beside their codes, which"
+            "codes: activations: one-bit: the layers before it have a low-rank pair beside their codes, which"
             " is fed what they are; leave low_rank or lora out before it."
         )
     return ""

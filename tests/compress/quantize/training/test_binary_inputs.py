@@ -35,7 +35,7 @@ from smelt.runtime.models.structure import read_edits
 
 BINARY = {"scheme": "binary", "group_size": 32}
 TRAIN = {"max_steps": 3, "learning_rate": 1e-2, "batch_size": 4, "precision": "fp32", "evals": 0}
-BITS = {"codes": {"activations": "binary", "learning_rate": 0.05}}
+BITS = {"codes": {"activations": "one-bit", "learning_rate": 0.05}}
 TASK = "text-classification"
 ROWS = Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 RECIPE = """\
@@ -45,7 +45,7 @@ data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}
 stages:
   - quantize: {scheme: binary, group_size: 32}
   - distill:
-      codes: {activations: binary}
+      codes: {activations: one-bit}
       max_steps: 20
       learning_rate: 1.0e-2
       batch_size: 4
@@ -165,7 +165,7 @@ def test_scale_and_shift_learn_in_parts_of_the_first_scale():
     for name, scale in (("small", 0.01), ("large", 3.0)):
         model[name] = BinaryInputs(quantize_module(torch.nn.Linear(32, 8), "binary"), True)
         model[name].scale.data.fill_(scale)
-    learned = LearnedInputs(model, CodesSettings(activations="binary", learning_rate=0.1))
+    learned = LearnedInputs(model, CodesSettings(activations="one-bit", learning_rate=0.1))
     groups = learned.extension().groups
     optimizer = torch.optim.AdamW([{"params": g.parameters, **g.options()} for g in groups])
     sum(m(torch.randn(4, 32) * m.scale.detach()).square().sum() for m in model.values()).backward()
@@ -183,7 +183,7 @@ def test_a_teacher_teaches_it_phase_by_phase_and_layers_that_were_split(tmp_path
     """Ternary layers become two binary ones each, and either is fed two values of its own."""
     source = every_family.of_layers("bert", 2)
     ternary = coded(tmp_path / "coded", "bert", scheme="ternary")
-    settings = {**TRAIN, "codes": {"split": True, "activations": "binary"}}
+    settings = {**TRAIN, "codes": {"split": True, "activations": "one-bit"}}
     phases = [{"losses": {"hidden": 1.0}}, {"losses": {"logits": 1.0}}]
     made = DistillSettings(**settings, phases=phases)
     teacher = {"ancestors": {"model": tiny.artifact(source, TASK)}}
@@ -263,8 +263,8 @@ def test_what_cannot_be_is_refused(tmp_path):
 
 def test_keys_of_what_was_trained_before_it_came_stay():
     assert "activations" not in FinetuneSettings(codes={"scales": "lsq"}).model_dump()["codes"]
-    assert FinetuneSettings(**BITS).model_dump()["codes"]["activations"] == "binary"
-    with pytest.raises(ValueError, match="learning_rate is that of scales: lsq and activations: binary"):
+    assert FinetuneSettings(**BITS).model_dump()["codes"]["activations"] == "one-bit"
+    with pytest.raises(ValueError, match="learning_rate is that of scales: lsq and activations: one-bit"):
         CodesSettings(learning_rate=0.1)
 
 

@@ -33,6 +33,7 @@ class Finetune:
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
         - finetune: {codes: {scales: lsq}}
+        - finetune: {codes: {activations: one-bit}}   # behind scheme binary; no runtime gains speed by it
     """
 
     name: ClassVar[str] = "finetune"
@@ -43,7 +44,8 @@ class Finetune:
         "Devlin et al. 2019, BERT, arXiv:1810.04805; loop: transformers.Trainer;"
         " scored pairs: CoSENT, Huang et al. 2024, IEEE/ACM TASLP 32;"
         " scales: LSQ, Esser et al. 2020, arXiv:1902.08153;"
-        " split: BinaryBERT, Bai et al. 2021, arXiv:2012.15701"
+        " split: BinaryBERT, Bai et al. 2021, arXiv:2012.15701;"
+        " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
     )
     version: ClassVar[int] = 4
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
@@ -81,9 +83,11 @@ class Finetune:
     def __call__(self, src: Artifact, settings: FinetuneSettings, ctx: Context) -> None:
         """Train the model of `src` and write it to `ctx.out`."""
         from smelt.compress.quantize.through_codes import load_trainable, save_trained
+        from smelt.compress.quantize.training.binary_inputs import binarize_first
         from smelt.compress.quantize.training.splitting import split_first
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
         edits = split_first(model, edits, settings, ctx)
+        binarize_first(model, edits, src, settings, ctx, self.name)
         train(model, src, settings, ctx, edits=edits, stage=self.name)
         save_trained(model, edits, src.path, settings, ctx)

@@ -49,6 +49,7 @@ class Distill:
         - distill: {phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]}  # TinyBERT
         - distill: {teacher: [large, {model: other-classifier}], student: {layers: 3}}    # several teachers
         - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
+        - distill: {codes: {activations: one-bit}}    # BiT, behind scheme binary; no runtime here gains speed
     """
 
     name: ClassVar[str] = "distill"
@@ -59,7 +60,8 @@ class Distill:
         "Hinton et al. 2015, arXiv:1503.02531; layers: Shleifer & Rush 2020, arXiv:2010.13002;"
         " masking: transformers-research-projects distillation/distiller.py; inside: TinyBERT,"
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
-        " sequences: Kim & Rush 2016, arXiv:1606.07947"
+        " sequences: Kim & Rush 2016, arXiv:1606.07947;"
+        " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
     )
     version: ClassVar[int] = 4
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
@@ -156,6 +158,7 @@ class Distill:
             load_teachers,
         )
         from smelt.compress.quantize.through_codes import save_trained
+        from smelt.compress.quantize.training.binary_inputs import binarize_first
         from smelt.compress.quantize.training.splitting import split_first
 
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
@@ -178,6 +181,7 @@ class Distill:
                 rows = taught_rows(ctx.ancestors[writer], settings.sequences, ctx)
                 ctx = replace(ctx, data={**ctx.data, "train": rows})
             ctx = with_rows(settings, model.config, ctx)
+            binarize_first(model, edits, Artifact(home, src.manifest), settings, ctx, self.name)
             said = None
             if settings.keep_logits is not None:
                 who = identity_of(teachers, words, model, settings, ctx)

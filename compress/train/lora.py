@@ -25,6 +25,7 @@ from smelt.core.errors import InputError
 from smelt.core.packages import require
 from smelt.families.walk import blocks_of, head_of
 from smelt.runtime.layers.adapted import AdaptedLinear, adapted
+from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
 from smelt.runtime.layers.scaled import ScaledLinear
@@ -67,7 +68,9 @@ def targets_of(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 def _coded(module: nn.Module) -> nn.Module:
-    """Return the layer behind the factors of its inputs, where it has some."""
+    """Return the layer behind the factors of its inputs, or what makes them binary, where it has some."""
+    if isinstance(module, BinaryInputs):
+        return module.coded
     return module.linear if isinstance(module, ScaledLinear) else module
 
 
@@ -127,8 +130,9 @@ def _inject(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
 
 
 def _floats(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `module` that can train: codes and their scales cannot."""
+    """Return the parameters of `module` that train: codes, and what they multiply, stay as they are."""
     coded = {id(p) for m in module.modules() if isinstance(m, Matrix) for p in m.parameters()}
+    coded |= {id(p) for m in module.modules() if isinstance(m, BinaryInputs) for p in (m.scale, m.shift)}
     return [p for p in module.parameters() if id(p) not in coded]
 
 

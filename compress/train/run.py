@@ -176,6 +176,11 @@ def _while_training(
         from smelt.compress.prune.learned.masks import LearnedMasks
 
         found.append(LearnedMasks(model, settings.masks, edits))
+    if settings.lora is None:
+        from smelt.compress.quantize.training.binary_inputs import LearnedInputs, with_binary_inputs
+
+        if with_binary_inputs(model):
+            found.append(LearnedInputs(model, settings.codes))
     if settings.codes is not None and settings.codes.scales == "lsq":
         from smelt.compress.quantize.training.learned import LearnedSteps
 

@@ -105,8 +105,17 @@ class CodesSettings(Settings):
         description="follow: each update finds scales anew from the weights; lsq: they are learned with the"
         " weights (learned step size), zero points and fixed ranges of activations as well",
     )
+    activations: Literal["scheme", "one-bit"] = Field(
+        default="scheme",
+        description="scheme: layers are fed what their scheme says; one-bit: each input of a layer of one-bit"
+        " codes becomes one of two values, {-a, a} or {0, a}, with a learned scale and learned shifts (BiT):"
+        " it gains no speed on these runtimes, and costs quality",
+    )
     learning_rate: float = Field(
-        default=1e-2, gt=0, description="lsq: highest learning rate of the logarithms of scales"
+        default=1e-2,
+        gt=0,
+        description="lsq: highest learning rate of the logarithms of scales; activations: one-bit: of scales"
+        " and shifts, in parts of the first scale",
     )
     split: bool = Field(
         default=False,
@@ -119,9 +128,19 @@ class CodesSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.scales != "lsq" and "learning_rate" in self.model_fields_set:
-            raise ValueError("learning_rate is that of scales: lsq; give that, or leave it out")
+        given = "learning_rate" in self.model_fields_set
+        if given and self.scales != "lsq" and self.activations != "one-bit":
+            raise ValueError(
+                "learning_rate is that of scales: lsq and activations: one-bit; give one, or leave it out"
+            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `activations` where they are the scheme's: keys of stored artifacts are made of it."""
+        found: dict[str, Any] = written(self)
+        plain = self.activations == "scheme"
+        return {name: value for name, value in found.items() if not (plain and name == "activations")}
 
 
 class MasksSettings(Settings):

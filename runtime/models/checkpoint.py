@@ -290,7 +290,8 @@ def _packed(edits: list[Edit]) -> dict[str, int]:
         scheme, options = find(edit.get("scheme")), scheme_options(edit)
         check_options(scheme, options)
         for name, stored in scheme.storage(1, 1, options).items():
-            for place in ("matrix", "coded.matrix"):  # the second where an adapter stands beside the codes
+            # behind `coded` where an adapter stands beside the codes, or their inputs are binary; or both
+            for place in ("matrix", "coded.matrix", "coded.coded.matrix"):
                 found[f"{edit.get('module')}.{place}.{name}"] = stored.packs
     return found
 

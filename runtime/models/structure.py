@@ -10,6 +10,7 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
+    {"op": "binary_inputs", "module": m, "signed": s}                    a quantized Linear is fed two values
     {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
     {"op": "split", "module": m}                                         Linear -> the sum of two
     {"op": "share", "module": m, "with": n}                              m becomes the very module n
@@ -256,6 +257,18 @@ def _adapter(model: nn.Module, edit: Edit) -> None:
     replace_module(model, edit["module"], AdaptedLinear(coded, edit["rank"]))
 
 
+def _binary_inputs(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.binary_inputs import BinaryInputs
+    from smelt.runtime.layers.quantized import QuantizedLinear
+
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, QuantizedLinear):
+        raise TypeError("it is not a quantized Linear")
+    if not isinstance(edit["signed"], bool):
+        raise TypeError(f"signed {edit['signed']!r}")
+    replace_module(model, edit["module"], BinaryInputs(old, edit["signed"]))
+
+
 def _scale(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
     if not isinstance(old, nn.Linear):
@@ -306,6 +319,7 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "tie": _tie,
     "quantize": _quantize,
     "adapter": _adapter,
+    "binary_inputs": _binary_inputs,
     "scale": _scale,
     "split": _split,
     "share": _share,

@@ -133,6 +133,7 @@ class Scheme(Protocol):
     ranges: whether a grid follows from where the weights of a group end, so that ends can be cut off
         (`clip`); false where its values are fitted to all of them.
     halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
+    binary_inputs: whether a training may make what its linear layers are fed one of two values.
     observes: whether its products need the range of their activations, found on rows of data.
     one_scale: whether all activations of a product become codes with one scale, so that a channel of large
         ones costs the others their precision.
@@ -164,6 +165,7 @@ class Scheme(Protocol):
     learns: ClassVar[bool] = True
     ranges: ClassVar[bool] = True
     halves: ClassVar[str] = ""
+    binary_inputs: ClassVar[bool] = False
     observes: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False

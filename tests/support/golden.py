@@ -99,6 +99,12 @@ CASES: dict[str, Case] = {
         TRAINING | {"codes": {"split": True}},
         (("quantize", {"scheme": "ternary", "group_size": 32}),),
     ),
+    "finetune bert, binary inputs": Case(
+        "finetune",
+        "bert",
+        TRAINING | {"codes": {"activations": "one-bit"}},
+        (("quantize", {"scheme": "binary", "group_size": 32}),),
+    ),
     "vocabulary marian": Case("vocabulary", "marian", {"coverage": 0.7, "round_to": 1}),
     "vocabulary gpt2": Case("vocabulary", "gpt2", {"size": 280}),
     "depth bert": Case("depth", "bert", {"importance": "block-influence"}),

@@ -26,6 +26,12 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
                 f"{where}: the {scheme.name} weights of '{d.name}' were not trained and say little;"
                 f" put a distill after '{d.name}', which trains through the codes."
             )
+    codes = getattr(draft.settings, "codes", None)
+    if codes is not None and codes.activations == "one-bit":
+        yield (
+            f"{where}: codes: activations: one-bit costs quality and gains no speed: no runtime here"
+            " multiplies bits with bits."
+        )
     student = draft.entry.word == "distill" and draft.entry.settings.get("student")
     late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
     if late and student:

@@ -55,7 +55,8 @@ class _Coded:
 
     layers: the scheme of the linear layers. used: all schemes, of which one must have scales that can be
     learned; () where nobody knows them. unsplit: what keeps the layers from being split, and what to do; ""
-    for nothing. split: whether they are halves. floats: whether patterns leave some layers float.
+    for nothing. split: whether they are halves. floats: whether patterns leave some layers float. pairs:
+    whether something of low rank stands beside the codes.
     """
 
     layers: str
@@ -63,6 +64,7 @@ class _Coded:
     unsplit: str = ""
     split: bool = False
     floats: bool = False
+    pairs: bool = False
 
 
 def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -109,7 +111,8 @@ def _made_by(quantize: Any) -> _Coded:
         )
     elif getattr(quantize, "beside", None) is not None:
         unsplit = "a low-rank pair beside their codes, which cannot be split; leave low_rank out."
-    return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)))
+    pairs = getattr(quantize, "beside", None) is not None
+    return _Coded(layers, used, unsplit, floats=bool(getattr(quantize, "skip", None)), pairs=pairs)
 
 
 def _misfits(settings: Any, before: _Coded) -> Iterator[str]:
@@ -134,14 +137,35 @@ def _misfits(settings: Any, before: _Coded) -> Iterator[str]:
         )
     elif codes.split and before.unsplit:
         yield f"codes: split: the layers before it have {before.unsplit}"
+    if codes.activations == "one-bit":
+        yield from _whole_inputs(_behind(settings, before).layers, before.pairs)
+
+
+def _whole_inputs(scheme: str, pairs: bool) -> Iterator[str]:
+    """Yield why layers of codes cannot have binary inputs, and what to do.
+
+    pairs: whether a low-rank pair is beside the codes.
+    """
+    known = [name for name, one in SCHEMES.items() if one.binary_inputs]
+    if scheme not in known:
+        yield (
+            f"codes: activations: one-bit is for layers of scheme {' or '.join(known)}, and those before it"
+            f" are {scheme}; quantize with scheme: {' or '.join(known)}, or leave activations out."
+        )
+    elif pairs:
+        yield (
+            "codes: activations: one-bit: the layers before it have a low-rank pair beside their codes, which"
+            " is fed what they are; leave low_rank or lora out before it."
+        )
 
 
 def _behind(settings: Any, before: _Coded) -> _Coded:
     """Return what a step leaves of the codes that it gets."""
     codes = getattr(settings, "codes", None)
-    if getattr(settings, "lora", None) is not None and not before.floats:
-        pairs = "adapters beside their codes, which cannot be split; leave lora out before it."
-        return replace(before, unsplit=before.unsplit or pairs)
+    if getattr(settings, "lora", None) is not None:
+        beside = "adapters beside their codes, which cannot be split; leave lora out before it."
+        unsplit = before.unsplit if before.floats else before.unsplit or beside
+        return replace(before, unsplit=unsplit, pairs=True)
     if codes is not None and codes.split and before.layers in SCHEMES and not before.unsplit:
         halves = SCHEMES[before.layers].halves
         return replace(before, layers=halves, split=True) if halves else before

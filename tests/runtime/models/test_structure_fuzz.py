@@ -33,6 +33,7 @@ EDITS = st.fixed_dictionaries(
         "value": NUMBERS,
         "group": NUMBERS,
         "bits": NUMBERS,
+        "signed": NUMBERS,
         "attribute": st.sampled_from(
             ["num_heads", "all_head_size", "__class__", "forward", "training", None, 3]
         ),

@@ -55,7 +55,7 @@ def test_learned_scales_need_codes(folder):
     told = harness.smelt("plan", recipe(folder, with_adapters), code=2).stderr
     assert "with lora codes stay as they are" in told
     told = harness.smelt("plan", recipe(folder, "finetune: {codes: {learning_rate: 0.1}}"), code=2).stderr
-    assert "learning_rate is that of scales: lsq" in told
+    assert "learning_rate is that of scales: lsq and activations: one-bit" in told
 
 
 def test_scales_that_cannot_be_learned_are_said_before_work(folder):
@@ -106,6 +106,45 @@ def test_adapters_and_halves_of_layers_are_kept_apart(folder):
     harness.smelt("plan", recipe(folder, ternary, split, apart, model="float"), code=0)
     part = 'quantize: {scheme: ternary, skip: ["*.mlp.*"]}'
     harness.smelt("plan", recipe(folder, part, split, lora, model="float"), code=0)
+
+
+def test_binary_inputs_are_for_binary_layers_alone(folder):
+    binary, both = "quantize: {scheme: binary}", "finetune: {codes: {activations: one-bit}}"
+    again = f"{both}\n    name: again"
+
+    def refused(said, *steps, model="float"):
+        told = harness.smelt("plan", recipe(folder, *steps, model=model), code=2).stderr
+        assert said in " ".join(told.split())
+
+    need = "finetune: codes: activations: one-bit is for layers of scheme binary, and those before it are"
+    refused(f"stages[1].{need} int8-dynamic; quantize with scheme: binary", "quantize: {}", both)
+    refused(f"stages[0].{need} int4", both, model="gptq")
+    refused("codes says how a quantized model trains, and nothing is quantized", both, binary)
+    refused("a low-rank pair beside their codes", "quantize: {scheme: binary, low_rank: {rank: 2}}", both)
+    refused("a low-rank pair beside their codes", binary, "finetune: {lora: {}}", again)
+    refused("with lora codes stay as they are", binary, "finetune: {lora: {}, codes: {activations: one-bit}}")
+    # a graph leaves where the codes do
+    openvino = "OpenVINO cannot run the binary codes (MatMulNBits)"
+    refused(openvino, binary, both, "onnx: {target: openvino}")
+    refused(need, "quantize: {scheme: ternary}", both)
+    split = recipe(
+        folder,
+        "quantize: {scheme: ternary}",
+        "finetune: {codes: {split: true, activations: one-bit}}",
+        model="float",
+    )
+    harness.smelt("plan", split, code=0)
+
+
+def test_that_binary_inputs_gain_no_speed_is_said_before_work(folder):
+    both = "finetune: {codes: {activations: one-bit}}"
+    made = recipe(
+        folder, "quantize: {scheme: binary}", "finetune: {}", f"{both}\n    name: both", model="float"
+    )
+    told = " ".join(harness.smelt("plan", made, code=0).output.split())
+    assert told.count("both: codes: activations: one-bit costs quality and gains no speed") == 1
+    assert "finetune: codes: activations" not in told
+    assert "gains no speed" in harness.smelt("stages", "finetune").output
 
 
 def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):

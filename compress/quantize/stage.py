@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from smelt.compress.quantize.planned import Planned
     from smelt.runtime.models.structure import Edit
 
+_NAMED = 3  # layers that a warning tells by name
 _FLOAT = "Leave the step out, and export its float weights, for GPUs in fp16 (onnx: {dtype: fp16})."
 
 
@@ -102,7 +103,7 @@ class Quantize:
         from smelt.compress.quantize.planned import plan_layers, unused_patterns
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import load_model, save_model
-        from smelt.runtime.models.stored_dtype import weight_bytes
+        from smelt.runtime.models.stored_dtype import stored_types, weight_bytes
 
         streamed = open_large(src, settings, ctx)
         model, edits = (streamed.model, streamed.edits) if streamed else load_model(src.path)
@@ -125,6 +126,7 @@ class Quantize:
         if kept:
             ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
         ctx.facts.update(facts_of(model), bytes_before=weight_bytes(src.path))
+        ctx.warnings.extend(codes_that_save_nothing(model, stored_types(src.path).common.itemsize))
         written = (
             streamed.finish(edits + new) if streamed else save_model(model, edits + new, ctx.out, src.path)
         )
@@ -182,6 +184,33 @@ def facts_of(model: Any) -> dict[str, Any]:
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
         "bits_per_weight": round(bits / weights, 3),
     }
+
+
+def codes_that_save_nothing(model: Any, stored: int) -> list[str]:
+    """Return a warning where codes and scales of a matrix take what its weights took.
+
+    That is where rows are much shorter than the group that each of them fills up.
+
+    Args:
+        model: quantized.
+        stored: bytes of a float weight in the file.
+    """
+    from torch import nn
+
+    from smelt.runtime.layers.quantized import is_quantized, matrix_bytes
+
+    places: dict[int, tuple[str, Any]] = {}
+    for name, m in model.named_modules():
+        if is_quantized(m):
+            places.setdefault(id(m.matrix), (name, m.matrix))
+    vain = [n for n, m in places.values() if matrix_bytes(nn.ModuleList([m])) >= stored * len(m.codes) * m.width]
+    if not vain:
+        return []
+    return [
+        f"the codes of {len(vain)} of {len(places)} matrices save nothing, for their rows are shorter than a"
+        f" group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); take smaller groups,"
+        " another scheme, or name them in skip, which leaves them float"
+    ]
 
 
 def _is_padded(matrix: Any) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from smelt.core.data import CLASSIFICATION, SIMILARITY, TEXT_TO_TEXT
+from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Task
 from smelt.families.registry import FAMILIES, blockless
 from smelt.look.model import ModelLook
 from smelt.recipe.stage_table import load_stage
 from smelt.runtime.schemes.registry import DEFAULT
 
+CLASSES: Task = "text-classification"
 # The parts of the loss of `distill`, where they are not those of logits.
 _PARTS = {"sentence-similarity": "embedding: 1.0, similarity: 1.0"}
 _LOGITS, _COLUMNS = "losses: {logits: 1.0, labels: 0}, temperature: 1.0", 80
@@ -93,25 +94,27 @@ def _fast(seen: ModelLook) -> Iterator[Step]:
         yield Step("distill", f"{{{how}}}", why, "shallow", "model")
         yield Step("shortlist", "{}", "each source has few words to choose from", "small")
         return
-    stack = next(iter(counts))
-    if seen.task in CLASSIFICATION:
-        half = max(1, counts[stack] // 2)
-        yield Step(
-            "depth", f"{{{stack}: {half}}}", "half of the layers stay, those that the loss misses most"
-        )
-        yield Step("prune", "{what: [ffn], keep: 0.5}", "half of their FFN neurons goes")
-        yield Step(
-            "distill", f"{{{teacher}{_LOGITS}, epochs: 5}}", "the whole model teaches the rest", "small"
-        )
+    if seen.task in (CLASSES, IMAGES):
+        yield from _narrow(teacher, *counts.items())
         return
     # a third of the layers, as evenly spaced ones; a decoder-only model writes worse for each that goes
     share = 2 if seen.task == "language-modeling" else 3
-    few = f"student: {{{stack}: {max(1, round(counts[stack] / share))}}}"
+    few = f"student: {{{next(iter(counts))}: {max(1, round(next(iter(counts.values())) / share))}}}"
     parts = f"losses: {{{_PARTS[seen.task]}}}" if seen.task in _PARTS else _LOGITS
     yield Step("distill", f"{{{teacher}{few}, {parts}, epochs: 3}}", "few layers are fast", "shallow")
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     yield Step("prune", f"{{what: [ffn], keep: 0.5{how}}}", "half of the FFN neurons goes")
     yield Step("distill", f"{{{teacher}{parts}, epochs: 2}}", "recovers what that lost", "small")
+
+
+def _narrow(teacher: str, stack: tuple[str, int]) -> Iterator[Step]:
+    """Yield what keeps half of the layers and half of the neurons: a third of the layers was less good."""
+    name, count = stack
+    if count > 1:
+        how = f"{{{name}: {round(count / 2)}}}"
+        yield Step("depth", how, "half of the layers goes, those that matter least", "shallow")
+    yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
+    yield Step("distill", f"{{{teacher}{_LOGITS}, epochs: 3}}", "recovers what that lost", "small")
 
 
 def layers(seen: ModelLook) -> dict[str, int]:

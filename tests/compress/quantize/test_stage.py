@@ -99,3 +99,18 @@ def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
         run(tmp_path / "out", tmp_path / "again")
     with pytest.raises(InputError, match="leave no layer to quantize"):
         run(marian, tmp_path / "none", skip=["*"])
+
+
+def test_codes_that_take_what_the_weights_took_are_told(marian, tmp_path):
+    """Of a row of 5 float32 weights, 20 bytes, kmeans4 makes 128 / 2 of codes, 16 of values and 2 of a scale."""
+    told = {}
+    for scheme in ("int8-dynamic", "kmeans4"):
+        skip = [] if scheme == "int8-dynamic" else ["*q_proj", "*k_proj", "*v_proj", "*out_proj", "*fc2"]
+        ctx = run(marian, tmp_path / scheme, scheme=scheme, skip=skip)
+        told[scheme] = [text for text in ctx.warnings if "save nothing" in text]
+    assert told["int8-dynamic"] == []
+    (text,) = told["kmeans4"]
+    # rows of 32 inputs take 146 bytes in place of 128: all matrices
+    assert text.startswith("the codes of 6 of 6 matrices save nothing")
+    assert "(model.shared, " in text
+    assert ", ...); take smaller groups, another scheme, or name them in skip" in text

@@ -10,10 +10,13 @@ import tiny
 
 import smelt
 from smelt.look.init_recipe import Wishes, init_recipe
-from smelt.look.init_stages import Step, layers, lines_of
+from smelt.look.init_stages import Machine, Step, layers, lines_of, steps
 from smelt.look.model import look
 from smelt.plan.load import load_plan
 from smelt.recipe.yaml_file import parse_yaml
+
+# half of the layers, half of the neurons, one training
+NARROW = ["depth", "prune", "distill", "onnx", "quantize", "onnx"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,9 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
     assert not plan.blocked
     counts = layers(look(str(model), task))
     if task == "text-classification":
-        assert plan.step("depth").settings.layers == max(1, counts["layers"] // 2)
+        (count,) = counts.values()
+        found = [step.stage for step in plan.steps if step.name != "openvino"]
+        assert found[-len(NARROW) :] == NARROW if count > 1 else found[-len(NARROW) + 1 :] == NARROW[1:]
         assert plan.step("small").settings.losses.labels == 0
         return
     student = plan.step("shallow").settings.student
@@ -54,7 +59,19 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
     assert plan.step("shallow").settings.losses.labels in (0, None) or task == sentences.TASK
 
 
-def test_images_get_a_shallow_student_and_convolutions_what_they_get_in_any_case(tmp_path):
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, None), (2, "{layers: 1}"), (6, "{layers: 3}"), (12, "{layers: 6}")]
+)
+def test_a_classifier_keeps_half_of_its_layers_and_one_of_one(models, count, said):
+    seen = look(str(models["bert"]), "text-classification")
+    seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
+    found = list(steps(seen, Machine(1, False, False), True, True))
+    assert next((step.settings for step in found if step.word == "depth"), None) == said
+    behind = [step.word for step in found].index("prune")
+    assert [step.word for step in found[behind:]][: len(NARROW) - 1] == NARROW[1:]
+
+
+def test_images_get_what_classifiers_get_and_convolutions_what_they_get_in_any_case(tmp_path):
     for kind in ("vit", "resnet"):
         images.model(tmp_path / kind, kind)
     images.classes(tmp_path / "rows" / "train")
@@ -62,7 +79,7 @@ def test_images_get_a_shallow_student_and_convolutions_what_they_get_in_any_case
     for kind in ("vit", "resnet"):
         _, path = fast(tmp_path / kind, tmp_path / "rows", tmp_path / f"{kind}.yaml", images.TASK)
         found[kind] = [step.stage for step in load_plan(path).steps if step.name != "openvino"]
-    assert found["vit"] == ["depth", "prune", "distill", "onnx", "quantize", "onnx"]
+    assert found["vit"] == NARROW
     assert found["resnet"] == ["factorize", "distill", "onnx"]
 
 
@@ -72,11 +89,14 @@ def test_without_training_rows_nothing_is_distilled(tmp_path, models):
     assert "distill" not in [step.stage for step in load_plan(path).steps]
 
 
-@pytest.mark.parametrize(("family", "task"), [("pegasus", "summarization"), ("llama", "language-modeling")])
+@pytest.mark.parametrize(("family", "task"), [
+    ("pegasus", "summarization"), ("llama", "language-modeling"), ("bert", "text-classification"),
+])  # fmt: skip
 def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, family, task):
     monkeypatch.chdir(tmp_path)
     fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)
-    changes = {"score.latency": False, "shallow.max_steps": 1, "threads": 1}  # only to be quick
+    changes = {"score.latency": False, "threads": 1}  # only to be quick
+    changes |= {("small" if task == "text-classification" else "shallow") + ".max_steps": 1}
     if task == "language-modeling":
         changes |= {"small.max_steps": 1, "data.windows": {"length": 32}}
     result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)

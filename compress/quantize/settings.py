@@ -31,7 +31,7 @@ def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
     """Return type and field of an option that these schemes have."""
     option = found[0][1]
     values = {value: None for _, one in found for value in one.allowed}
-    kind: Any = bool if isinstance(option.default, bool) else Literal[tuple(values)]
+    kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
     narrower: dict[tuple[Value, ...], list[str]] = {}
     for scheme, one in found:
         if len(one.allowed) < len(values):

@@ -7,7 +7,8 @@ is far below the codes' own error.
 
 Symmetric: the value of largest magnitude in a group becomes code 0 (that is -2^(b - 1)), so that all codes
 are used; the zero point is the same everywhere. A value of the other sign that is as large would be
-+2^(b - 1) and is cut by a step at most; all others are half a step off at most. Asymmetric: smallest and
++2^(b - 1) and is cut by a step at most; all others are half a step off at most. Positive: the scale is
+the largest magnitude by 2^(b - 1) whatever its sign, and 1 for zeros. Asymmetric: smallest and
 largest value become 0 and 2^b - 1, and zero itself stays exact. Both as ONNX Runtime's own quantizer does
 (onnxruntime/core/mlas/lib/q4_dq.cpp, range2scale and range2scalezp); scales are rounded to float16 before
 codes are chosen. In training the range follows the weights, so that at most a step is cut off.
@@ -28,8 +29,14 @@ from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Sc
 if TYPE_CHECKING:
     from torch import Tensor
 
-SYMMETRIC = Option("symmetric", True, (True, False), "zero lies in the middle; false stores zero points")
-
+POSITIVE = "positive"
+SYMMETRIC = Option(
+    "symmetric",
+    True,
+    (True, False),
+    "zero lies in the middle; false stores zero points; positive: in the middle, and no scale is negative, as"
+    " TensorRT wants them",
+)
 
 # of a code its parts that are packed alone: the name of the tensor, how many bits, the place of the lowest
 _PLANES = {
@@ -75,6 +82,9 @@ class AffineGroups(Scheme):
     def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
         """Return scales, each a float16, and zero points unless symmetric."""
         low, high = groups.amin(dim=-1).clamp_(max=0), groups.amax(dim=-1).clamp_(min=0)
+        if options[SYMMETRIC.name] == POSITIVE:
+            scales = (high.maximum(-low) / self.middle).half().float()
+            return {"scales": scales.where(scales > 0, 1.0)}
         if options[SYMMETRIC.name]:
             return {"scales": (high.where(high > -low, low) / -self.middle).half().float()}
         scales = ((high - low) / self.most).half().float()

@@ -2,14 +2,17 @@ import numpy as np
 import pytest
 import schemes
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from smelt.compress.quantize.coding import round_to_nearest
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.runtime.layers.quantized import QuantizedEmbedding, empty_quantized, joined, scheme_of
 from smelt.runtime.models.structure import apply_edits
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.parts.packing import unpack_nibbles
+from smelt.runtime.schemes.registry import defaults, find
 from smelt.runtime.schemes.scheme import Codes
 
 LAYOUTS = [
@@ -185,3 +188,19 @@ def test_cutting_one_end_errs_less_than_a_scale_that_cuts_nothing(group):
     whole = torch.round(groups / scale) * scale
     ours, other = ((w - weight).square().mean() for w in (matrix.dequantize(), whole.flatten(1)))
     assert 1.25 < other / ours < 1.32
+
+
+def test_positive_scales_are_the_largest_magnitude_whatever_its_sign():
+    groups = torch.tensor([[[-4.0, 1.0, 2.0, 0.5], [4.0, -3.9, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
+    options = defaults(find("int4")) | {"symmetric": "positive"}
+    grid = find("int4").fit(groups, 12, options)
+    assert grid["scales"].tolist() == [[0.5, 0.5, 1.0]]
+    values = find("int4").values(find("int4").nearest(groups, grid, options), grid, options)
+    assert values.tolist() == [[[-4.0, 1.0, 2.0, 0.5], [3.5, -4.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
+
+
+def test_only_four_bits_have_positive_scales():
+    assert QuantizeSettings(scheme="int4", symmetric="positive").symmetric == "positive"
+    assert QuantizeSettings(scheme="int4", symmetric=False).symmetric is False
+    with pytest.raises(ValidationError, match="symmetric positive is not for scheme int2"):
+        QuantizeSettings(scheme="int2", symmetric="positive")

@@ -26,11 +26,11 @@ class Depth:
 
     Saves time and bytes in proportion: a layer that is gone is neither computed nor stored, and the
     Hugging Face config says how many are left. `loss` drops one after another the layer without which the
-    loss on calibration rows is smallest, which costs a pass over the rows for each that is tried.
-    `block-influence` costs one pass in all: 1 - mean cos(states in, states out) of a layer, made for deep
-    models whose norms come first. A decoder's layer saves time in every step of generation, an encoder's
-    once a text. With `what` attentions or feed-forward parts go alone, and of such a part nothing but the
-    residual stays. Quality falls at once; follow with distill (or finetune).
+    loss on calibration rows is smallest, which costs a pass over the rows for each that is tried, from that
+    layer on. `block-influence` costs one pass in all: 1 - mean cos(states in, states out) of a layer, made
+    for deep models whose norms come first. A decoder's layer saves time in every step of generation, an
+    encoder's once a text. With `what` attentions or feed-forward parts go alone, and of such a part nothing
+    but the residual stays. Quality falls at once; follow with distill (or finetune).
 
         - depth: {keep: 0.5}
         - depth: {decoder_layers: 1, importance: block-influence}

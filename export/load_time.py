@@ -22,7 +22,7 @@ import numpy as np
 
 from smelt.export.weights.blocked import blocked_weights, drop_unread
 from smelt.runtime.layers.emit import LOAD_TIME
-from smelt.runtime.layers.emit_blocks import BLOCKED
+from smelt.runtime.layers.emit_blocks import IN_BLOCKS
 from smelt.runtime.layers.emit_static import DEQUANTIZED
 from smelt.runtime.schemes.registry import load_tables
 
@@ -57,7 +57,7 @@ def spell_out(model: Any) -> int:
             nodes.append(_cast(source, result))
         elif node.op_type in DEQUANTIZED:
             nodes.append(_dequantize(graph, node, shapes))
-        elif node.op_type == BLOCKED:
+        elif node.op_type in IN_BLOCKS:
             nodes += blocked_weights(model, node)
         elif node.op_type == "Transposed":
             nodes.append(_turn(source, result))
@@ -75,7 +75,7 @@ def spell_out(model: Any) -> int:
             node.input[place] = renamed.get(name, name)
     del graph.node[:]
     graph.node.extend(nodes)
-    drop_unread(graph, {name for op, *names in made if op == BLOCKED for name in names})
+    drop_unread(graph, {name for op, *names in made if op in IN_BLOCKS for name in names})
     kept = [item for item in model.opset_import if item.domain != LOAD_TIME]
     del model.opset_import[:]
     model.opset_import.extend(kept)

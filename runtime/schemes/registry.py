@@ -19,7 +19,7 @@ from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
 from smelt.runtime.schemes.kmeans4 import Kmeans4
 from smelt.runtime.schemes.pow2 import Pow2
-from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, graphs_for
+from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, Value, graphs_for
 from smelt.runtime.schemes.ternary import Ternary
 
 _ALL: tuple[Scheme, ...] = (
@@ -119,6 +119,24 @@ def targets_of(schemes: Iterable[Scheme]) -> list[str]:
 def schemes_for(target: str) -> list[str]:
     """Return the names of the schemes that the target of export runs."""
     return [name for name, scheme in SCHEMES.items() if graphs_for(target) not in scheme.refused]
+
+
+def unfit(scheme: Scheme, options: Options, target: str) -> list[str]:
+    """Return which options of `scheme` the target of export wants otherwise, as a recipe says them.
+
+    Args:
+        scheme: one that the target does not refuse.
+        options: those that are known; of others nothing is said.
+        target: of export.
+    """
+    wanted = scheme.runs_only.get(graphs_for(target), {})
+    return [said(n, values) for n, values in wanted.items() if n in options and options[n] not in values]
+
+
+def said(name: str, values: Iterable[Value]) -> str:
+    """Return an option with its values as a recipe says it."""
+    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    return f"`{name}: {' or '.join(words)}`"
 
 
 def operators() -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from smelt.core.stage import Need, Settings, Stage
 from smelt.plan.order.lost import Done
 from smelt.plan.plan import Step
 from smelt.recipe.stages import StageEntry
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, unfit
 from smelt.runtime.schemes.scheme import graphs_for
 
 
@@ -72,6 +72,18 @@ def refused(quantized: Draft, target: str) -> str | None:
     settings: Any = quantized.settings
     schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
     return next((scheme.leaves_as for scheme in schemes if target in scheme.refused), None)
+
+
+def unfit_options(quantized: Draft, target: str) -> str | None:
+    """Return a scheme of a quantize step and which of its options `target` wants otherwise; None: none."""
+    settings: Any = quantized.settings
+    if settings is None or quantized.wrong & {"scheme", "vocabulary"}:
+        return None
+    for name in settings.schemes():
+        known = {n: value for n, value in settings.options(name).items() if n not in quantized.wrong}
+        if wanted := unfit(SCHEMES[name], known, target):
+            return f"{name} with {' and '.join(wanted)}"
+    return None
 
 
 def finished(draft: Draft) -> Step | None:

@@ -39,8 +39,23 @@ def advice(made: Plan) -> list[str]:
     [
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
-            "4: stages[1].onnx.target: TensorRT cannot run the int4 codes (MatMulNBits) of 'quantize';"
-            " give `from: model`, or target: ort-cpu or openvino.",
+            "4: stages[1].onnx.target: TensorRT runs int4 with `accuracy_level: 0` alone; quantize so in"
+            " 'quantize', or give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
+            "TensorRT runs int4 with `group_size: 64 or 128` and `symmetric: true` and `accuracy_level: 0`"
+            " alone; quantize so in 'quantize', or give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",
+            "4: stages[1].onnx.target: TensorRT cannot run the int2 codes (MatMulNBits) of 'quantize';"
+            " give `from: model`, or target: ort-cpu, or quantize with int8-static or int4.",
+        ),
+        (
+            "[quantize: {scheme: int8-groupwise}, onnx: {target: tensorrt}]",
+            "TensorRT cannot run the int8-groupwise codes (MatMulNBits) of 'quantize'; give `from: model`,"
+            " or target: ort-cpu or openvino, or quantize with int8-static or int4.",
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
@@ -55,12 +70,12 @@ def advice(made: Plan) -> list[str]:
         (
             "[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
             "OpenVINO cannot run the bnb-nf4 codes (MatMulBnb4) of 'quantize'; give `from: model`, or target:"
-            " ort-cpu.",
+            " ort-cpu, or quantize with int8-static or int8-groupwise or int4.",
         ),
         (
             "[quantize: {scheme: bnb-int8}, onnx: {target: tensorrt}]",
             "TensorRT cannot run the bnb-int8 products of 'quantize'; give `from: model`, or quantize with"
-            " int8-static.",
+            " int8-static or int4.",
         ),
         (
             "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import InputError
 from smelt.core.memory import require_memory
 from smelt.core.stage import Context
-from smelt.runtime.schemes.scheme import graphs_for
 
 if TYPE_CHECKING:
     from smelt.export.stage.settings import OnnxSettings
@@ -81,8 +80,8 @@ def _require_options(model: Any, target: str) -> None:
         if wanted := unfit(matrix.scheme, matrix.options, target):
             raise InputError(
                 f"onnx: target {target} runs scheme {matrix.scheme.name} with {' and '.join(wanted)} alone,"
-                f" and layers of this model were quantized with {dict(matrix.options)}. Quantize again so, or set"
-                " another target."
+                f" and layers of this model were quantized with {dict(matrix.options)}. Quantize again so, or"
+                " set another target."
             )
 
 
@@ -92,13 +91,13 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
     Raises:
         InputError: it is one.
     """
-    filed, of = precision_in_file(settings), graphs_for(settings.target)
-    lossy = [scheme for scheme in schemes if filed not in ("fp32", *scheme.dtypes.get(of, ()))]
-    if lossy:
-        fit = ["fp32", *(d for d in ("fp16", "bf16") if all(d in s.dtypes.get(of, ()) for s in schemes))]
+    from smelt.runtime.schemes.registry import precisions_of
+
+    filed, fit = precision_in_file(settings), precisions_of(schemes, settings.target)
+    if filed not in fit:
         raise InputError(
-            f"onnx: dtype {filed} of a model that was quantized with {' and '.join(s.name for s in lossy)} is"
-            f" not there for target {settings.target}: its scales would lose digits. Set dtype:"
+            f"onnx: dtype {filed} of a model that was quantized with {' and '.join(s.name for s in schemes)}"
+            f" is not there for target {settings.target}: scales would lose digits. Set dtype:"
             f" {' or '.join(fit)}; the codes stay as they are."
         )
 
@@ -124,9 +123,9 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     Raises:
         InputError: it cannot.
     """
-    from smelt.runtime.schemes.registry import schemes_for, targets_of
+    from smelt.runtime.schemes.registry import refusal, schemes_for, targets_of
 
-    refused = [scheme.refused[of] for scheme in schemes if (of := graphs_for(target)) in scheme.refused]
+    refused = [why for scheme in schemes if (why := refusal(scheme, target)) is not None]
     if refused:
         fit = targets_of(schemes)
         names = " and ".join(sorted(s.name for s in schemes))

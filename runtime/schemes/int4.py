@@ -27,7 +27,9 @@ class Int4(AffineGroups):
     summary: ClassVar[str] = "4-bit weights, one scale per group of inputs"
     pays: ClassVar[str] = "single texts on a CPU; small files"
     refused: ClassVar[Mapping[str, str]] = {
-        target: why for target, why in REFUSED_WHERE_BLOCKED.items() if target != signed.TARGET
+        **{target: why for target, why in REFUSED_WHERE_BLOCKED.items() if target != signed.TARGET},
+        # the networks that it builds are weakly typed, in which each type wants an option
+        "ort-tensorrt": "ONNX Runtime 1.31 has no option that lets TensorRT 10 take 4-bit weights",
     }
     runs_only: ClassVar[Mapping[str, Mapping[str, tuple[Value, ...]]]] = {signed.TARGET: signed.RUNS_ONLY}
     dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {signed.TARGET: ("fp16",)}

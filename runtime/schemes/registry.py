@@ -112,13 +112,18 @@ def filed_bytes(stored: Stored) -> int:
 
 def targets_of(schemes: Iterable[Scheme]) -> list[str]:
     """Return the targets of export that run all of `schemes`."""
-    refused = {target for scheme in schemes for target in scheme.refused}
-    return [target for target in TARGETS if graphs_for(target) not in refused]
+    asked = list(schemes)
+    return [target for target in TARGETS if all(refusal(scheme, target) is None for scheme in asked)]
 
 
 def schemes_for(target: str) -> list[str]:
     """Return the names of the schemes that the target of export runs."""
-    return [name for name, scheme in SCHEMES.items() if graphs_for(target) not in scheme.refused]
+    return [name for name, scheme in SCHEMES.items() if refusal(scheme, target) is None]
+
+
+def refusal(scheme: Scheme, target: str) -> str | None:
+    """Return why the target of export, or the one whose graphs it runs, cannot run `scheme`; None: it can."""
+    return scheme.refused.get(target) or scheme.refused.get(graphs_for(target))
 
 
 def unfit(scheme: Scheme, options: Options, target: str) -> list[str]:
@@ -131,6 +136,12 @@ def unfit(scheme: Scheme, options: Options, target: str) -> list[str]:
     """
     wanted = scheme.runs_only.get(graphs_for(target), {})
     return [said(n, values) for n, values in wanted.items() if n in options and options[n] not in values]
+
+
+def precisions_of(schemes: Iterable[Scheme], target: str) -> list[str]:
+    """Return the precisions of a file for the target in which the scales of all schemes keep their digits."""
+    kept = [scheme.dtypes.get(graphs_for(target), ()) for scheme in schemes]
+    return ["fp32", *(word for word in ("fp16", "bf16") if all(word in one for one in kept))]
 
 
 def said(name: str, values: Iterable[Value]) -> str:

@@ -139,7 +139,8 @@ class Scheme(Protocol):
     packages: what its products in torch need besides what smelt depends on: names in the package index, with
         the oldest release that does.
     by_word: whether rows of an output layer can be gathered in a graph, so that a shortlist restricts it.
-    refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
+    refused: by target of export: why it cannot run the scheme, continuing "cannot run it: "; also said of
+        those that run the graphs of that one.
     runs_only: by target of export that runs some of its options alone: the values that it runs, by option.
     dtypes: by target of export: precisions of a graph, beside fp32, in which its scales keep their digits.
     oldest_opset: by target of export: the oldest one whose operators its products leave as.

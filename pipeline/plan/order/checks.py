@@ -11,7 +11,7 @@ from smelt.core.errors import nearest
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.plan.order.advice import lost_work, poor_order
-from smelt.plan.order.draft import Draft, finished, refused, scheme_of, unfit_options
+from smelt.plan.order.draft import Draft, finished, lossy, refused, scheme_of, unfit_options
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
@@ -259,6 +259,11 @@ class Checker:
                     (*draft.entry.path, "target"),
                     f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give `from:"
                     f" {quantized.parent or ROOT}`.",
+                )
+            elif fit := None if "dtype" in draft.wrong else lossy(quantized, draft.settings):
+                self.mistakes.add(
+                    (*draft.entry.path, "dtype"),
+                    f"the scales of '{quantized.name}' would lose digits; give dtype: {fit}.",
                 )
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+import schemes
 import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
@@ -61,9 +62,9 @@ def computed(model, folder, x):
 
 
 def dequantized(model):
-    """Return of each DequantizeLinear the node, its codes and its scales as arrays."""
+    """Return of each blocked DequantizeLinear the node, its codes and its scales."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    nodes = [node for node in model.graph.node if any(a.name == "block_size" for a in node.attribute)]
     return [(node, *(tensors[name] for name in node.input)) for node in nodes]
 
 
@@ -122,8 +123,16 @@ def test_a_table_is_looked_up_by_rows_and_multiplied_by_columns(width, tmp_path)
     assert rows.shape == (31, 128)
 
 
-def test_what_is_exact_already_has_no_other_twin():
-    model = exported(product(128, 6), torch.randn(3, 128))
-    before = model.SerializeToString()
-    assert dequantize(model) == 0
-    assert model.SerializeToString() == before
+def test_the_exact_twin_leaves_the_blocks_as_they_are_beside_codes_that_round(tmp_path):
+    torch.manual_seed(0)
+    module = nn.Sequential(coded(nn.Linear(128, 64)), schemes.observing(nn.Linear(64, 6), "int8-static"))
+    module.attentions = ()
+    x = torch.randn(3, 128)
+    model = exported(module.eval(), x)
+    before = [node.SerializeToString() for node, *_ in dequantized(model)]
+    assert dequantize(model) == 1
+    assert [node.SerializeToString() for node, *_ in dequantized(model)] == before
+    rows = x
+    for layer in module:
+        rows = nn.functional.linear(rows, layer.matrix.values(), layer.bias)
+    np.testing.assert_allclose(computed(model, tmp_path, x), rows.detach().numpy(), rtol=1e-5, atol=2e-6)

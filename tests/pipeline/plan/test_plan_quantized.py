@@ -48,6 +48,21 @@ def advice(made: Plan) -> list[str]:
             " alone; quantize so in 'quantize', or give `from: model`.",
         ),
         (
+            "[quantize: {scheme: int4, accuracy_level: 0}, onnx: {target: tensorrt, dtype: bf16}]",
+            "4: stages[1].onnx.dtype: the scales of 'quantize' would lose digits; give dtype: fp32 or fp16.",
+        ),
+        (
+            "[quantize: {scheme: int4, accuracy_level: 0, vocabulary: int8-static},"
+            " onnx: {target: ort-tensorrt-rtx, dtype: fp16}]",
+            "the scales of 'quantize' would lose digits; give dtype: fp32.",
+        ),
+        (
+            "[quantize: {scheme: int4, accuracy_level: 0}, onnx: {target: ort-tensorrt}]",
+            "TensorRT in ONNX Runtime cannot run the int4 codes (MatMulNBits) of 'quantize'; give"
+            " `from: model`, or target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, or quantize with"
+            " int8-static.",
+        ),
+        (
             "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",
             "4: stages[1].onnx.target: TensorRT cannot run the int2 codes (MatMulNBits) of 'quantize';"
             " give `from: model`, or target: ort-cpu, or quantize with int8-static or int4.",
@@ -121,6 +136,14 @@ def test_what_cannot_be_is_said_before_work_starts(folder, stages, message):
     with pytest.raises(InputError) as caught:
         plan(folder, stages)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_tensorrt_runs_4_bits_in_half_precision_too(folder, size, target):
+    codes = f"quantize: {{scheme: int4, group_size: {size}, accuracy_level: 0}}"
+    made = plan(folder, f"[{codes}, onnx: {{target: {target}, dtype: fp16}}]")
+    assert [s.stage for s in made.steps] == ["quantize", "onnx"]
 
 
 @pytest.mark.parametrize("word", ["finetune", "distill"])

@@ -22,7 +22,7 @@ import numpy as np
 
 from smelt.export.weights.blocked import blocked_weights, drop_unread
 from smelt.runtime.layers.emit import LOAD_TIME
-from smelt.runtime.layers.emit_blocks import BLOCKED
+from smelt.runtime.layers.emit_blocks import IN_BLOCKS
 from smelt.runtime.layers.emit_static import DEQUANTIZED
 from smelt.runtime.schemes.registry import load_tables
 
@@ -67,7 +67,7 @@ def spell_out(model: Any) -> int:
             node.input[place] = renamed.get(name, name)
     del graph.node[:]
     graph.node.extend(nodes)
-    drop_unread(graph, {name for op, *names in made if op == BLOCKED for name in names})
+    drop_unread(graph, {name for op, *names in made if op in IN_BLOCKS for name in names})
     kept = [item for item in model.opset_import if item.domain != LOAD_TIME]
     del model.opset_import[:]
     model.opset_import.extend(kept)
@@ -83,7 +83,7 @@ def _spelled_out(
         return [_cast(source, result)]
     if node.op_type in DEQUANTIZED:
         return [_dequantize(model.graph, node, shapes)]
-    if node.op_type == BLOCKED:
+    if node.op_type in IN_BLOCKS:
         return list(blocked_weights(model, node))
     if node.op_type == "Transposed":
         return [_turn(source, result)]

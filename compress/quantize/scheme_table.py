@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from itertools import zip_longest
 
-from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, targets_of
+from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight, defaults, said, targets_of
 from smelt.runtime.schemes.scheme import Scheme
 
 # columns and how wide each is; with two spaces between them, and before the first, 79 in all
@@ -19,9 +19,19 @@ def scheme_table() -> str:
     told = (
         "bits: of a weight, scales and zero points included, with the default options. data: rows that are"
         " looked at. training: whether the weights say little before it. runtimes: targets of `onnx`; torch"
-        " runs all schemes. pays: where it gains something."
+        f" runs all schemes. pays: where it gains something.{_narrow()}"
     )
     return "\n".join(lines) + "\n\n" + told
+
+
+def _narrow() -> str:
+    """Say which schemes run somewhere with some of their options alone."""
+    told = [
+        f" For {target} {scheme.name} wants {' and '.join(said(*option) for option in only.items())}."
+        for scheme in SCHEMES.values()
+        for target, only in scheme.runs_only.items()
+    ]
+    return "".join(told).replace("`", "")
 
 
 def _cells(scheme: Scheme) -> list[str]:

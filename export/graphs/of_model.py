@@ -143,14 +143,14 @@ def _image_encoder(model: Any, size: tuple[int, int] | None) -> Graph:
     return Graph("model", ImageEncoder(model), (pixels,), [INPUT], ["logits"], ({0: "batch"},))
 
 
-def _prepare(graph: Graph) -> None:
+def _prepare(graph: Graph, target: str) -> None:
     """Make the packed products and bring codes and scales into the graph's form, before they are traced."""
     graph.module.eval()
     pack_projections(graph.module.attentions)
     layers = [module for module in graph.module.modules() if is_quantized(module)]
     # lookups first: a product leaves otherwise where its matrix is looked up in, too
     for layer in sorted(layers, key=lambda layer: isinstance(layer, QuantizedLinear)):
-        layer.matrix.prepare_export("product" if isinstance(layer, QuantizedLinear) else "lookup")
+        layer.matrix.prepare_export("product" if isinstance(layer, QuantizedLinear) else "lookup", target)
 
 
 def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
@@ -159,7 +159,7 @@ def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:
     Raises:
         RunError: torch's exporter failed.
     """
-    _prepare(graph)
+    _prepare(graph, target)
     try:
         # tracing makes millions of objects that live on: looking through them took 22 % of the time
         with (

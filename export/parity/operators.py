@@ -42,7 +42,8 @@ _ROUNDING = 1e-6  # of the sum of the magnitudes of what is added up, in float32
 class _Operator:
     """A quantized node, the nodes that make its constants, and the layer that it was made from.
 
-    path: the nodes that the activations go through on their way to it, in order.
+    path: the nodes that the activations go through on their way to it, in order. inputs: how many it reads,
+    K, or more where a scheme fills the last group up in front of its operator.
     """
 
     node: Any
@@ -50,16 +51,13 @@ class _Operator:
     name: str
     layer: QuantizedLinear
     path: list[Any]
+    inputs: int
 
     @property
     def fed(self) -> tuple[int, float]:
-        """How many inputs the node reads, and the number that stands for one.
-
-        That is K, or more where a scheme fills the last group up in front of its operator.
-        """
+        """How many inputs the node reads, and the number that stands for one."""
         matrix = self.layer.matrix
-        said = (attribute.i for attribute in self.node.attribute if attribute.name == "K")
-        return next(said, self.layer.in_features), matrix.scheme.held_exactly(matrix)
+        return self.inputs, matrix.scheme.held_exactly(matrix)
 
     @property
     def bias(self) -> Tensor | None:
@@ -142,7 +140,16 @@ def _operator(graph: str, model: Any, module: nn.Module, node: Any) -> _Operator
         raise ParityError(
             f"{graph}: node '{node.name}' ({node.op_type}) multiplies with {known} of its parent."
         )
-    return _Operator(node, before, layer, found, _path(model, node))
+    return _Operator(node, before, layer, found, _path(model, node), _width(model, node, before, found))
+
+
+def _width(model: Any, node: Any, before: list[Any], layer: QuantizedLinear) -> int:
+    """Return how many inputs a node reads, as it says, or as its columns of codes [K, N] do."""
+    said = next((attribute.i for attribute in node.attribute if attribute.name == "K"), None)
+    makers = [other.input[0] for other in before if other.output[0] == node.input[1]]
+    if said is None and node.op_type == "MatMul" and makers:
+        said = next((t.dims[0] for t in model.graph.initializer if t.name == makers[0]), None)
+    return layer.in_features if said is None else said
 
 
 def _with_tensors(module: nn.Module, parts: list[tuple[str, str]]) -> tuple[str, QuantizedLinear] | None:
@@ -226,9 +233,26 @@ def _write_alone(model: Any, found: list[_Operator], file: Path) -> None:
     for tensor in model.graph.initializer:
         if tensor.name in used:
             alone.graph.initializer.add().CopyFrom(tensor)
+    _widen(alone, file.parent)
     import onnx
 
     onnx.save(alone, file)
+
+
+def _widen(alone: Any, folder: Path) -> None:
+    """Let operators of a file in half precision compute in float32, which says what their constants are."""
+    from onnx import TensorProto
+    from onnx.external_data_helper import load_external_data_for_tensor
+
+    from smelt.export.parity.twin import widen_halves
+
+    for tensor in alone.graph.initializer:
+        half = tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+        if half and tensor.data_location == TensorProto.EXTERNAL:
+            load_external_data_for_tensor(tensor, str(folder))
+            tensor.data_location = TensorProto.DEFAULT
+            del tensor.external_data[:]
+    widen_halves(alone)
 
 
 def _renamed(path: list[Any], first: str, last: str) -> list[Any]:

@@ -79,7 +79,7 @@ def dequantize(model: Any) -> int:
         if back or node.op_type == "QuantizeLinear":
             exact = [_past(node)]
             codes.add(node.output[0])
-        elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied:
+        elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _blocked(node):
             exact = _as_floats(node)
         found += exact is not None and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
         found += back
@@ -93,6 +93,11 @@ def dequantize(model: Any) -> int:
     del model.graph.value_info[:]
     model.graph.value_info.extend(kept)
     return found
+
+
+def _blocked(node: Any) -> bool:
+    """Say whether a matrix has a scale for each block of inputs; nobody rounds what it is multiplied with."""
+    return any(attribute.name == "block_size" and attribute.i for attribute in node.attribute)
 
 
 def _as_floats(node: Any) -> list[Any]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.errors import InputError
 from smelt.core.memory import require_memory
 from smelt.core.stage import Context
-from smelt.runtime.schemes.scheme import graphs_for
 
 if TYPE_CHECKING:
     from smelt.export.stage.settings import OnnxSettings
@@ -58,16 +57,49 @@ def kind_of(model: Any, settings: OnnxSettings) -> str:
     from smelt.runtime.schemes.registry import SCHEMES
 
     found = {scheme_of(m) for m in model.modules()}
-    _require_target([s for name, s in SCHEMES.items() if name in found], settings.target)
-    if found & set(SCHEMES) and precision_in_file(settings) != "fp32":
-        raise InputError(
-            f"onnx: dtype {settings.dtype} of a quantized model is not there: its scales would lose digits."
-            " Set dtype: fp32; the products run in int8 whatever it is."
-        )
+    schemes = [s for name, s in SCHEMES.items() if name in found]
+    _require_target(schemes, settings.target)
+    _require_options(model, settings.target)
+    _require_precision(schemes, settings)
     products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
     rounded = {m.scheme.name for m in products if m.scheme.rounds_activations(m.options)}
     names = [name for name in reversed(SCHEMES) if name in rounded]
     return max(names, key=lambda name: SCHEMES[name].drift, default=precision_in_file(settings))
+
+
+def _require_options(model: Any, target: str) -> None:
+    """Refuse to export matrices for a target that runs their scheme with other options alone.
+
+    Raises:
+        InputError: there is one.
+    """
+    from smelt.runtime.layers.quantized import is_quantized
+    from smelt.runtime.schemes.registry import unfit
+
+    for matrix in (module.matrix for module in model.modules() if is_quantized(module)):
+        if wanted := unfit(matrix.scheme, matrix.options, target):
+            raise InputError(
+                f"onnx: target {target} runs scheme {matrix.scheme.name} with {' and '.join(wanted)} alone,"
+                f" and layers of this model were quantized with {dict(matrix.options)}. Quantize again so, or"
+                " set another target."
+            )
+
+
+def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
+    """Refuse a precision of the file in which scales lose digits.
+
+    Raises:
+        InputError: it is one.
+    """
+    from smelt.runtime.schemes.registry import precisions_of
+
+    filed, fit = precision_in_file(settings), precisions_of(schemes, settings.target)
+    if filed not in fit:
+        raise InputError(
+            f"onnx: dtype {filed} of a model that was quantized with {' and '.join(s.name for s in schemes)}"
+            f" is not there for target {settings.target}: scales would lose digits. Set dtype:"
+            f" {' or '.join(fit)}; the codes stay as they are."
+        )
 
 
 def opset_of(settings: OnnxSettings, model: Any) -> int:
@@ -91,16 +123,15 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     Raises:
         InputError: it cannot.
     """
-    from smelt.runtime.schemes.registry import schemes_for, targets_of
+    from smelt.runtime.schemes.registry import refusal, schemes_for, targets_of
 
-    refused = [scheme.refused[of] for scheme in schemes if (of := graphs_for(target)) in scheme.refused]
+    refused = [why for scheme in schemes if (why := refusal(scheme, target)) is not None]
     if refused:
         fit = targets_of(schemes)
         names = " and ".join(sorted(s.name for s in schemes))
         why = f"onnx: target {target} cannot run a model that was quantized with scheme {names}: {refused[0]}"
-        before = "Branch off before the quantize step with `from: NAME`"
-        if not fit:
-            raise InputError(f"{why}. {before}, or quantize with {' or '.join(schemes_for(target))}.")
-        raise InputError(
-            f"{why}, which only {' and '.join(fit)} does. {before}, or set target: {' or '.join(fit)}."
-        )
+        ways = ["Branch off before the quantize step with `from: NAME`"]
+        ways += [f"set target: {' or '.join(fit)}"] if fit else []
+        ways += [f"quantize with {' or '.join(others)}"] if (others := schemes_for(target)) else []
+        alone = f", which only {' and '.join(fit)} does" if fit else ""
+        raise InputError(f"{why}{alone}. {', or '.join(ways)}.")

@@ -6,6 +6,11 @@ OpenVINO multiplies such codes without making floats of them. Scales are stored 
 from those as they are the operator would make weights of float16. The middle is written as zero points. Codes
 that somebody else reads too, as bytes, are in the graph a second time: a tensor of ONNX has one type.
 
+TensorRT reads signed ones, and scales of the type that it multiplies in:
+
+    codes int4 [G g, N], scales float32 [G, N] -- DequantizeLinear float32, axis 0
+    codes int4 [N, G g], scales float32 [N, G] -- DequantizeLinear float32, axis 1, of tables
+
 Shapes: N = outputs, G = groups of a row, g = group size.
 """
 
@@ -15,6 +20,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.openvino_module import ACTIVATION_BLOCKS
+from smelt.runtime.layers.emit_blocks import SIGNED
 
 # a byte of middle codes, two of them where they have 4 bits
 _MIDDLE = {4: 0x88, 8: 0x80}
@@ -29,6 +35,8 @@ def blocked_weights(model: Any, node: Any) -> list[Any]:
     from onnx import TensorProto, helper
 
     graph, result = model.graph, node.output[0]
+    if node.op_type in SIGNED:
+        return [_signed(graph, node, SIGNED[node.op_type])]
     said = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     bits, size = said["bits"], said["block_size"]
     _say_rounding(model, size if said["rounds"] else 0)
@@ -59,6 +67,22 @@ def drop_unread(graph: Any, names: set[str]) -> None:
     kept = [tensor for tensor in graph.initializer if tensor.name not in names or tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
+
+
+def _signed(graph: Any, node: Any, axis: int) -> Any:
+    """Return the node that the place-holder `node` of signed codes becomes; put its codes into `graph`."""
+    from onnx import TensorProto, helper
+
+    result, (codes, scales) = node.output[0], node.input
+    (size,) = [helper.get_attribute_value(one) for one in node.attribute if one.name == "block_size"]
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    first, second = tensors[scales].dims
+    shape = (first * size, second) if axis == 0 else (first, second * size)
+    _again(graph, tensors[codes], f"{result}.codes", TensorProto.INT4, shape)
+    inputs = [f"{result}.codes", scales]
+    return helper.make_node(
+        "DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis, block_size=size
+    )
 
 
 def _again(graph: Any, tensor: Any, name: str, kind: int, shape: tuple[int, int]) -> None:

@@ -110,9 +110,10 @@ class Matrix(nn.Module):
             raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
         return found
 
-    def prepare_export(self, use: Use) -> None:
+    def prepare_export(self, use: Use, target: str = "") -> None:
         """Keep what the graph wants in the form that it wants: so constants have names of their own."""
-        for name, tensor in self.scheme.graph_tensors(self, use).items():
+        wanted = self.scheme.graph_tensors(self, use) | self.scheme.tensors_for(target, self, use)
+        for name, tensor in wanted.items():
             if not self.has(name):
                 self.register_buffer(name, tensor, persistent=False)
         for name in sorted(self._buffers):  # whoever asked first: graphs list constants in this order

@@ -19,7 +19,7 @@ from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.int8_static import Int8Static
 from smelt.runtime.schemes.kmeans4 import Kmeans4
 from smelt.runtime.schemes.pow2 import Pow2
-from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, graphs_for
+from smelt.runtime.schemes.scheme import TARGETS, Option, Options, Scheme, Stored, Value, graphs_for
 from smelt.runtime.schemes.ternary import Ternary
 
 _ALL: tuple[Scheme, ...] = (
@@ -112,13 +112,42 @@ def filed_bytes(stored: Stored) -> int:
 
 def targets_of(schemes: Iterable[Scheme]) -> list[str]:
     """Return the targets of export that run all of `schemes`."""
-    refused = {target for scheme in schemes for target in scheme.refused}
-    return [target for target in TARGETS if graphs_for(target) not in refused]
+    asked = list(schemes)
+    return [target for target in TARGETS if all(refusal(scheme, target) is None for scheme in asked)]
 
 
 def schemes_for(target: str) -> list[str]:
     """Return the names of the schemes that the target of export runs."""
-    return [name for name, scheme in SCHEMES.items() if graphs_for(target) not in scheme.refused]
+    return [name for name, scheme in SCHEMES.items() if refusal(scheme, target) is None]
+
+
+def refusal(scheme: Scheme, target: str) -> str | None:
+    """Return why the target of export, or the one whose graphs it runs, cannot run `scheme`; None: it can."""
+    return scheme.refused.get(target) or scheme.refused.get(graphs_for(target))
+
+
+def unfit(scheme: Scheme, options: Options, target: str) -> list[str]:
+    """Return which options of `scheme` the target of export wants otherwise, as a recipe says them.
+
+    Args:
+        scheme: one that the target does not refuse.
+        options: those that are known; of others nothing is said.
+        target: of export.
+    """
+    wanted = scheme.runs_only.get(graphs_for(target), {})
+    return [said(n, values) for n, values in wanted.items() if n in options and options[n] not in values]
+
+
+def precisions_of(schemes: Iterable[Scheme], target: str) -> list[str]:
+    """Return the precisions of a file for the target in which the scales of all schemes keep their digits."""
+    kept = [scheme.dtypes.get(graphs_for(target), ()) for scheme in schemes]
+    return ["fp32", *(word for word in ("fp16", "bf16") if all(word in one for one in kept))]
+
+
+def said(name: str, values: Iterable[Value]) -> str:
+    """Return an option with its values as a recipe says it."""
+    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    return f"`{name}: {' or '.join(words)}`"
 
 
 def operators() -> dict[str, tuple[int, ...]]:

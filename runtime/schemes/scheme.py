@@ -142,7 +142,10 @@ class Scheme(Protocol):
     packages: what its products in torch need besides what smelt depends on: names in the package index, with
         the oldest release that does.
     by_word: whether rows of an output layer can be gathered in a graph, so that a shortlist restricts it.
-    refused: by target of export: why it cannot run the scheme, continuing "cannot run it: ".
+    refused: by target of export: why it cannot run the scheme, continuing "cannot run it: "; also said of
+        those that run the graphs of that one.
+    runs_only: by target of export that runs some of its options alone: the values that it runs, by option.
+    dtypes: by target of export: precisions of a graph, beside fp32, in which its scales keep their digits.
     oldest_opset: by target of export: the oldest one whose operators its products leave as.
     leaves_as: what its products in a graph are called, after "TensorRT cannot run the ".
     operators: its quantized operators in a graph, with the places of the inputs that hold scales and zero
@@ -172,6 +175,8 @@ class Scheme(Protocol):
     packages: ClassVar[Mapping[str, str]] = {}
     by_word: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]]
+    runs_only: ClassVar[Mapping[str, Mapping[str, tuple[Value, ...]]]] = {}
+    dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     oldest_opset: ClassVar[Mapping[str, int]] = {}
     leaves_as: ClassVar[str]
     operators: ClassVar[Mapping[str, tuple[int, ...]]]
@@ -252,6 +257,10 @@ class Scheme(Protocol):
 
     def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
         """Return the constants that `emit_product` or `emit_lookup` want, by their names in the graph."""
+        return {}
+
+    def tensors_for(self, target: str, matrix: Coded, use: Use) -> dict[str, Tensor]:
+        """Return the constants that the graphs of `target` want besides, by their names in the graph."""
         return {}
 
     def emit_product(self, matrix: Coded, x: Tensor, bias: Tensor | None, target: str) -> Tensor:

@@ -11,7 +11,7 @@ from smelt.core.errors import nearest
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.plan.order.advice import lost_work, poor_order
-from smelt.plan.order.draft import Draft, finished, refused, scheme_of
+from smelt.plan.order.draft import Draft, finished, lossy, refused, scheme_of, unfit_options
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
@@ -247,11 +247,23 @@ class Checker:
             if codes:
                 fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
                 others = " or ".join(schemes_for(target))
-                mend = f"target: {fit}" if fit else f"quantize with {others}" if others else ""
+                ways = [f"target: {fit}"] if fit else []
+                ways += [f"quantize with {others}"] if others else []
                 self.mistakes.add(
                     (*draft.entry.path, "target"),
                     f"{runtime} cannot run the {codes} of '{quantized.name}'; give"
-                    f" `from: {quantized.parent or ROOT}`{f', or {mend}' if mend else ''}.",
+                    f" {', or '.join([f'`from: {quantized.parent or ROOT}`', *ways])}.",
+                )
+            elif wanted := unfit_options(quantized, target):
+                self.mistakes.add(
+                    (*draft.entry.path, "target"),
+                    f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give `from:"
+                    f" {quantized.parent or ROOT}`.",
+                )
+            elif fit := None if "dtype" in draft.wrong else lossy(quantized, draft.settings):
+                self.mistakes.add(
+                    (*draft.entry.path, "dtype"),
+                    f"the scales of '{quantized.name}' would lose digits; give dtype: {fit}.",
                 )
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):

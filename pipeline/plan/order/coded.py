@@ -10,8 +10,7 @@ from smelt.core.errors import InputError
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.models.coded.said import coding_of
-from smelt.runtime.schemes.registry import SCHEMES, TAKEN, targets_of
-from smelt.runtime.schemes.scheme import graphs_for
+from smelt.runtime.schemes.registry import SCHEMES, TAKEN, defaults, targets_of, unfit
 
 
 def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -28,6 +27,8 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
     if coding is None:
         return
     coded = {ROOT}
+    taken = SCHEMES[TAKEN]
+    fit = [target for target in targets_of([taken]) if not unfit(taken, defaults(taken), target)]
     for step in steps:
         if step.parent not in coded:
             continue
@@ -40,11 +41,11 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
                 f"{step.stage} works on floats, and the weights of the model are {coding.method} codes; start"
                 " from the model that these were made of.",
             )
-        elif step.stage == "onnx" and target and graphs_for(str(target)) in SCHEMES[TAKEN].refused:
+        elif step.stage == "onnx" and target and str(target) not in fit:
             yield (
                 step.name,
-                f"{target} cannot run the {SCHEMES[TAKEN].leaves_as} of the model ({coding.method});"
-                f" give target: {' or '.join(targets_of([SCHEMES[TAKEN]]))}, or start from the model that"
+                f"{target} cannot run the {taken.leaves_as} of the model ({coding.method});"
+                f" give target: {' or '.join(fit)}, or start from the model that"
                 " these were made of.",
             )
 

@@ -10,8 +10,7 @@ from smelt.core.stage import Need, Settings, Stage
 from smelt.plan.order.lost import Done
 from smelt.plan.plan import Step
 from smelt.recipe.stages import StageEntry
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES
-from smelt.runtime.schemes.scheme import graphs_for
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, precisions_of, refusal, unfit
 
 
 @dataclass
@@ -65,13 +64,34 @@ def scheme_of(draft: Draft) -> str:
 
 def refused(quantized: Draft, target: str) -> str | None:
     """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
-    target = graphs_for(target)
     if quantized.wrong & {"scheme", "vocabulary"}:
-        all_refuse = all(target in scheme.refused for scheme in SCHEMES.values())
+        all_refuse = all(refusal(scheme, target) for scheme in SCHEMES.values())
         return "quantized layers" if all_refuse else None
     settings: Any = quantized.settings
     schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
-    return next((scheme.leaves_as for scheme in schemes if target in scheme.refused), None)
+    return next((scheme.leaves_as for scheme in schemes if refusal(scheme, target)), None)
+
+
+def unfit_options(quantized: Draft, target: str) -> str | None:
+    """Return a scheme of a quantize step and which of its options `target` wants otherwise; None: none."""
+    settings: Any = quantized.settings
+    if settings is None or quantized.wrong & {"scheme", "vocabulary"}:
+        return None
+    for name in settings.schemes():
+        known = {n: value for n, value in settings.options(name).items() if n not in quantized.wrong}
+        if wanted := unfit(SCHEMES[name], known, target):
+            return f"{name} with {' and '.join(wanted)}"
+    return None
+
+
+def lossy(quantized: Draft, settings: Any) -> str | None:
+    """Return the precisions that codes of a quantize step leave a file, where `settings` ask for another."""
+    if quantized.settings is None or quantized.wrong & {"scheme", "vocabulary"} or settings is None:
+        return None
+    schemes = [SCHEMES[name] for name in cast(Any, quantized.settings).schemes()]
+    fit = precisions_of(schemes, settings.target)
+    # OpenVINO makes its bf16 of a file in fp32
+    return None if settings.target == "openvino" or settings.dtype in fit else " or ".join(fit)
 
 
 def finished(draft: Draft) -> Step | None:

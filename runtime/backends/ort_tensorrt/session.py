@@ -17,7 +17,7 @@ import onnxruntime
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.runtime.backends.device import cuda_gpus
-from smelt.runtime.backends.onnx_session import MAKE_AGAIN
+from smelt.runtime.backends.onnx_session import MAKE_AGAIN, WHOLE_ACTIVATIONS
 from smelt.runtime.backends.ort_tensorrt.cache import cache_home, empty, engine_cache
 from smelt.runtime.backends.ort_tensorrt.provider import (
     RTX,
@@ -50,6 +50,7 @@ def open_session(provider: Provider, path: Path, told: Told, threads: int | None
     folder = engine_cache(made_for(provider, found, told.options))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.add_session_config_entry(*WHOLE_ACTIVATIONS)  # of what TensorRT leaves to ONNX Runtime
     if threads is not None:
         options.intra_op_num_threads = threads
     if provider is RTX:

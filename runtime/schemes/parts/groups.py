@@ -49,7 +49,10 @@ _WHY = "it multiplies packed weights (MatMulNBits)"
 _OPENVINO = "it multiplies packed weights with int8 blocks of activations (MatMulNBits)"
 REFUSED = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
 # of codes of 4 and 8 bits, which OpenVINO reads in a form of their own (layers/emit_blocks.py)
-REFUSED_WHERE_BLOCKED = {"ort-cuda": _WHY, "tensorrt": _WHY}
+REFUSED_WHERE_BLOCKED = {
+    "ort-cuda": _WHY,
+    "tensorrt": "TensorRT has scales for blocks of 4-bit codes, and of 8-bit ones for whole rows",
+}
 OLDEST_WHERE_BLOCKED = {"openvino": 21}
 HALF_SCALES = "half_scales"
 

@@ -140,7 +140,7 @@ def test_a_sum_whose_terms_cancel_is_off_by_their_rounding_at_most(got, passes):
     )
     fill_(layer.matrix, weight)
     assert layer.matrix.dequantize()[0, :2].tolist() == [1000.0, -1000.0]
-    operator = operators._Operator(onnx.NodeProto(name="n", op_type="MatMulNBits"), [], "l", layer, [])
+    operator = operators._Operator(onnx.NodeProto(name="n", op_type="MatMulNBits"), [], "l", layer, [], 1)
     x = np.ones((8, 32), dtype=np.float32)
     given = np.tile(np.float32([got, 1.0]), (8, 1))
     if passes:

@@ -84,6 +84,13 @@ def test_the_table_of_schemes_has_a_row_for_each_with_what_it_declares() -> None
     }
 
 
+def test_below_the_table_stands_with_which_options_tensorrt_runs_4_bits() -> None:
+    text = " ".join(describe_stage("quantize").split())
+    assert (
+        "For tensorrt int4 wants group_size: 64 or 128 and symmetric: positive and accuracy_level: 0." in text
+    )
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_scheme_is_explained_with_what_it_needs(name: str) -> None:
     scheme, text = SCHEMES[name], " ".join(describe_stage("quantize").split())

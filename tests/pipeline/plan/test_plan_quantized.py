@@ -39,8 +39,38 @@ def advice(made: Plan) -> list[str]:
     [
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
-            "4: stages[1].onnx.target: TensorRT cannot run the int4 codes (MatMulNBits) of 'quantize';"
-            " give `from: model`, or target: ort-cpu or openvino.",
+            "4: stages[1].onnx.target: TensorRT runs int4 with `symmetric: positive` and `accuracy_level: 0` alone; quantize so in"
+            " 'quantize', or give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
+            "TensorRT runs int4 with `group_size: 64 or 128` and `symmetric: positive` and `accuracy_level: 0`"
+            " alone; quantize so in 'quantize', or give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0}, onnx: {target: tensorrt, dtype: bf16}]",
+            "4: stages[1].onnx.dtype: the scales of 'quantize' would lose digits; give dtype: fp32 or fp16.",
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0, vocabulary: int8-static},"
+            " onnx: {target: ort-tensorrt-rtx, dtype: fp16}]",
+            "the scales of 'quantize' would lose digits; give dtype: fp32.",
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0}, onnx: {target: ort-tensorrt}]",
+            "TensorRT in ONNX Runtime cannot run the int4 codes (MatMulNBits) of 'quantize'; give"
+            " `from: model`, or target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, or quantize with"
+            " int8-static.",
+        ),
+        (
+            "[quantize: {scheme: int2}, onnx: {target: tensorrt}]",
+            "4: stages[1].onnx.target: TensorRT cannot run the int2 codes (MatMulNBits) of 'quantize';"
+            " give `from: model`, or target: ort-cpu, or quantize with int8-static or int4.",
+        ),
+        (
+            "[quantize: {scheme: int8-groupwise}, onnx: {target: tensorrt}]",
+            "TensorRT cannot run the int8-groupwise codes (MatMulNBits) of 'quantize'; give `from: model`,"
+            " or target: ort-cpu or openvino, or quantize with int8-static or int4.",
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
@@ -55,12 +85,12 @@ def advice(made: Plan) -> list[str]:
         (
             "[quantize: {scheme: bnb-nf4}, onnx: {target: openvino}]",
             "OpenVINO cannot run the bnb-nf4 codes (MatMulBnb4) of 'quantize'; give `from: model`, or target:"
-            " ort-cpu.",
+            " ort-cpu, or quantize with int8-static or int8-groupwise or int4.",
         ),
         (
             "[quantize: {scheme: bnb-int8}, onnx: {target: tensorrt}]",
             "TensorRT cannot run the bnb-int8 products of 'quantize'; give `from: model`, or quantize with"
-            " int8-static.",
+            " int8-static or int4.",
         ),
         (
             "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
@@ -106,6 +136,14 @@ def test_what_cannot_be_is_said_before_work_starts(folder, stages, message):
     with pytest.raises(InputError) as caught:
         plan(folder, stages)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_tensorrt_runs_4_bits_in_half_precision_too(folder, size, target):
+    codes = f"quantize: {{scheme: int4, group_size: {size}, symmetric: positive, accuracy_level: 0}}"
+    made = plan(folder, f"[{codes}, onnx: {{target: {target}, dtype: fp16}}]")
+    assert [s.stage for s in made.steps] == ["quantize", "onnx"]
 
 
 @pytest.mark.parametrize("word", ["finetune", "distill"])

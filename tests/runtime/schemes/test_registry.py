@@ -12,7 +12,10 @@ from smelt.runtime.schemes.registry import (
     find,
     operators,
     options_of_all,
+    precisions_of,
+    refusal,
     targets_of,
+    unfit,
 )
 from smelt.runtime.schemes.scheme import GRAPHS_OF
 
@@ -41,7 +44,7 @@ def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
         ("int4", {"group_size": 48}, r"group size 48; expected one of 16, 32, 64, 128\."),
         ("binary", {"group_size": 16}, r"group size 16; expected one of 32, 64, 128\."),
         ("int4", {"group_size": True}, "group size True; expected one of"),
-        ("int4", {"symmetric": 1}, "symmetric 1; expected one of True, False"),
+        ("int4", {"symmetric": 1}, "symmetric 1; expected one of True, False, positive"),
         ("int4", {"accuracy_level": 2}, r"accuracy level 2; expected 0 \(float32\) or 4 \(int8 blocks\)\."),
         (
             "int4",
@@ -91,6 +94,23 @@ def test_several_schemes_run_where_each_of_them_does():
     assert targets_of([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino", *GRAPHS_OF]
     assert targets_of([find("int4"), find("binary")]) == ["ort-cpu"]
     assert targets_of([find("int8-static")]) == ["ort-cpu", "tensorrt", "openvino", *GRAPHS_OF]
+
+
+def test_tensorrt_runs_4_bits_with_some_options_alone():
+    int4, fine = find("int4"), {"group_size": 64, "symmetric": "positive", "accuracy_level": 0}
+    assert targets_of([int4]) == ["ort-cpu", "tensorrt", "openvino", "ort-tensorrt-rtx"]
+    assert "no option that lets TensorRT 10" in refusal(int4, "ort-tensorrt")
+    assert "for whole rows" in refusal(find("int8-groupwise"), "ort-tensorrt")
+    for target in ("tensorrt", "ort-tensorrt-rtx"):
+        assert unfit(int4, fine, target) == []
+        assert unfit(int4, fine | {"group_size": 32}, target) == ["`group_size: 64 or 128`"]
+        assert unfit(int4, fine | {"symmetric": False}, target) == ["`symmetric: positive`"]
+        assert unfit(int4, fine | {"accuracy_level": 4}, target) == ["`accuracy_level: 0`"]
+        assert unfit(int4, {"group_size": 128}, target) == []  # of what is not known nothing is said
+        assert precisions_of([int4], target) == ["fp32", "fp16"]
+        assert precisions_of([int4, find("int8-static")], target) == ["fp32"]
+    assert unfit(int4, fine | {"accuracy_level": 4}, "openvino") == []
+    assert precisions_of([int4], "openvino") == ["fp32"]
 
 
 def test_an_operator_of_two_schemes_has_its_scales_in_one_place():

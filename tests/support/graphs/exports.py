@@ -60,6 +60,8 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "static": {"scheme": "int8-static"},
     "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
+    # as TensorRT takes it
+    "signed": {"scheme": "int4", "group_size": 64, "symmetric": "positive", "accuracy_level": 0},
     "binary": {"scheme": "binary", "group_size": 32},
     "nf4": {"scheme": "bnb-nf4"},
 }
@@ -137,7 +139,7 @@ def reopened(folder: Path, family: str, target: str, dtype: str) -> Exported:
     facts = json.loads((folder / "facts.json").read_text())
 
     def take(graph: Any, settings: Any, tokens: Any, ctx: Context, *more: Any) -> Any:
-        _prepare(graph)
+        _prepare(graph, settings.graphs_of)
         shutil.copyfile(folder / "onnx" / f"{graph.name}.onnx", ctx.out / f"{graph.name}.onnx")
         return facts["graphs"][graph.name]
 

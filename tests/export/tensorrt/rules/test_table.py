@@ -40,10 +40,15 @@ def value(name: str, kind: int = FLOAT, shape: Any = ("batch", 4)) -> Any:
     return helper.make_tensor_value_info(name, kind, shape)
 
 
+def named(tensor: Any, name: str) -> Any:
+    tensor.name = name
+    return tensor
+
+
 def graph(nodes: Any, weights: Any = None, kind: int = FLOAT, out: Any = None, **more: Any) -> Any:
     """Return a model; more: `inputs`, `opset`, `domain`."""
     tensors = [
-        w if isinstance(w, onnx.TensorProto) else numpy_helper.from_array(np.asarray(w), name)
+        named(w, name) if isinstance(w, onnx.TensorProto) else numpy_helper.from_array(np.asarray(w), name)
         for name, w in (weights or {}).items()
     ]
     inputs = more.get("inputs") or [value("x", kind)]
@@ -52,6 +57,38 @@ def graph(nodes: Any, weights: Any = None, kind: int = FLOAT, out: Any = None, *
     outputs = [value("y", out or kind, None)]
     body = helper.make_graph(nodes if isinstance(nodes, list) else [nodes], "g", inputs, outputs, tensors)
     return helper.make_model(body, opset_imports=opsets, ir_version=10)
+
+
+WIDE = {"x": ((1, 128), (2, 128), (8, 128))}
+
+
+def nibbles(shape: tuple[int, ...], kind: int = TensorProto.INT4, fill: int = 0x21) -> Any:
+    """Return codes of 4 bits (else 8), the first two of which are 1 and 2."""
+    count = int(np.prod(shape))
+    size = count if kind == INT8 else (count + 1) // 2
+    raw = bytes([fill]) * size if shape else b"\0"
+    return helper.make_tensor("codes", kind, shape, raw, raw=True)
+
+
+def four_bits(shape: Any, scales: Any, kind: int = TensorProto.INT4, **more: Any) -> Any:
+    """Return a product with codes of `shape` [..., K, N]; more: `axis`, `zero`, `floats`, `scale`."""
+    floats, axis = more.get("floats", np.float32), more.get("axis", 0)
+    scale = np.full(scales, more.get("scale", 0.1), floats)
+    weights: dict[str, Any] = {"c": nibbles(shape, kind), "s": scale}
+    if "zero" in more:
+        weights["z"] = nibbles(scales, kind, more["zero"])
+    cut = {"block_size": -(-shape[axis] // scales[axis])} if len(scales) == len(shape) else {}
+    nodes = [node("DequantizeLinear", "c s z" if "zero" in more else "c s", "w", axis=axis, **cut)]
+    float_kind = HALF if floats is np.float16 else FLOAT
+    inputs = [value("x", float_kind, [*shape[:-2], "batch", shape[-2]])]
+    return graph([*nodes, node("MatMul", "x w")], weights, float_kind, inputs=inputs)
+
+
+def sizes(model: Any) -> Any:
+    """Return the shapes to build a graph of FINE for: batches of 1, 2 and 8."""
+    (x,) = model.graph.input
+    rest = [dim.dim_value for dim in x.type.tensor_type.shape.dim][1:]
+    return {"x": tuple((rows, *rest) for rows in (1, 2, 8))}
 
 
 def pair(zero: Any = ZERO, scale: float = 0.1, **more: Any) -> Any:
@@ -169,7 +206,31 @@ CASES: dict[str, tuple[str, str, Any, Any]] = {
               {"b": np.ones(4, np.int32), "s": np.float32(0.1)}), ROWS,
     ),
     "asymmetric codes": ("zero-point", "a zero point that is not 0", pair(np.int8(3)), ROWS),
+    "a negative scale of 4 bits": ("scale", "a scale that is not positive",
+                                   four_bits((128, 4), (2, 4), scale=-0.1), WIDE),
     "a scale of zero": ("scale", "a scale that is not positive", pair(scale=0.0), ROWS),
+    "blocks along the first of three axes": (
+        "blocks", "blocks along axis 0 of 3; TensorRT takes the last two",
+        four_bits((128, 4, 4), (2, 4, 4)), {"x": ((128, 1, 4), (128, 2, 4), (128, 8, 4))},
+    ),
+    "blocks that do not fill their axis": (
+        "blocks", "4 scales along an axis of 250; TensorRT wants whole blocks",
+        four_bits((250, 4), (4, 4)), {"x": ((1, 250), (2, 250), (8, 250))},
+    ),
+    "blocks of 32": ("other-blocks", "4-bit codes in blocks of 32; TensorRT documents blocks of 64 and of",
+                     four_bits((128, 4), (4, 4)), WIDE),
+    "4 bits without blocks": ("other-blocks", "4-bit codes without blocks",
+                              four_bits((128, 4), (4,), axis=1), WIDE),
+    "blocks of 8 bits": ("other-blocks", "int8 codes with a scale for each block",
+                         four_bits((128, 4), (2, 4), INT8), WIDE),
+    "activations in 4 bits": ("other-blocks", "4-bit codes of activations", pair(nibbles(())), ROWS),
+    "4 bits with zero points": (
+        "zero-point", "a zero point that is not 0", four_bits((128, 4), (2, 4), zero=1), WIDE,
+    ),
+    "4 bits that are read as they are": (
+        "codes-without-scale", "it reads the int4 constant 'w'",
+        graph([node("Cast", "w", "f", to=FLOAT), node("MatMul", "x f")], {"w": nibbles((4, 4))}), ROWS,
+    ),
     "codes that are read as they are": (
         "codes-without-scale", "it reads the int8 constant 'w'",
         graph([node("Gather", "w x", "g"), node("Cast", "g", to=FLOAT)], {"w": W.astype(np.int8)},
@@ -209,13 +270,20 @@ FINE = {
         [node("DequantizeLinear", "c s", "w", axis=1), node("MatMul", "x w")],
         {"c": np.ones((4, 4), np.int8), "s": np.ones(4, np.float32)},
     ),
+    "4 bits in blocks of 64": four_bits((128, 4), (2, 4)),
+    "4 bits in blocks of 128 in float16": four_bits((128, 4), (1, 4), floats=np.float16),
+    "a table of 4 bits": graph(
+        [node("DequantizeLinear", "c s", "t", axis=1, block_size=64), node("Gather", "t x")],
+        {"c": nibbles((4, 128)), "s": np.ones((4, 2), np.float32)},
+        inputs=[value("x", INT64, ["batch"])],
+    ),
     "a power of an integer": graph(node("Pow", "x k"), {"k": np.int64(2)}),
     "int64 arithmetic": graph(node("Div", "x x"), kind=INT64),
     "uint8 at the door": graph(node("Cast", "x", to=FLOAT), inputs=[value("x", TensorProto.UINT8)]),
 }
 _PARTS = {
     **{name: (model, shapes) for name, (_, _, model, shapes) in CASES.items()},
-    **{name: (model, ROWS) for name, model in FINE.items()},
+    **{name: (model, sizes(model)) for name, model in FINE.items()},
 }
 
 

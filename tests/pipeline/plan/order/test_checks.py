@@ -61,7 +61,7 @@ def test_wrong_setting_does_not_speak_for_others(folder: Path) -> None:
         (
             "[quantize, {onnx: {target: tensorrt}}]",
             "4: stages[1].onnx.target: TensorRT cannot run the dynamic int8 of 'quantize'; give `from: model`,"  # noqa: E501
-            " or target: ort-cpu.",
+            " or target: ort-cpu, or quantize with int8-static or int4.",
         ),
         (
             "[onnx, tensorrt]",

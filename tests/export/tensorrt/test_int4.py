@@ -1,0 +1,136 @@
+"""4-bit codes reach engines: in the file as they are, and in the bytes of the engine as 4 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import exports
+import matrix
+import onnx
+import pytest
+import tensorrt_graphs
+import tensorrt_rig
+import torch
+from onnx import TensorProto
+from torch import nn
+
+from smelt.compress.quantize.coding import quantize_module
+from smelt.core.errors import InputError
+from smelt.export.graph_files import write_graph
+from smelt.export.graphs.graph import Graph
+from smelt.export.graphs.of_model import export_graph
+from smelt.export.load_time import spell_out
+from smelt.export.precision.narrow import narrow
+from smelt.export.stage.fit import kind_of
+from smelt.export.stage.settings import OnnxSettings
+from smelt.runtime.schemes.registry import defaults, find
+
+WIDE = 1024
+
+# a classifier, a decoder alone with its cache, a translator
+FAMILIES = ["bert", "llama", "marian"]
+CASES = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "fp16")]
+if matrix.whole():
+    CODED = [
+        family for family in tensorrt_graphs.GRAPHS if family != "resnet"
+    ]  # which has no products to code
+    CASES += [(family, "fp16") for family in CODED if family not in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_engines_of_a_family_are_built_with_4_bit_codes(family: str, dtype: str) -> None:
+    tensorrt_rig.require()
+    found = exports.exported(family, "signed", "tensorrt", dtype)
+    graphs = tensorrt_graphs.planned(family, found.folder)
+    assert len(graphs) == tensorrt_graphs.GRAPHS[family]
+    assert found.facts["opset"] == 21
+    for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
+        assert answer.get("bytes"), (path.name, answer)
+        assert answer["warnings"] == []
+        model = onnx.load(path)
+        kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+        codes = [n for n in model.graph.node if n.op_type == "DequantizeLinear"]
+        assert len(codes) > 4
+        assert {kinds[node.input[0]] for node in codes} == {TensorProto.INT4}
+        half = {TensorProto.FLOAT16} if dtype == "fp16" else {TensorProto.FLOAT}
+        assert {kinds[node.input[1]] for node in codes} == half
+        assert answer["types"]["INT4"] == len(codes)
+
+
+SHAPES = {"x": ((1, WIDE), (8, WIDE), (16, WIDE))}
+
+
+def write(path: Path, layers: list[nn.Module], half: bool) -> Path:
+    module = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+    module.attentions = ()  # type: ignore[assignment]
+    graph = Graph("model", module.eval(), (torch.ones(2, WIDE),), ["x"], ["y"], ({0: "rows"},))
+    made = export_graph(graph, "tensorrt", 21)
+    spell_out(made)
+    if half:
+        narrow(made, "model")
+    write_graph(made, path)
+    return path
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("half", [True, False])
+def test_an_engine_holds_the_weights_in_4_bits(half: bool, size: int, tmp_path: Path) -> None:
+    tensorrt_rig.require()
+    torch.manual_seed(0)
+    options = {"group_size": size, "symmetric": "positive", "accuracy_level": 0}
+    wide = [nn.Linear(WIDE, WIDE) for _ in range(3)]
+    codes = [quantize_module(layer, "int4", options) for layer in wide]
+    graphs = {write(tmp_path / "float.onnx", wide, half): SHAPES}
+    graphs[write(tmp_path / "int4.onnx", codes, half)] = SHAPES
+    whole, coded = tensorrt_rig.build_all(graphs)
+    assert whole["types"].get("INT4", 0) == 0
+    assert coded["types"]["INT4"] == 3
+    floats, weights = (2 if half else 4), 3 * WIDE * WIDE
+    assert whole["bytes"] > floats * weights
+    # half a byte, and a scale in the type of the product
+    expected = weights * (0.5 + floats / size)
+    assert expected < coded["bytes"] < 1.15 * expected + 100_000, (whole, coded, expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "settings", "words"),
+    [
+        ("int4", {"accuracy_level": 4}, {}, r"runs scheme int4 with `accuracy_level: 0` alone"),
+        ("int4", {"symmetric": False}, {}, r"runs scheme int4 with `symmetric: positive` alone"),
+        ("int4", {"group_size": 16}, {}, r"with `group_size: 64 or 128` alone.*'group_size': 16"),
+        ("int4", {}, {"dtype": "bf16"}, r"dtype bf16 .* with int4 .* Set dtype: fp32 or fp16;"),
+        ("int8-static", {}, {"dtype": "fp16"}, r"dtype fp16 .* with int8-static .* Set dtype: fp32;"),
+        ("int3", {}, {}, r"scheme int3: .*or quantize with int8-static or int4\."),
+        ("int2", {}, {}, r"scheme int2: .*set target: ort-cpu, or quantize with int8-static or int4\."),
+        ("ternary", {}, {}, r"scheme ternary: .*or quantize with int8-static or int4\."),
+        ("binary", {}, {}, r"scheme binary: .*or quantize with int8-static or int4\."),
+        (
+            "int8-groupwise",
+            {},
+            {},
+            r"TensorRT has scales for blocks of 4-bit codes, and of 8-bit ones for whole",
+        ),
+    ],
+)
+@pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
+def test_what_tensorrt_does_not_run_is_refused_with_what_it_does(
+    scheme: str, options: dict[str, Any], settings: dict[str, Any], words: str, target: str
+) -> None:
+    fine = {"symmetric": "positive", "accuracy_level": 0} if scheme == "int4" else {}
+    layer = quantize_module(nn.Linear(64, 8), scheme, defaults(find(scheme)) | fine | options)
+    with pytest.raises(InputError, match=words):
+        kind_of(nn.Sequential(layer), OnnxSettings.model_validate({"target": target} | settings))
+
+
+def test_tensorrt_10_in_onnx_runtime_is_refused_with_what_runs_there() -> None:
+    layer = quantize_module(
+        nn.Linear(64, 8), "int4", defaults(find("int4")) | {"symmetric": "positive", "accuracy_level": 0}
+    )
+    with pytest.raises(InputError, match=r"no option .* TensorRT 10 .*or quantize with int8-static\."):
+        kind_of(nn.Sequential(layer), OnnxSettings(target="ort-tensorrt"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_tolerance_is_that_of_the_precision_since_nothing_is_rounded(dtype: str) -> None:
+    options = defaults(find("int4")) | {"symmetric": "positive", "accuracy_level": 0}
+    layer = quantize_module(nn.Linear(64, 8), "int4", options)
+    assert kind_of(nn.Sequential(layer), OnnxSettings(target="tensorrt", dtype=dtype)) == dtype

@@ -107,8 +107,8 @@ def codes_without_scale(graph: Graph) -> Iterator[Found]:
             kinds = (TensorProto.INT8, TensorProto.INT4)
             if tensor is not None and tensor.data_type in kinds and len(tensor.dims):
                 yield Found(
-                    at(node), f"it reads the {word(tensor.data_type)} constant '{name}'; TensorRT takes such a"
-                    " constant only before DequantizeLinear.", "Dequantize before, or store it as int32.",
+                    at(node), f"it reads the {word(tensor.data_type)} constant '{name}'; TensorRT takes such"
+                    " a constant only before DequantizeLinear.", "Dequantize before, or store it as int32.",
                 )  # fmt: skip
 
 

@@ -39,16 +39,17 @@ def advice(made: Plan) -> list[str]:
     [
         (
             "[quantize: {scheme: int4}, onnx: {target: tensorrt}]",
-            "4: stages[1].onnx.target: TensorRT runs int4 with `symmetric: positive` and `accuracy_level: 0` alone; quantize so in"
-            " 'quantize', or give `from: model`.",
-        ),
-        (
-            "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
-            "TensorRT runs int4 with `group_size: 64 or 128` and `symmetric: positive` and `accuracy_level: 0`"
+            "4: stages[1].onnx.target: TensorRT runs int4 with `symmetric: positive` and `accuracy_level: 0`"
             " alone; quantize so in 'quantize', or give `from: model`.",
         ),
         (
-            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0}, onnx: {target: tensorrt, dtype: bf16}]",
+            "[quantize: {scheme: int4, group_size: 32, symmetric: false}, onnx: {target: tensorrt}]",
+            "TensorRT runs int4 with `group_size: 64 or 128` and `symmetric: positive` and"
+            " `accuracy_level: 0` alone; quantize so in 'quantize', or give `from: model`.",
+        ),
+        (
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
+            " onnx: {target: tensorrt, dtype: bf16}]",
             "4: stages[1].onnx.dtype: the scales of 'quantize' would lose digits; give dtype: fp32 or fp16.",
         ),
         (
@@ -57,7 +58,8 @@ def advice(made: Plan) -> list[str]:
             "the scales of 'quantize' would lose digits; give dtype: fp32.",
         ),
         (
-            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0}, onnx: {target: ort-tensorrt}]",
+            "[quantize: {scheme: int4, symmetric: positive, accuracy_level: 0},"
+            " onnx: {target: ort-tensorrt}]",
             "TensorRT in ONNX Runtime cannot run the int4 codes (MatMulNBits) of 'quantize'; give"
             " `from: model`, or target: ort-cpu or tensorrt or openvino or ort-tensorrt-rtx, or quantize with"
             " int8-static.",

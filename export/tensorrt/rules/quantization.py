@@ -75,19 +75,21 @@ def blocks(graph: Graph) -> Iterator[Found]:
 
 def other_blocks(graph: Graph) -> Iterator[Found]:
     """Blocks that TensorRT for RTX builds, and that TensorRT's documentation does not have."""
+    from onnx import TensorProto
+
     for node in graph.of("DequantizeLinear"):
-        kind, cut = word(_type_of_codes(node, graph)), _cut(node, graph)
-        if kind == "int8" and cut:
+        kind, cut = _type_of_codes(node, graph), _cut(node, graph)
+        if kind == TensorProto.INT8 and cut:
             yield Found(
                 at(node), "int8 codes with a scale for each block; TensorRT documents blocks of 4-bit codes"
                 " alone.", "Take one scale for each output, or 4-bit codes.",
             )  # fmt: skip
-        elif kind == "int4" and given(node, 0) not in graph.constants:
+        elif kind == TensorProto.INT4 and given(node, 0) not in graph.constants:
             yield Found(
                 at(node), "4-bit codes of activations; TensorRT documents them for weights alone.",
                 "Leave activations float, or take int8.",
             )  # fmt: skip
-        elif kind == "int4" and _size(cut) not in _BLOCKS:
+        elif kind == TensorProto.INT4 and _size(cut) not in _BLOCKS:
             found = f"in blocks of {_size(cut)}" if cut else "without blocks"
             yield Found(
                 at(node), f"4-bit codes {found}; TensorRT documents blocks of 64 and of 128.",

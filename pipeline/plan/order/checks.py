@@ -260,10 +260,10 @@ class Checker:
                     f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give `from:"
                     f" {quantized.parent or ROOT}`.",
                 )
-            elif fit := None if "dtype" in draft.wrong else lossy(quantized, draft.settings):
+            elif kept := None if "dtype" in draft.wrong else lossy(quantized, draft.settings):
                 self.mistakes.add(
                     (*draft.entry.path, "dtype"),
-                    f"the scales of '{quantized.name}' would lose digits; give dtype: {fit}.",
+                    f"the scales of '{quantized.name}' would lose digits; give dtype: {kept}.",
                 )
         made_for = parent.target if parent else None
         if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):

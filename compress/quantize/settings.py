@@ -256,8 +256,8 @@ class QuantizeSettings(_FromSchemes):
         fitted = [name for name in self.schemes() if not SCHEMES[name].ranges]
         if self.clip in ("mse", "percentile") and fitted:
             raise ValueError(
-                f"clip: {self.clip} cuts ranges off, and {fitted[0]} has none: its values have the least error"
-                " for the weights as they are; remove clip"
+                f"clip: {self.clip} cuts ranges off, and {fitted[0]} has none: its values have the least"
+                " error for the weights as they are; remove clip"
             )
         if self.clip != "none" and self.method == "hqq":
             raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")

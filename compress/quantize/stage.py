@@ -203,7 +203,9 @@ def codes_that_save_nothing(model: Any, stored: int) -> list[str]:
     for name, m in model.named_modules():
         if is_quantized(m):
             places.setdefault(id(m.matrix), (name, m.matrix))
-    vain = [n for n, m in places.values() if matrix_bytes(nn.ModuleList([m])) >= stored * len(m.codes) * m.width]
+    vain = [
+        n for n, m in places.values() if matrix_bytes(nn.ModuleList([m])) >= stored * len(m.codes) * m.width
+    ]
     if not vain:
         return []
     return [

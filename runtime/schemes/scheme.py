@@ -130,8 +130,8 @@ class Scheme(Protocol):
     vocabulary: the scheme of embeddings and head unless the recipe names one; empty for this one.
     trained: whether the weights say little until they were trained through their codes.
     learns: whether its scales can be learned (`ends`).
-    ranges: whether a grid follows from where the weights of a group end, so that ends can be cut off (`clip`);
-        false where its values are fitted to all of them.
+    ranges: whether a grid follows from where the weights of a group end, so that ends can be cut off
+        (`clip`); false where its values are fitted to all of them.
     halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
     observes: whether its products need the range of their activations, found on rows of data.
     one_scale: whether all activations of a product become codes with one scale, so that a channel of large

@@ -70,7 +70,7 @@ ROOMS: dict[str, str] = {
     "pipeline/plan": "test_plan test_gates test_inputs test_printed test_text_rules",
     "pipeline/plan/order": "test_checks test_lost",
     "pipeline/recipe": "test_recipe test_stage_table test_yaml_file",
-    "pipeline/use": "test_arguments test_predict_data",
+    "pipeline/use": "test_arguments test_calls test_predict_data",
     "pipeline/whole": "test_bad_recipes",
     "runtime": "test_class_predictions test_pairs",
     "runtime/backends": "test_device::test_a_cpu_build_of_torch_is_named_where_there_is_a_gpu",

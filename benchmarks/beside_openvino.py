@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Split, read_split
+from smelt.core.data import Columns, Split
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import Context
 from smelt.evaluate.environment import cpu_model, versions
 from smelt.export.onnx_stage import Onnx

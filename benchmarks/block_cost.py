@@ -99,7 +99,8 @@ def work(folder: Path, stage: str, text: Path, rows: int, threads: int) -> dict[
     import torch  # noqa: F401 - what is imported is counted apart
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
     from smelt.core.stage import Context
     from smelt.recipe.stage_table import load_stage
     from smelt.runtime.models import streamed

@@ -137,7 +137,8 @@ def _time(graphs: dict[str, Path], rounds: int = 60, repeat: int = 5) -> None:
 @click.option("--steps", is_flag=True, help="export and time a decoder step instead")
 def main(model: Path, data: Path, rows: int, steps: bool) -> None:
     """Print a line for each variant."""
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
     from smelt.evaluate.environment import cpu_model
 
     split = read_split(str(data / "validation.jsonl.gz"), "translation", Columns(), data)

@@ -20,7 +20,8 @@ import sacrebleu
 import torch
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate.loop import generate

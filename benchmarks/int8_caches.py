@@ -24,7 +24,8 @@ import numpy as np
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import Artifact, Manifest, read_artifact
-from smelt.core.data import Columns, Split, Task, read_split
+from smelt.core.data import Columns, Split, Task
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import Context
 from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.caches import codes, in_stage

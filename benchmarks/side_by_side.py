@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import read_artifact
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.predict import generate_texts

@@ -82,7 +82,8 @@ def _score(runner: Any, texts: list[str], batch_size: int) -> list[float]:
 
 
 def _real(model: Path, data: Path, batch_size: int) -> list[bool]:
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
     from smelt.runtime.backends.open_runner import open_folder, open_runner
 
     split = read_split(str(data / "test.jsonl.gz"), "translation", Columns(), data)

@@ -54,7 +54,8 @@ def work(name: str, model: Path, data: Path) -> dict[str, float]:
     import torch  # noqa: F401 - what is imported is not counted
     import transformers.models.marian.modeling_marian  # noqa: F401
 
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
     from smelt.core.stage import Context
     from smelt.recipe.stage_table import load_stage
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import TEXT_TO_TEXT, Columns, Split, read_split
+from smelt.core.data import TEXT_TO_TEXT, Columns, Split
 from smelt.core.files import hash_of, sha256_of, write_json
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import Context
 
 # Raised whenever the same arm is scored in another way.

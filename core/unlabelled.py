@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smelt.core.data import SIMILARITY, Columns, Example, Split, Task, read_split
+from smelt.core.data import SIMILARITY, Columns, Example, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.core.rows.text_files import file_kind, read_text_file
 
 UNLABELLED = "unlabelled"  # the split

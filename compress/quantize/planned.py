@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
+from smelt.core.labels import CLASSIFIERS
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Value
 
@@ -158,7 +159,7 @@ def output_layer(model: Any) -> Any:
     head = model.get_output_embeddings()
     if isinstance(head, LowRankLinear) and any(head.up.weight is m.weight for m in word_embeddings(model)):
         head = head.up  # what it has in common with the table
-    if head is None and type(model).__name__.endswith("ForSequenceClassification"):
+    if head is None and type(model).__name__.endswith(CLASSIFIERS):
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
     return head

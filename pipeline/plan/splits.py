@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.core.data import Split, read_split
+from smelt.core.data import Split
+from smelt.core.rows.examples import read_split
 from smelt.core.shares import divide
 from smelt.core.unlabelled import UNLABELLED, read_unlabelled
 from smelt.recipe.recipe import Recipe

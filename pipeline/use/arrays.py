@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import TENSORS, Split, read_split
+from smelt.core.data import TENSORS, Split
 from smelt.core.data import Columns as _Columns
 from smelt.core.errors import InputError, RunError
 from smelt.core.rows.arrays import Arrays, Shape, word_of
+from smelt.core.rows.examples import read_split
 from smelt.runtime.foreign.signature import Signature, read_signature
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Split, read_split
+from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
+from smelt.core.rows.examples import read_split
 from smelt.core.store.store import Store
 from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -16,6 +15,7 @@ from smelt.core.errors import InputError, TruncationWarning
 from smelt.families.registry import find_family
 from smelt.runtime.class_predictions import Prediction, predictions
 from smelt.use.arguments import count_of, images_of, texts_of, texts_or_pairs_of
+from smelt.use.calls import Calls, Cuts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -247,50 +247,6 @@ class Model:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Cuts:
-    """Hears of texts that were cut: `count` of them, at `limit` tokens."""
-
-    def __init__(self) -> None:
-        self.count = self.limit = 0
-
-    def __call__(self, count: int, limit: int) -> None:
-        """Take note of `count` more."""
-        self.count, self.limit = self.count + count, limit
-
-
-class Calls:
-    """The calls that threads are in. A context manager around each call.
-
-    closed: what to say to who comes too late. most: calls at a time, the others wait; None: any number.
-    """
-
-    def __init__(self, closed: str, most: int | None = None) -> None:
-        self.lock = threading.Condition()
-        self._message, self._most = closed, most
-        self._closed = False
-        self._inside = 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.lock.wait_for(lambda: self._closed or self._most is None or self._inside < self._most)
-            if self._closed:
-                raise InputError(self._message)
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self._inside -= 1
-            self.lock.notify_all()
-
-    def close(self) -> bool:
-        """Let nobody in any more and wait until all are out; return whether this call did it."""
-        with self.lock:
-            first, self._closed = not self._closed, True
-            self.lock.notify_all()  # who waits for a turn goes away
-            self.lock.wait_for(lambda: self._inside == 0)
-        return first
 
 
 def _example(text: Text) -> Example:

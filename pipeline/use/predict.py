@@ -16,7 +16,8 @@ from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
 from smelt.runtime.class_predictions import Prediction, predictions
-from smelt.use.loaded import CLASSIFIES, Cuts, generation_of
+from smelt.use.calls import Cuts
+from smelt.use.loaded import CLASSIFIES, generation_of
 
 # Texts that are run before their answers are shown: what comes early need not wait for all.
 _AT_ONCE = 1024

@@ -15,8 +15,9 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.train.data import collate, encode_split
 from smelt.compress.train.objective import label_objective
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))

@@ -13,9 +13,10 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.core.data import Columns, Example, read_split
+from smelt.core.data import Columns, Example
 from smelt.core.errors import InputError
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
+from smelt.core.rows.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import class_logits

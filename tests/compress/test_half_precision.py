@@ -21,7 +21,8 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
+from smelt.core.rows.examples import read_split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.models.checkpoint import load_model, save_model

@@ -15,8 +15,9 @@ from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share.layers import Share, ShareSettings
-from smelt.core.data import Columns, Split, read_split
+from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.predict import sentence_vectors

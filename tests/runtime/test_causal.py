@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.core.store.store import Store
 from smelt.core.windows import Windows
 from smelt.execute.scoring import Scorer

@@ -264,7 +264,8 @@ def _bits(count: int, seed: int) -> Any:
 
 def _run(word: str, settings: Any, source: Path, task: str, teacher: Any, out: Path) -> Path:
     """Run a stage as the pipeline does; return its folder."""
-    from smelt.core.data import Columns, Split, read_split
+    from smelt.core.data import Columns, Split
+    from smelt.core.rows.examples import read_split
     from smelt.core.stage import Context
     from smelt.recipe.stage_table import load_stage
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from smelt.core.artifact import Format
 from smelt.core.data import SIMILARITY
@@ -11,7 +10,8 @@ from smelt.core.errors import nearest
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.plan.order.advice import lost_work, poor_order
-from smelt.plan.order.draft import Draft, finished, lossy, refused, scheme_of, unfit_options
+from smelt.plan.order.draft import Draft, finished, scheme_of
+from smelt.plan.order.targets import check_listed, check_target
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
@@ -19,17 +19,6 @@ from smelt.recipe.problem import AGREEMENT
 from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
-from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
-from smelt.runtime.schemes.scheme import TARGETS
-
-_RUNTIMES = {
-    "ort-cpu": "ONNX Runtime",
-    "ort-cuda": "ONNX Runtime on CUDA",
-    "tensorrt": "TensorRT",
-    "openvino": "OpenVINO",
-    "ort-tensorrt": "TensorRT in ONNX Runtime",
-    "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
-}
 
 
 class Checker:
@@ -221,9 +210,9 @@ class Checker:
                 f" move it before '{quantized.name}', or give `from: {quantized.parent or ROOT}`.",
             )
         self._check_units(draft, above)
-        self._check_target(draft, parent, quantized)
+        check_target(draft, parent, quantized, self._begins_as, self.mistakes)
         if draft.entry.word == "onnx" and any(d.entry.word == "shortlist" for d in above):
-            self._check_listed(draft, quantized)
+            check_listed(draft, quantized, self.mistakes)
         self.warnings += poor_order(draft, above)
 
     def _check_units(self, draft: Draft, above: list[Draft]) -> None:
@@ -237,63 +226,6 @@ class Checker:
                     f"{draft.entry.word} cannot work after '{d.name}': {why}; move it before '{d.name}', or"
                     f" give `from: {d.parent or ROOT}`.",
                 )
-
-    def _check_target(self, draft: Draft, parent: Draft | None, quantized: Draft | None) -> None:
-        """TensorRT reads only graphs that were made for it, and not every target runs every scheme."""
-        target = draft.target
-        if draft.entry.word == "onnx" and target is not None and quantized:
-            runtime = _RUNTIMES.get(target, target)
-            codes = refused(quantized, target)
-            if codes:
-                fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
-                others = " or ".join(schemes_for(target))
-                ways = [f"target: {fit}"] if fit else []
-                ways += [f"quantize with {others}"] if others else []
-                self.mistakes.add(
-                    (*draft.entry.path, "target"),
-                    f"{runtime} cannot run the {codes} of '{quantized.name}'; give"
-                    f" {', or '.join([f'`from: {quantized.parent or ROOT}`', *ways])}.",
-                )
-            elif wanted := unfit_options(quantized, target):
-                self.mistakes.add(
-                    (*draft.entry.path, "target"),
-                    f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give `from:"
-                    f" {quantized.parent or ROOT}`.",
-                )
-            elif kept := None if "dtype" in draft.wrong else lossy(quantized, draft.settings):
-                self.mistakes.add(
-                    (*draft.entry.path, "dtype"),
-                    f"the scales of '{quantized.name}' would lose digits; give dtype: {kept}.",
-                )
-        made_for = parent.target if parent else None
-        if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
-            assert parent is not None
-            if self._begins_as == "onnx":
-                self.mistakes.add(
-                    draft.entry.path,
-                    f"tensorrt reads symmetric int8, and '{parent.name}' is for {made_for}; give"
-                    f" `{parent.entry.word}: {{scheme: {OBSERVING}, target: tensorrt}}`.",
-                )
-                return
-            self.mistakes.add(
-                draft.entry.path,
-                f"tensorrt reads graphs with target tensorrt, but '{parent.name}' has target {made_for};"
-                " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
-            )
-
-    def _check_listed(self, draft: Draft, quantized: Draft | None) -> None:
-        """A graph of the whole search takes only some rows of the output layer, which not all codes allow."""
-        settings: Any = quantized.settings if quantized else None
-        wanted: Any = draft.settings
-        if settings is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
-            return
-        scheme = SCHEMES.get(getattr(settings, "table_scheme", ""))
-        if quantized is not None and scheme is not None and settings.head and not scheme.by_word:
-            self.mistakes.add(
-                draft.entry.path,
-                f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"
-                f" '{quantized.name}' `vocabulary: {DEFAULT}`, or this step `loop: false`.",
-            )
 
     def _above(self, draft: Draft) -> list[Draft]:
         """Return the steps above `draft`, the nearest first."""

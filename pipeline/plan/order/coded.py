@@ -104,6 +104,9 @@ def _made_by(quantize: Any) -> _Coded:
     says = getattr(quantize, "schemes", None)
     used = says() if says is not None else ()
     mixed = getattr(quantize, "bits", None) is not None
+    alone = not (getattr(quantize, "embeddings", True) or getattr(quantize, "head", True))
+    if alone and not mixed:  # nothing has the vocabulary's scheme
+        used = used[:1]
     layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
     unsplit = ""
     if getattr(quantize, "granularity", None) == "row":
@@ -169,5 +172,6 @@ def _behind(settings: Any, before: _Coded) -> _Coded:
         return replace(before, unsplit=unsplit, pairs=True)
     if codes is not None and codes.split and before.layers in SCHEMES and not before.unsplit:
         halves = SCHEMES[before.layers].halves
-        return replace(before, layers=halves, split=True) if halves else before
+        used = tuple(halves if name == before.layers else name for name in before.used)
+        return replace(before, layers=halves, used=used, split=True) if halves else before
     return before

@@ -10,8 +10,9 @@ import torch
 from smelt.compress.calibration.gradients import squared_gradients
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.train.objective import label_objective
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import RunError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 

@@ -14,7 +14,8 @@ from smelt.compress.calibration.kept import fingerprint_of, kept_statistics
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.core.store.shelf import Shelf
 from smelt.core.store.store import Store
 from smelt.runtime.models.checkpoint import load_model

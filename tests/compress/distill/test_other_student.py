@@ -13,8 +13,9 @@ import smelt
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings, StudentSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.models.checkpoint import load_model
 

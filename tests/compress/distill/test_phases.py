@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 
 SHORT = {"max_steps": 20, "batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0}
 

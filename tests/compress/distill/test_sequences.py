@@ -11,7 +11,8 @@ from smelt.compress.distill import sequences
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.sequences import nearest_to, shares, taught_rows
 from smelt.compress.distill.settings import DistillSettings, SequenceSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.predict import generate_candidates

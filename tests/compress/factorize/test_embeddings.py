@@ -113,7 +113,8 @@ def _counted_by_hand(model, space):
     """How often each token is read, or written, in the texts that every_family takes."""
     import tiny
 
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
     from smelt.runtime.models.checkpoint import load_tokenizer
 
     file = tiny.pairs(space / "again.jsonl")

@@ -14,8 +14,9 @@ from smelt.compress.calibration.rows import calibration_rows, outputs
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.checkpoint import load_model
 

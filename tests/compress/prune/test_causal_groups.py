@@ -8,8 +8,9 @@ import torch
 from smelt.compress.prune.groups import columns_of, find_groups
 from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))

@@ -102,7 +102,7 @@ def test_quantizing_twice_or_nothing_is_refused(marian, tmp_path):
 
 
 def test_codes_that_take_what_the_weights_took_are_told(marian, tmp_path):
-    """Of 5 float32 weights, 20 bytes, kmeans4 makes 128 / 2 of codes, 16 of values and 2 of a scale."""
+    """Of 5 float32 weights, 20 bytes, kmeans4 makes 128 of codes, 16 of values and 2 of a scale."""
     told = {}
     for scheme in ("int8-dynamic", "kmeans4"):
         skip = [] if scheme == "int8-dynamic" else ["*q_proj", "*k_proj", "*v_proj", "*out_proj", "*fc2"]

@@ -1,6 +1,7 @@
 """The stage with 3 bits, 2 bits and three values: bytes on disk, and what the vocabulary becomes."""
 
 import harness
+import images
 import pytest
 import tiny
 
@@ -50,3 +51,12 @@ def test_embeddings_and_head_take_four_bits_under_fewer_unless_the_recipe_names_
         assert scheme_of(model.model.shared) == vocabulary
         assert model.lm_head.matrix is model.model.shared.matrix
         assert scheme_of(model.model.encoder.layers[0].fc1) == scheme
+
+
+@pytest.mark.parametrize(("head", "kind"), [(True, "int4"), (False, None)])
+def test_the_last_layer_of_a_classifier_of_images_is_its_head(tmp_path, head, kind):
+    source = images.model(tmp_path / "model")
+    settings = QuantizeSettings(scheme="int3", group_size=32, head=head)
+    harness.run(Quantize(), settings, source, tmp_path / "out", images.TASK)
+    model, _ = load_model(tmp_path / "out")
+    assert (scheme_of(model.classifier) if isinstance(model.classifier, QuantizedLinear) else None) == kind

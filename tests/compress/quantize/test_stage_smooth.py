@@ -9,8 +9,9 @@ from what_follows import saved_is_the_same
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable, settle
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Split, read_split
+from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import needs_of
 from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model, save_model

@@ -20,7 +20,8 @@ from smelt.compress.quantize.through_codes import (
     settle,
 )
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
+from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.quantized import QuantizedEmbedding, scheme_of
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 

@@ -10,7 +10,8 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.shortlist.stage import ShortlistSettings, ShortlistStage, coverage, learned
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import needs_of
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings

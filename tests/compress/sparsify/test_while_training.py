@@ -15,8 +15,9 @@ from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.sparsify.while_training import Gradual, Masked
 from smelt.compress.train.settings import SparsitySettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.structure import read_edits
 

@@ -21,8 +21,9 @@ from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.train.lora import Adapters, targets_of
 from smelt.compress.train.settings import LoraSettings
 from smelt.core import packages
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.models.checkpoint import count_parameters, load_model
 from smelt.runtime.models.structure import apply_edits, read_edits

@@ -21,8 +21,9 @@ from smelt.compress.train.objective import label_objective
 from smelt.compress.train.run import train
 from smelt.compress.train.state import pick_precision
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError, RunError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]

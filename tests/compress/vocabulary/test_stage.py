@@ -23,8 +23,9 @@ from smelt.compress.vocabulary.counting import token_rows
 from smelt.compress.vocabulary.kept import read_kept
 from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.compress.vocabulary.stage import Vocabulary
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.families.registry import FAMILIES
 from smelt.runtime.generate.shortlist import read_shortlist
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer

@@ -6,9 +6,10 @@ import images
 import numpy as np
 import pytest
 
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows import images as module
+from smelt.core.rows.examples import read_split
 from smelt.core.rows.images import image_bytes
 from smelt.core.shares import divide
 

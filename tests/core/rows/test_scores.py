@@ -2,8 +2,9 @@
 
 import pytest
 
-from smelt.core.data import SIMILARITY, Columns, Example, Split, read_split, texts_read
+from smelt.core.data import SIMILARITY, Columns, Example, Split, texts_read
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.core.rows.scores import read_score, require_alike
 
 

@@ -10,7 +10,8 @@ import tiny
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
+from smelt.core.rows.examples import read_split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight

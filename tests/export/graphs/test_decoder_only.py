@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.export.graphs.causal_attention import unfused
 from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.narrow import narrow

@@ -10,8 +10,9 @@ import tiny
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import ParityError
+from smelt.core.rows.examples import read_split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight

@@ -15,8 +15,9 @@ import mutations
 import onnx
 import pytest
 
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import ParityError
+from smelt.core.rows.examples import read_split
 from smelt.export.graph_files import read_graph
 from smelt.export.parity.check import check_graphs
 from smelt.export.stage.settings import OnnxSettings

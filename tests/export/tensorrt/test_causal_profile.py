@@ -6,7 +6,8 @@ import causal
 import harness
 import pytest
 
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.export.tensorrt.preflight import check_profile
 from smelt.export.tensorrt.profile import Range, causal_ranges, shapes_of
 from smelt.export.tensorrt.ranges import longest_output, profile_ranges

@@ -238,7 +238,8 @@ def test_hub_ids_fail_in_seconds_when_there_is_no_network(tmp_path: Path, monkey
     from huggingface_hub import constants
 
     from smelt.core import hub
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
     from smelt.look.model import look
     from smelt.look.model_folder import fetch_model
 

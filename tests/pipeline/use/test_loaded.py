@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import tiny
 
 import smelt
-from smelt.use.loaded import Calls, Cuts, generation_of
+from smelt.use.loaded import generation_of
 
 LONG = " ".join(tiny.SENTENCES * 6)
 
@@ -146,48 +145,6 @@ def test_only_a_setting_that_is_unknown_is_told_the_known_ones():
     )
 
 
-def test_closing_waits_for_the_calls_that_are_on_their_way():
-    calls, inside, out, closed = Calls("closed"), threading.Event(), threading.Event(), []
-
-    def work():
-        with calls:
-            inside.set()
-            out.wait(5)
-            closed.append("worked")
-
-    def close():
-        closed.append(calls.close())
-
-    worker, closer = threading.Thread(target=work), threading.Thread(target=close)
-    worker.start()
-    inside.wait(5)
-    closer.start()
-    closer.join(0.2)
-    assert closer.is_alive()
-    with pytest.raises(smelt.InputError, match="closed"), calls:
-        pass
-    out.set()
-    worker.join(5)
-    closer.join(5)
-    assert closed == ["worked", True]
-    assert calls.close() is False
-
-
-def test_a_runtime_for_one_thread_at_a_time_is_used_by_one_at_a_time():
-    calls, inside, seen = Calls("closed", most=1), [], []
-
-    def work(number):
-        with calls:
-            inside.append(number)
-            time.sleep(0.002)
-            seen.append(len(inside))
-            inside.remove(number)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(30)))
-    assert seen == [1] * 30
-
-
 @pytest.mark.parametrize("step", ["model", "onnx"])
 def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(step, monkeypatch):
     together = threading.Barrier(3)
@@ -199,34 +156,6 @@ def test_calls_of_torch_and_onnx_runtime_are_in_at_the_same_time(step, monkeypat
     monkeypatch.setattr("smelt.runtime.predict.generate_texts", meet)
     with smelt.load(exported.artifact("translator", step)) as model, ThreadPoolExecutor(3) as pool:
         assert list(pool.map(model.generate, [["a"], ["b"], ["c"]])) == [["a"], ["b"], ["c"]]
-
-
-def test_who_waits_for_a_turn_is_told_that_the_model_was_closed():
-    calls, inside, out = Calls("closed", most=1), threading.Event(), threading.Event()
-
-    def work():
-        with calls:
-            inside.set()
-            out.wait(20)
-
-    def late():
-        with calls:
-            pass
-
-    with ThreadPoolExecutor(3) as pool:
-        pool.submit(work)
-        inside.wait(5)
-        waiting = pool.submit(late)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.1)
-        closing = pool.submit(calls.close)
-        try:
-            with pytest.raises(smelt.InputError, match="closed"):
-                waiting.result(5)  # at once: the first call has not ended
-            assert not closing.done()
-        finally:
-            out.set()
-        assert closing.result(5) is True
 
 
 def test_only_an_engine_takes_one_call_at_a_time(tmp_path, monkeypatch):
@@ -299,13 +228,6 @@ def test_texts_that_are_too_long_are_counted_and_told(kind, limit):
 def test_one_text_of_one_is_told_in_the_singular():
     assert str(smelt.TruncationWarning(1, 1, 8)).startswith("1 of 1 text was longer")
     assert str(smelt.TruncationWarning(1, 5, 8)).startswith("1 of 5 texts was longer")
-
-
-def test_cuts_add_up():
-    cuts = Cuts()
-    cuts(2, 64)
-    cuts(1, 64)
-    assert (cuts.count, cuts.limit) == (3, 64)
 
 
 @pytest.mark.parametrize("size", [0, -3, True, 2.0, "8", None])

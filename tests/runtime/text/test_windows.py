@@ -5,8 +5,9 @@ import gzip
 import causal
 import pytest
 
-from smelt.core.data import Columns, Split, read_split
+from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.core.windows import Windows
 from smelt.runtime.text.windows import cut_windows, joined, window_length
 

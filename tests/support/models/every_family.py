@@ -20,7 +20,8 @@ import seq2seq
 import tiny
 from once import made_once
 
-from smelt.core.data import Columns, Task, read_split
+from smelt.core.data import Columns, Task
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import Context
 from smelt.families.registry import FAMILIES
 

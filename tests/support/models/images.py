@@ -101,6 +101,7 @@ def archive(path: Path, count: int = 8) -> Path:
 
 def split(path: Path) -> Any:
     """Return the rows that `path` holds."""
-    from smelt.core.data import Columns, read_split
+    from smelt.core.data import Columns
+    from smelt.core.rows.examples import read_split
 
     return read_split(str(path), TASK, Columns(), path.parent)

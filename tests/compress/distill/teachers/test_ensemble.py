@@ -13,9 +13,10 @@ from transformers import BertConfig
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.teachers.ensemble import averaged, joined, united
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError
 from smelt.core.labels import MULTI, SINGLE
+from smelt.core.rows.examples import read_split
 
 T = 2.0
 SHORT = {"batch_size": 5, "learning_rate": 3e-3, "precision": "fp32", "dropout": 0.0, "evals": 1}

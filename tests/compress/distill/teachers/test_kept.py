@@ -19,8 +19,9 @@ from smelt.compress.distill.teachers import kept, load, said
 from smelt.compress.distill.teachers.said import fingerprint_of
 from smelt.compress.train.data import collate, encode_split
 from smelt.compress.train.terms import total_of
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import RunError
+from smelt.core.rows.examples import read_split
 from smelt.core.store.shelf import Shelf
 from smelt.core.store.store import Store
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer

@@ -12,8 +12,9 @@ from smelt.compress.prune.learned.masks import LearnedMasks
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.train.settings import MasksSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned.masks import LearnedMasks
 from smelt.compress.train.settings import MasksSettings, check_training, left_by_training
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.edits.skip import skip

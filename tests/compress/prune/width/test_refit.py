@@ -13,7 +13,8 @@ from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.prune.compensate import DAMP
 from smelt.compress.prune.width.refit import fit_norm, refit_reader, refit_readers
 from smelt.compress.share.layers import Share, ShareSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.narrow import narrow, width_of

@@ -21,7 +21,8 @@ from smelt.compress.quantize.methods.gptq import gptq_codes
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import needs_of
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.schemes.registry import defaults, find

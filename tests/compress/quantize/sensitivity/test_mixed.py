@@ -17,8 +17,9 @@ from smelt.compress.quantize.sensitivity import mixed
 from smelt.compress.quantize.sensitivity.widths import units_of
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.core.stage import needs_of
 from smelt.runtime.layers.quantized import is_quantized
 from smelt.runtime.models.checkpoint import load_model, save_model

@@ -17,9 +17,10 @@ from smelt.compress.quantize.through_codes import latents_of, load_trainable, sa
 from smelt.compress.quantize.training.kept import read_latents, write_latents
 from smelt.compress.train.run import train
 from smelt.core.artifact import LATENTS, Artifact, Manifest
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
+from smelt.core.rows.examples import read_split
 from smelt.runtime.models.checkpoint import load_model
 
 TASK = "text-classification"

@@ -19,7 +19,8 @@ from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.train.keeper import Keeper
 from smelt.compress.train.stored import resume
 from smelt.compress.train.stored.resume import NOTE
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.core.store.unfinished import Unfinished
 
 STEPS = 8

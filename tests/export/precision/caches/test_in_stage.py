@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
 from smelt.core.errors import ParityError, RunError
+from smelt.core.rows.examples import read_split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.precision.caches import in_stage
 from smelt.export.stage.settings import OnnxSettings

@@ -9,8 +9,9 @@ import torch
 from onnx import numpy_helper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from smelt.core.data import Columns, Example, Split, read_split
+from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError, RunError
+from smelt.core.rows.examples import read_split
 from smelt.core.windows import Windows
 from smelt.export.precision.caches import ranges
 from smelt.export.precision.caches.ranges import calibration_rows, calibration_split, scales_of

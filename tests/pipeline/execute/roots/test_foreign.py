@@ -6,7 +6,8 @@ from typing import Any
 import foreign_graphs as graphs
 import pytest
 
-from smelt.core.data import Columns, read_split
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
 from smelt.core.store.store import Store
 from smelt.execute.roots import foreign
 from smelt.execute.steps import Workshop

@@ -66,6 +66,12 @@ def test_scales_that_cannot_be_learned_are_said_before_work(folder):
     assert "stages[2].finetune: codes: scales: lsq learns the scales of codes, and bnb-nf4 has none" in told
     # of a binary model those of the embeddings
     harness.smelt("plan", recipe(folder, "quantize: {scheme: binary}", learned, model="float"), code=0)
+    alone = "embeddings: false, head: false"
+    binary = recipe(folder, f"quantize: {{scheme: binary, {alone}}}", learned, model="float")
+    assert "and binary has none" in harness.smelt("plan", binary, code=2).stderr
+    ternary, split = f"quantize: {{scheme: ternary, {alone}}}", "finetune: {codes: {split: true}}"
+    halves = recipe(folder, ternary, split, f"{learned}\n    name: again", model="float")
+    assert "and binary has none" in harness.smelt("plan", halves, code=2).stderr
 
 
 def test_only_ternary_layers_are_split_and_only_once(folder):

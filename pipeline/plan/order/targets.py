@@ -1,0 +1,91 @@
+"""Does the runtime of a step run what the steps above it left?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.core.artifact import Format
+from smelt.plan.order.draft import Draft, lossy, refused, unfit_options
+from smelt.recipe.errors import Mistakes
+from smelt.recipe.stages import ROOT
+from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
+from smelt.runtime.schemes.scheme import TARGETS
+
+_RUNTIMES = {
+    "ort-cpu": "ONNX Runtime",
+    "ort-cuda": "ONNX Runtime on CUDA",
+    "tensorrt": "TensorRT",
+    "openvino": "OpenVINO",
+    "ort-tensorrt": "TensorRT in ONNX Runtime",
+    "ort-tensorrt-rtx": "TensorRT for RTX in ONNX Runtime",
+}
+
+
+def check_target(
+    draft: Draft, parent: Draft | None, quantized: Draft | None, begins_as: Format, mistakes: Mistakes
+) -> None:
+    """TensorRT reads only graphs that were made for it, and not every target runs every scheme.
+
+    Args:
+        draft: the step.
+        parent: what it goes on from; None for the untouched model.
+        quantized: the nearest step above it that left codes.
+        begins_as: the format of the untouched model.
+        mistakes: gets what is wrong.
+    """
+    if draft.entry.word == "onnx" and draft.target is not None and quantized:
+        _check_codes(draft, draft.target, quantized, mistakes)
+    made_for = parent.target if parent else None
+    if draft.entry.word == "tensorrt" and made_for not in (None, "tensorrt"):
+        assert parent is not None
+        if begins_as == "onnx":
+            mistakes.add(
+                draft.entry.path,
+                f"tensorrt reads symmetric int8, and '{parent.name}' is for {made_for}; give"
+                f" `{parent.entry.word}: {{scheme: {OBSERVING}, target: tensorrt}}`.",
+            )
+            return
+        mistakes.add(
+            draft.entry.path,
+            f"tensorrt reads graphs with target tensorrt, but '{parent.name}' has target {made_for};"
+            " add `- onnx: {target: tensorrt}` before it, or give `from:` such a step.",
+        )
+
+
+def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes) -> None:
+    """Say where a target does not run the codes of `quantized`, not with their options, or in no such file."""
+    runtime, back = _RUNTIMES.get(target, target), f"`from: {quantized.parent or ROOT}`"
+    if codes := refused(quantized, target):
+        fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
+        others = " or ".join(schemes_for(target))
+        ways = [f"target: {fit}"] if fit else []
+        ways += [f"quantize with {others}"] if others else []
+        mistakes.add(
+            (*draft.entry.path, "target"),
+            f"{runtime} cannot run the {codes} of '{quantized.name}'; give {', or '.join([back, *ways])}.",
+        )
+    elif wanted := unfit_options(quantized, target):
+        mistakes.add(
+            (*draft.entry.path, "target"),
+            f"{runtime} runs {wanted} alone; quantize so in '{quantized.name}', or give {back}.",
+        )
+    elif "dtype" not in draft.wrong and (kept := lossy(quantized, draft.settings)):
+        mistakes.add(
+            (*draft.entry.path, "dtype"),
+            f"the scales of '{quantized.name}' would lose digits; give dtype: {kept}.",
+        )
+
+
+def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> None:
+    """A graph of the whole search takes only some rows of the output layer, which not all codes allow."""
+    settings: Any = quantized.settings if quantized else None
+    wanted: Any = draft.settings
+    if settings is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
+        return
+    scheme = SCHEMES.get(getattr(settings, "table_scheme", ""))
+    if quantized is not None and scheme is not None and settings.head and not scheme.by_word:
+        mistakes.add(
+            draft.entry.path,
+            f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"
+            f" '{quantized.name}' `vocabulary: {DEFAULT}`, or this step `loop: false`.",
+        )

@@ -53,7 +53,7 @@ def check_target(
 
 
 def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes) -> None:
-    """Say where a target does not run the codes of `quantized`, not with their options, or in no such file."""
+    """Say where a target does not run the codes of `quantized`, their options, or such a file of them."""
     runtime, back = _RUNTIMES.get(target, target), f"`from: {quantized.parent or ROOT}`"
     if codes := refused(quantized, target):
         fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)

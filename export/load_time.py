@@ -48,8 +48,9 @@ def spell_out(model: Any) -> int:
     for node in graph.node:
         if node.domain != LOAD_TIME:
             nodes.append(node)
-            if node.op_type == "BitwiseOr" and node.input[0] in shapes:  # codes of which parts are apart
-                shapes[node.output[0]] = shapes[node.input[0]]
+            first = renamed.get(node.input[0], node.input[0]) if node.op_type == "BitwiseOr" else ""
+            if first in shapes:  # codes of which parts are apart
+                shapes[node.output[0]] = shapes[first]
             continue
         source, result = renamed.get(node.input[0], node.input[0]), node.output[0]
         first = made.setdefault((node.op_type, source, *node.input[1:]), result)

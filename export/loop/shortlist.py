@@ -57,7 +57,8 @@ def gather_words(b: Builder, folder: Path, vocabulary: int) -> Words:
     brought = b.cast(b.op("Gather", TABLE, "input_ids", axis=0), np.int64)  # [B, L, n]
     padded = b.op("Unsqueeze", b.op("Equal", "attention_mask", b.const(0)), b.const([2]))
     batch = b.rows("input_ids")
-    flat = b.op("Concat", batch, b.const([-1]), axis=0)
+    wide = b.op("Unsqueeze", b.op("Mul", b.size("input_ids", 1), b.size(TABLE, 1)), b.const([0]))
+    flat = b.op("Concat", batch, wide, axis=0)
     brought = b.op("Reshape", b.op("Where", padded, zero, brought), flat)  # [B, L * n]
     each = b.op("Expand", ALWAYS, b.op("Concat", batch, b.rows(ALWAYS), axis=0))
     own = b.op("Concat", brought, each, axis=1)

@@ -11,6 +11,7 @@ from smelt.export.parity.reference import Reference, deployed_again
 from smelt.export.tune.products import MARGIN, choose_forms
 from smelt.export.tune.settings import Tune
 from smelt.export.tune.threads import cores, measure_threads
+from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.schemes.registry import DEFAULT
 
 
@@ -35,6 +36,12 @@ def choose_operators(
             only some rows of a head with a shortlist, which MatMulNBits does not.
         ctx: of the stage; facts and warnings are added.
     """
+    if any(isinstance(module, BinaryInputs) for module in parent.backend.model.modules()):
+        ctx.warnings.append(
+            "tune: layers with one-bit inputs keep their operators: another one sums in another order, and an"
+            " input near its shift becomes the other value"
+        )
+        return reference
     size = use.batch_size
     length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
     steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text
@@ -44,22 +51,26 @@ def choose_operators(
     forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
         ctx.warnings.append("tune: no layer of this model can leave as more than one operator")
-    _compare(found["microseconds_in_all"], use, ctx)
+    _compare(found["microseconds_by_graph"], use, ctx)
     told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
     ctx.facts["tune"] = told | found
     return deployed_again(parent, reference)
 
 
-def _compare(in_all: Mapping[str, float], use: Tune, ctx: Context) -> None:
-    """Warn where the products together are slower than int8-dynamic's would be."""
-    chosen, as_int8 = in_all["chosen"], in_all[DEFAULT]
-    if chosen * (1 - MARGIN) > as_int8 > 0:
+def _compare(by_graph: Mapping[str, Mapping[str, float]], use: Tune, ctx: Context) -> None:
+    """Warn where the products of a graph are slower than int8-dynamic's would be."""
+    slower = [
+        f"{took['chosen'] / took[DEFAULT]:.2f} times in {graph} ({took['chosen']:.0f} against"
+        f" {took[DEFAULT]:.0f} µs)"
+        for graph, took in by_graph.items()
+        if took["chosen"] * (1 - MARGIN) > took[DEFAULT] > 0
+    ]
+    if slower:
         beams = f" and {use.beams} beams" if use.beams > 1 else ""
+        once = "; a call runs the step once for each token, the others once" if len(by_graph) > 1 else ""
         ctx.warnings.append(
-            f"tune: with batches of {use.batch_size}{beams} the products of these codes take"
-            f" {chosen / as_int8:.2f} times as long on this machine as in {DEFAULT} ({chosen:.0f} against"
-            f" {as_int8:.0f} µs, once through each graph); for such calls quantize: {{scheme: {DEFAULT}}} is"
-            " faster"
+            f"tune: with batches of {use.batch_size}{beams} the products of these codes take longer on this"
+            f" machine than those of {DEFAULT}: {', '.join(slower)}{once}"
         )
 
 

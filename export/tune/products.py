@@ -11,6 +11,7 @@ Shapes: K = inputs, N = outputs.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,7 +42,7 @@ class Product:
     """One matrix that is multiplied with, and what was measured.
 
     names: of its layers in the graphs. rows: of activations in each of its uses. us: microseconds of all uses
-    by form. as_int8: those of int8-dynamic.
+    by form. as_int8: those of int8-dynamic. by_graph: of the chosen form and of int8-dynamic, by graph.
     """
 
     matrix: Matrix
@@ -49,6 +50,7 @@ class Product:
     rows: list[int] = field(default_factory=list)
     us: dict[str, float] = field(default_factory=dict)
     as_int8: float = 0.0
+    by_graph: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -85,8 +87,9 @@ def choose_forms(
                 product.rows.append(rows[graph.name])
     for product in products.values():
         product.us = _measured(product, threads)
-        product.as_int8 = _as_int8(product, threads)
         product.matrix.choose_form(choice(product.us))
+        product.by_graph = _by_graph(product, threads)
+        product.as_int8 = sum(as_int8 for _, as_int8 in product.by_graph.values())
     for graph in graphs:
         for pack in graph.module.modules():
             if isinstance(pack, Pack) and isinstance(pack.packed, QuantizedLinear):
@@ -141,13 +144,18 @@ def _measured(product: Product, threads: int) -> dict[str, float]:
     return total
 
 
-def _as_int8(product: Product, threads: int) -> float:
-    """Return microseconds of all uses of a product of this shape in int8-dynamic, in its first form."""
+def _by_graph(product: Product, threads: int) -> dict[str, tuple[float, float]]:
+    """Return microseconds of the uses in each graph: in the chosen form, and in int8-dynamic's first one."""
     matrix, first = product.matrix, find(DEFAULT).forms({})[0]
-    if matrix.scheme.name == DEFAULT:
-        return product.us[first]
-    shape = matrix.width, len(matrix.codes)
-    return sum(measure(DEFAULT, (), *shape, rows, threads)[first] for rows in product.rows)
+    shape, options = (matrix.width, len(matrix.codes)), tuple(matrix.options.items())
+    found: dict[str, tuple[float, float]] = {}
+    for name, rows in zip(product.names, product.rows, strict=True):
+        graph = name.partition(": ")[0]
+        own = measure(matrix.scheme.name, options, *shape, rows, threads)
+        as_int8 = own if matrix.scheme.name == DEFAULT else measure(DEFAULT, (), *shape, rows, threads)
+        before = found.get(graph, (0.0, 0.0))
+        found[graph] = (before[0] + own[matrix.form], before[1] + as_int8[first])
+    return found
 
 
 @cache
@@ -210,17 +218,27 @@ def _session(scheme: str, options: tuple[Any, ...], width: int, outputs: int, fo
 
 
 def _facts(products: Iterable[Product]) -> dict[str, Any]:
-    """Return the layers by operator, microseconds by shape, and those of all products beside int8-dynamic."""
+    """Return the layers by operator, microseconds by shape, and those of each graph beside int8-dynamic.
+
+    A shape that several schemes have is told apart by their names.
+    """
+    products = list(products)
+    kinds = {(product.shape, product.matrix.scheme.name) for product in products}
+    shapes = Counter(shape for shape, _ in kinds)
     layers: dict[str, list[str]] = {}
     us: dict[str, dict[str, Any]] = {}
-    in_all = {"chosen": 0.0, DEFAULT: 0.0}
+    graphs: dict[str, dict[str, float]] = {}
     for product in products:
         layers.setdefault(product.matrix.form, []).extend(product.names)
         times = {form: round(took, 2) for form, took in product.us.items()}
-        us[product.shape] = times | {"chosen": product.matrix.form}
-        if product.matrix.scheme.name != DEFAULT:
-            us[product.shape][DEFAULT] = round(product.as_int8, 2)
-        in_all["chosen"] += product.us[product.matrix.form]
-        in_all[DEFAULT] += product.as_int8
-    whole = {name: round(took, 1) for name, took in in_all.items()}
-    return {"layers": layers, "microseconds": us, "microseconds_in_all": whole}
+        scheme = product.matrix.scheme.name
+        told = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
+        us[told] = times | {"chosen": product.matrix.form}
+        if scheme != DEFAULT:
+            us[told][DEFAULT] = round(product.as_int8, 2)
+        for graph, (own, as_int8) in product.by_graph.items():
+            whole = graphs.setdefault(graph, {"chosen": 0.0, DEFAULT: 0.0})
+            whole["chosen"] += own
+            whole[DEFAULT] += as_int8
+    by_graph = {graph: {n: round(t, 1) for n, t in whole.items()} for graph, whole in graphs.items()}
+    return {"layers": layers, "microseconds": us, "microseconds_by_graph": by_graph}

@@ -41,6 +41,12 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
                 f"{step.stage} works on floats, and the weights of the model are {coding.method} codes; start"
                 " from the model that these were made of.",
             )
+        elif zeros := next((n for n in ("masks", "sparsify") if getattr(step.settings, n, None)), None):
+            yield (
+                step.name,
+                f"{zeros} works on floats, and the weights of the model are {coding.method} codes; leave it"
+                " out, or start from the model that these were made of.",
+            )
         elif step.stage == "onnx" and target and str(target) not in fit:
             yield (
                 step.name,

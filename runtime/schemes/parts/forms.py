@@ -65,7 +65,8 @@ def node(matrix: Coded, own: int, x: str, y: str) -> tuple[Any, dict[str, Tensor
     size = group_size(options)
     count = group_count(matrix.width, size)
     numbers = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 256, (rows, count, size * bits // 8), generator=numbers).byte()
+    shape = (rows, count, size * bits // 8)
+    codes = torch.randint(0, 256, shape, generator=numbers, dtype=torch.uint8)
     tensors = {f"{y}.codes": codes, f"{y}.scales": torch.full((rows, count), 0.01)}
     if matrix.has("zeros"):
         tensors[f"{y}.zeros"] = torch.full((rows, -(-count * bits // 8)), 1, dtype=torch.uint8)

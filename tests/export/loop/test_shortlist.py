@@ -115,6 +115,15 @@ def test_a_row_says_the_same_in_every_batch():
                 assert generate_in_graph(runner, alone, decoding) == [text]
 
 
+@pytest.mark.parametrize("graph", ["generate", "generate_beams"])
+def test_of_a_batch_without_rows_nothing_is_made(graph):
+    folder, _ = exported("marian", "int4")
+    session = onnxruntime.InferenceSession(folder / f"{graph}.onnx", session_options(1))
+    none = np.zeros((0, 5), np.int64)
+    (found,) = session.run(["sequences"], {"input_ids": none, "attention_mask": none})
+    assert found.shape == (0, 1)
+
+
 def test_the_table_lies_once_on_the_disk(tmp_path):
     graphs, _ = exported("marian", None)
     for name in ("generate", "generate_beams"):

@@ -247,14 +247,29 @@ def test_codes_that_are_slower_than_int8_for_the_use_are_told(tmp_path, monkeypa
             ),
         )
         ctx = export(tmp_path / "codes", tmp_path / f"out-{said}", tune={"batch_size": 8, "beams": 2})
-        told = [w for w in ctx.warnings if "times as long on this machine as in int8-dynamic" in w]
+        told = [w for w in ctx.warnings if "take longer on this machine than those of int8-dynamic" in w]
         assert bool(told) is said
         if said:
             assert "with batches of 8 and 2 beams" in told[0]
-            assert "take 2.00 times as long" in told[0]
+            assert "2.00 times in encoder_model (" in told[0]
+            assert "2.00 times in decoder_with_past_model (" in told[0]
         shape = next(iter(ctx.facts["tune"]["microseconds"].values()))
         assert shape.keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
         assert shape["chosen"] == NBITS[4]
+
+
+def test_a_shape_of_two_schemes_is_told_twice(tmp_path, monkeypatch):
+    source = tiny.marian(tmp_path / "model")
+    settings = QuantizeSettings(scheme="int4", group_size=32, vocabulary="int8-groupwise")
+    harness.run(Quantize(), settings, source, tmp_path / "codes")
+    model, _ = load_model(tmp_path / "codes")
+    monkeypatch.setattr(products, "measure", as_fast_as(8))
+    rows = {"encoder_model": 1, "decoder_with_past_model": 1}
+    graphs = graphs_of(model)
+    monkeypatch.setattr(products.Product, "shape", "the same")
+    told = choose_forms(graphs, rows, threads=1)["microseconds"]
+    assert told.keys() == {"the same, int4", "the same, int8-groupwise"}
+    assert told["the same, int4"].keys() == {NBITS[4], NBITS[8], "chosen", "int8-dynamic"}
 
 
 def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
@@ -262,5 +277,6 @@ def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
     harness.run(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "codes")
     ctx = export(tmp_path / "codes", tmp_path / "out", tune=True)
     assert "tune: no layer of this model can leave as more than one operator" in ctx.warnings
-    in_all = ctx.facts["tune"]["microseconds_in_all"]
-    assert in_all["chosen"] > 0 < in_all["int8-dynamic"]
+    by_graph = ctx.facts["tune"]["microseconds_by_graph"]
+    assert by_graph.keys() == ctx.facts["graphs"].keys()
+    assert all(took["chosen"] > 0 < took["int8-dynamic"] for took in by_graph.values())

@@ -126,6 +126,13 @@ def test_a_graph_gives_the_numbers_that_torch_gives(tmp_path):
     left = every_family.run(Onnx(), OnnxSettings(loop=False), made.out, "marian", tmp_path / "onnx")
     for graph in left.facts["parity"].values():
         assert graph["mean"] < 1e-4
+    tuned = every_family.run(
+        Onnx(), OnnxSettings(loop=False, tune=True), made.out, "marian", tmp_path / "tuned"
+    )
+    assert any("one-bit inputs keep their operators" in warning for warning in tuned.warnings)
+    assert "tune" not in tuned.facts
+    for name, graph in left.facts["graphs"].items():
+        assert tuned.facts["graphs"][name]["operators"] == graph["operators"]
 
 
 def test_a_layer_begins_from_what_binary_layers_feed_it(tmp_path):

@@ -166,3 +166,10 @@ def test_a_run_starts_from_codes_and_says_so(folder):
     steps = {step["name"]: step for step in result.report["steps"]}
     assert "gptq codes are taken as they are: 14 layers" in " ".join(steps["model"]["warnings"])
     assert steps["onnx"]["status"] == "done"
+
+
+@pytest.mark.parametrize("setting", ["masks: {keep: 0.5}", "sparsify: {sparsity: 0.5}"])
+def test_zeros_of_a_training_are_of_floats(folder, setting):
+    told = harness.smelt("plan", recipe(folder, f"finetune: {{{setting}}}"), code=2).stderr
+    word = setting.split(":")[0]
+    assert f"{word} works on floats, and the weights of the model are gptq codes" in " ".join(told.split())

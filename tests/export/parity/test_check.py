@@ -142,8 +142,8 @@ def test_a_parent_that_preparing_has_changed_is_found(family, scheme, tmp_path, 
 
     real = onnx_graphs._prepare
 
-    def prepare(graph):
-        real(graph)
+    def prepare(graph, target):
+        real(graph, target)
         norm = next(p for name, p in graph.module.named_parameters() if p.dim() == 1 and "weight" in name)
         norm.data.mul_(1.02)
 

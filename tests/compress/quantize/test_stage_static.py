@@ -163,5 +163,7 @@ def test_half_precision_around_codes_is_refused(marian, tmp_path):
 
     made = run(marian, tmp_path / "codes", damage_rows=0)
     settings = OnnxSettings(target="tensorrt", dtype="fp16")
-    with pytest.raises(InputError, match=r"^onnx: dtype fp16 of a model .* int8-static is not there.*dtype: fp32"):
+    with pytest.raises(
+        InputError, match=r"^onnx: dtype fp16 of a model .* int8-static is not there.*dtype: fp32"
+    ):
         harness.run(Onnx(), settings, made.out, tmp_path / "graphs", data=ROWS)

@@ -112,10 +112,12 @@ def test_layers_of_one_input_are_joined():
 
 
 def test_the_table_spreads_a_byte_into_eight_codes():
-    (table,) = Binary().load_tables().values()
+    two, four = Binary().load_tables().values()
     for byte in (0, 1, 0b10010110, 255):
-        codes = [int(table[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
+        codes = [int(two[byte, i // 4]) >> (2 * (i % 4)) & 3 for i in range(8)]
         assert codes == [3 if byte >> i & 1 else 1 for i in range(8)]
+        codes = [int(four[byte, i // 2]) >> (4 * (i % 2)) & 15 for i in range(8)]
+        assert codes == [9 if byte >> i & 1 else 7 for i in range(8)]
 
 
 def test_signs_and_scales_are_those_of_binary_weight_networks():

@@ -88,7 +88,7 @@ def run_form(matrix, x):
     from onnx import numpy_helper
 
     node, tensors = matrix.scheme.form_node(matrix, "x", "y")
-    assert node.op_type == matrix.form or (not matrix.form and node.op_type == matrix.scheme.forms[0])
+    assert node.op_type == matrix.form or (not matrix.form and node.op_type == matrix.scheme.forms({})[0])
     constants = [numpy_helper.from_array(t.detach().numpy(), name) for name, t in tensors.items()]
     session = ort_session([node], [("x", TensorProto.FLOAT)], [("y", TensorProto.FLOAT)], constants)
     return session.run(None, {"x": x.numpy()})[0]
@@ -100,7 +100,7 @@ def test_blocks_do_not_depend_on_the_other_rows_and_one_range_does():
     x = torch.randn(4, 256)
     x[3] *= 1000
     moved = {}
-    for form in layer.matrix.scheme.forms:
+    for form in layer.matrix.scheme.forms({}):
         layer.matrix.choose_form(form)
         with torch.inference_mode():
             moved[form] = float((layer(x)[:3] - layer(x[:3])).abs().max())

@@ -81,6 +81,9 @@ def test_exported_graph_computes_what_torch_computes(tmp_path):
 
 def test_targets_without_matmul_nbits_are_refused(marian, tmp_path):
     quantized(marian, tmp_path / "out")
-    message = r"target tensorrt cannot run .* scheme int4: .*MatMulNBits.*`from: NAME`"
-    with pytest.raises(InputError, match=message):
-        Onnx()(tiny.artifact(tmp_path / "out"), OnnxSettings(target="tensorrt"), context(tmp_path / "onnx"))
+    for target, message in (
+        ("ort-cuda", r"target ort-cuda cannot run .* scheme int4: .*MatMulNBits.*`from: NAME`"),
+        ("tensorrt", r"target tensorrt runs scheme int4 with `symmetric: positive` and `accuracy_level: 0`"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Onnx()(tiny.artifact(tmp_path / "out"), OnnxSettings(target=target), context(tmp_path / "onnx"))

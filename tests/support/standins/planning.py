@@ -35,11 +35,15 @@ class _DistillSettings(_TrainSettings):
 
 class _OnnxSettings(Settings):
     target: Literal["ort-cpu", "tensorrt", "openvino"] = "ort-cpu"
+    dtype: str = "fp32"
 
 
 class _QuantizeSettings(_TrainSettings):
     def schemes(self) -> tuple[str, ...]:
         return ("int8-dynamic",)
+
+    def options(self, scheme: str) -> dict[str, Any]:
+        return {}
 
 
 def _stand_in(word: str) -> Any:

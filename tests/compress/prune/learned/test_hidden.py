@@ -25,8 +25,9 @@ from smelt.compress.prune.learned.masks import LearnedMasks
 from smelt.compress.prune.width.scores import hidden_norms
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.train.settings import MasksSettings, left_by_training
-from smelt.core.data import SIMILARITY, Columns, read_split
+from smelt.core.data import SIMILARITY, Columns
 from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
 from smelt.families.registry import FAMILIES
 from smelt.families.walk import blocks_of, states_of
 from smelt.runtime.models.checkpoint import load_model, save_model

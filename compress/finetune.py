@@ -33,7 +33,8 @@ class Finetune:
 
         - finetune: {epochs: 3, learning_rate: 5e-5, batch_size: 32}
         - finetune: {codes: {scales: lsq}}
-        - finetune: {codes: {activations: one-bit}}   # behind scheme binary; no runtime gains speed by it
+        # binary inputs behind scheme binary, as BiT; no runtime here gains speed
+        - finetune: {codes: {activations: one-bit}}
     """
 
     name: ClassVar[str] = "finetune"

@@ -43,13 +43,21 @@ class Distill:
     states, embeddings, attention scores, relations; `layer_map` says of which layers, `phases` in which
     order. After `quantize` the student trains through its codes, which are decided again at the end.
 
-        - distill: {student: {decoder_layers: 1}, losses: {logits: 1.0, labels: 0.5}, epochs: 2}
-        - distill: {sequences: {beams: 5}, losses: {logits: 0, labels: 1}, select: bleu}    # Kim & Rush
-        - distill: {student: {config: small.json}, losses: {logits: 1.0, hidden: 1.0}, epochs: 20}
-        - distill: {phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]}  # TinyBERT
-        - distill: {teacher: [large, {model: other-classifier}], student: {layers: 3}}    # several teachers
-        - distill: {student: {layers: 3}, losses: {embedding: 1.0, similarity: 1.0}}    # sentence-similarity
-        - distill: {codes: {activations: one-bit}}    # BiT, behind scheme binary; no runtime here gains speed
+        - distill: {student: {decoder_layers: 1}, epochs: 2}
+        - distill: {student: {layers: 3}, losses: {logits: 1.0, labels: 0.5}}
+        # a student of another config, which is drawn
+        - distill: {student: {config: small.json}, epochs: 20}
+        # on the texts that the teacher's beams write, as Kim & Rush
+        - distill: {sequences: {beams: 5}, losses: {logits: 0, labels: 1}}
+        # inner losses first, as TinyBERT
+        - distill:
+            phases: [{losses: {hidden: 1, attention: 1}}, {losses: {logits: 1}}]
+        # several teachers
+        - distill: {teacher: [large, {model: other}], student: {layers: 3}}
+        # sentence-similarity
+        - distill: {losses: {embedding: 1.0, similarity: 1.0}}
+        # binary inputs behind scheme binary, as BiT; no runtime here gains speed
+        - distill: {codes: {activations: one-bit}}
     """
 
     name: ClassVar[str] = "distill"

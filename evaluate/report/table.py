@@ -12,6 +12,8 @@ from smelt.evaluate.report.schema import Report, Step, validate_report
 
 _ASCII = str.maketrans("├└│─–−…×·", "|`|---~x,")
 _NARROWEST_NAME = 10
+# warnings about steps that a terminal shows; the report has all
+_MOST_WARNINGS = 3
 
 
 def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
@@ -83,6 +85,20 @@ def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else text[: room - 1] + "…"
 
 
+def _warned(report: Report) -> list[str]:
+    """Return the first warnings about steps, each once, and whom the others are about."""
+    about: dict[str, list[str]] = {}
+    for step in report.steps:
+        for text in step.warnings:
+            about.setdefault(text, []).append(f"'{step.name}'")
+    said = [f"warning: {', '.join(names)}: {text}" for text, names in about.items()]
+    left = dict.fromkeys(name for names in [*about.values()][_MOST_WARNINGS:] for name in names)
+    more = len(said) - _MOST_WARNINGS
+    return said[:_MOST_WARNINGS] + (
+        [f"the report has {more} more warning{'s' * (more > 1)}, about {', '.join(left)}"] if left else []
+    )
+
+
 def _legend(report: Report, metric: str | None, sizes: list[int], width: int) -> list[str]:
     parts = []
     if report.baseline:
@@ -112,8 +128,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
     if earlier := [step.name for step in report.steps if step.earlier]:
         failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
     failed += [f"warning: {text}" for text in report.warnings]
-    if warned := [step.name for step in report.steps if step.warnings]:
-        failed.append(f"the report has warnings about {', '.join(warned)}")
+    failed += _warned(report)
     for text in failed:
         lines += textwrap.wrap(text, width)
     return [*lines, f"status: {report.status}"]

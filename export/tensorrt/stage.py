@@ -37,7 +37,10 @@ class TensorrtStage:
     unless `hardware_compatibility` says otherwise; beside each engine, `NAME.plan.json` says what built it.
 
         - tensorrt: {optimization_level: 4, max_batch_size: 16}
-        - tensorrt: {profiles: [{max_batch_size: 1, length_percentile: 50}, {max_batch_size: 16}]}
+        - tensorrt:
+            profiles:
+              - {max_batch_size: 1, length_percentile: 50}
+              - {max_batch_size: 16}
           optional: true      # without TensorRT: skipped, and the report says so
     """
 

@@ -37,7 +37,8 @@ def two_bit_group_size(scheme: str) -> Option:
     return replace(
         GROUP_SIZE,
         allowed=(32, 64, 128),
-        others=f"{scheme} groups hold 32, 64 or 128 weights: ONNX Runtime has no fast 2-bit product of 16",
+        others=f"group_size 16: {scheme} groups hold 32, 64 or 128 weights; ONNX Runtime has no fast 2-bit"
+        " product of 16",
     )
 
 

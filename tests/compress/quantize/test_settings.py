@@ -48,7 +48,7 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
         ({"scheme": "binary", "symmetric": False}, "symmetric means nothing to scheme binary; remove it"),
         (
             {"scheme": "binary", "group_size": 16},
-            "binary groups hold 32, 64 or 128 weights: ONNX Runtime has no fast 2-bit product of 16",
+            "group_size 16: binary groups hold 32, 64 or 128 weights; ONNX Runtime has no fast 2-bit product",
         ),
         (
             {"scheme": "binary", "vocabulary": "binary"},

@@ -29,3 +29,21 @@ def test_table_fits_and_holds_the_numbers(report, width):
 
 def test_table_can_be_plain_ascii(report):
     assert table(report, ascii_only=True).isascii()
+
+
+def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(report):
+    for step in report["steps"]:
+        step["warnings"] = []
+    for step, texts in (
+        (1, ["slower in batches", "padded"]),
+        (2, ["slower in batches", "cut"]),
+        (3, ["odd"]),
+    ):
+        report["steps"][step]["warnings"] = texts
+    names = [step["name"] for step in report["steps"]]
+    text = " ".join(table(report).split())
+    assert f"warning: '{names[1]}', '{names[2]}': slower in batches warning: '{names[1]}': padded" in text
+    assert f"warning: '{names[2]}': cut the report has 1 more warning, about '{names[3]}'" in text
+    assert "odd" not in text
+    report["steps"][3]["warnings"] = []
+    assert "more warning" not in table(report)

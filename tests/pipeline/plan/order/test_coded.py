@@ -161,6 +161,14 @@ def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     assert "start from the float model and quantize: {scheme: int4}" in told
 
 
+def test_codes_that_do_not_fit_their_config_are_said_before_work(folder, tmp_path):
+    coded.gptq(folder / "float", tmp_path / "gptq", group=32, group_size=16)
+    (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
+    told = " ".join(harness.smelt("plan", recipe(tmp_path, "onnx: {}"), code=2).stderr.split())
+    assert "codes of a layer of 96 inputs" in told
+    assert "in groups of 16, have int32 [6, 8]" in told
+
+
 def test_a_run_starts_from_codes_and_says_so(folder):
     result = smelt.run(recipe(folder, "onnx: {loop: false}"), out=folder / "run")
     steps = {step["name"]: step for step in result.report["steps"]}

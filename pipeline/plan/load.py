@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smelt.look.foreign import is_onnx
+from smelt.look.model_folder import read_config
 from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
@@ -14,6 +15,7 @@ from smelt.plan.gates import baseline, cut, gates
 from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
+from smelt.plan.order.coded import codes_lost
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained
@@ -71,6 +73,7 @@ def make_plan(
     steps = tuple(step for step in every if step.name in kept)
     doubts = data_warnings(read, any(step.trains for step in steps), splits)
     doubts += decoding_warnings(read, folder) if folder else []
+    doubts += codes_lost(steps, read_config(folder)[0]) if folder and not from_graph else ()
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,

@@ -142,8 +142,8 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
     if bits is not None and not (isinstance(bits, int | float) and bits >= _FLOAT_BITS):
         kind = str(said.get("act_data_type", "int"))[:40]
         raise InputError(
-            f"{SAID}: {where}act_bits is {str(bits)[:20]}: activations ({kind}) are rounded too, for which the"
-            f" codes were made. Layers here round them in another way (int8 blocks), so it would be another"
+            f"{SAID}: {where}act_bits is {str(bits)[:20]}: activations ({kind}) are rounded too, for which"
+            " the codes were made. Layers here round them otherwise (int8 blocks), so it would be another"
             f" model. {_HERE}"
         )
     if rotated := next((word for word in _ROTATIONS if said.get(word)), None):
@@ -173,7 +173,7 @@ def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]
             for key, value, usual in (("bits", bits, BITS), ("group_size", own.get("group_size"), group)):
                 if value not in (None, usual):
                     raise InputError(
-                        f"{SAID}: {word}: '{name[:80]}' has {key} {str(value)[:20]}, and the other layers have"
+                        f"{SAID}: {word}: '{name[:80]}' has {key} {str(value)[:20]}, and the others have"
                         f" {usual}; smelt reads codes that are alike in all layers. {_HERE}"
                     )
             _require_plain(own, f"{word}: '{name[:80]}': ")

@@ -112,10 +112,10 @@ def test_layers_that_are_left_float_or_are_as_the_others(said):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"extra_config": {"lm_head": {"bits": 8}}}, "'lm_head' has bits 8, and the other layers have 4"),
+        ({"extra_config": {"lm_head": {"bits": 8}}}, "'lm_head' has bits 8, and the others have 4"),
         (
             {"extra_config": {"a": {"group_size": 128}}},
-            "'a' has group_size 128, and the other layers have 32",
+            "'a' has group_size 128, and the others have 32",
         ),
         ({"extra_config": {"a": {"data_type": "mx_fp"}}}, "extra_config: 'a': data_type is 'mx_fp'"),
         ({"extra_config": {"a": {"act_bits": 8}}}, "extra_config: 'a': act_bits is 8"),

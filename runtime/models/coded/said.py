@@ -21,7 +21,7 @@ _METHODS = ("gptq", "awq")
 # AutoRound's own format, and the one of its packings that is read
 _AUTO_ROUND, _PACKING = "auto-round", "auto_round:auto_gptq"
 # AutoRound's words for whole numbers with a zero point of their own kind (auto_round/data_type/int.py)
-_WHOLE_NUMBERS = ("int", "int4", "int_sym", "int_asym", "int_sym_gptq")
+_WHOLE_NUMBERS = ("int", f"int{BITS}", "int_sym", "int_asym", "int_sym_gptq")
 _FLOAT_BITS = 16  # from here on nothing is rounded
 _ROTATIONS = ("rotation_config", "spinquant_config")
 # where tools say what single layers have of their own: AutoRound, GPTQModel

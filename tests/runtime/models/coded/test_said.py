@@ -87,7 +87,7 @@ def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, 
 
 
 @pytest.mark.parametrize("said", [
-    {"data_type": "int"}, {"data_type": "int_sym"}, {"data_type": None}, {"act_bits": None},
+    {"data_type": "int4"}, {"data_type": "int_sym"}, {"data_type": None}, {"act_bits": None},
     {"act_bits": 16, "act_data_type": "float"}, {"rotation_config": {}}, {"spinquant_config": None},
 ])  # fmt: skip
 def test_whole_numbers_and_float_activations_are_read(said):

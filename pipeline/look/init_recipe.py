@@ -21,6 +21,7 @@ from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless
 from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import is_onnx
+from smelt.look.init_coded import coded_notes, coded_steps, last_graph
 from smelt.look.init_foreign import graph_recipe
 from smelt.look.init_stages import Machine, lines_of, steps
 from smelt.look.model import ModelLook, look
@@ -180,9 +181,12 @@ def recipe_text(
 ) -> str:
     """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
-    proposed = list(steps(seen, machine, "train" in splits, fast))
+    train = "train" in splits
+    proposed = coded_steps(seen, machine, train) if seen.coding else steps(seen, machine, train, fast)
+    said = [*(coded_notes(seen.coding, fast) if seen.coding else ()), *(data.notes if data else ())]
     named = model if seen.folder is None else _relative(seen.folder, base)
-    lines = [*_head(model, seen, data, machine, path), f"model: {_scalar(named)}", f"task: {seen.task}"]
+    head = _head(model, seen, machine, path, said, named_files=data is not None)
+    lines = [*head, f"model: {_scalar(named)}", f"task: {seen.task}"]
     if len(seen.tasks) > 1:
         others = ", ".join(t for t in seen.tasks if t != seen.task)
         lines[-1] += f"    # this family also does: {others}"
@@ -204,6 +208,7 @@ def recipe_text(
     if seen.new_head:
         lines += ["baseline: tuned    # before it the classifier is random"]
     metric, last = _leading_metric(seen, data), "onnx-fp32" if blockless(seen.config) else "onnx-int8"
+    last = last_graph(seen, train) if seen.coding else last
     lines += [
         "# A limit that must be kept, or the run exits with 3:",
         f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: {last}}}}}",
@@ -230,20 +235,20 @@ def _leading_metric(seen: ModelLook, data: DataLook | None) -> str:
     return METRICS_OF[decide_problem(config, labels)][0]
 
 
-def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, path: Path) -> Iterator[str]:
+def _head(
+    model: str, seen: ModelLook, machine: Machine, path: Path, said: Sequence[str], named_files: bool
+) -> Iterator[str]:
+    """Yield comments: what the recipe was made for.
+
+    said: notes on model and data. named_files: whether the user named the files of the data.
+    """
     size = f", {seen.parameters / 1e6:,.1f}M parameters in {seen.dtype}" if seen.parameters else ""
     limit = f", texts of at most {seen.limit:,} tokens" if seen.limit else ""
-    gpu = "an NVIDIA GPU" if machine.gpu else "no GPU"
-    there = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
-    runtimes = "".join(f" and {name}" for name, is_there in there if is_there)
-    cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
     yield f"# smelt run {path}"
     yield "#"
-    notes = [
-        f"Made by `smelt init` for {_stem(model)}: {seen.family}{size}{limit}; on {cores}, {gpu}{runtimes}."
-    ]
-    notes += [f"Note: {note}." for note in (data.notes if data else ())]
-    if data is None:
+    notes = [f"Made by `smelt init` for {_stem(model)}: {seen.family}{size}{limit}; on {_place(machine)}."]
+    notes += [f"Note: {note}." for note in said]
+    if not named_files:
         notes += ["Name your files under data, then:"]
     for note in notes:
         yield from textwrap.wrap(
@@ -251,6 +256,15 @@ def _head(model: str, seen: ModelLook, data: DataLook | None, machine: Machine, 
         )
     yield f"# `smelt plan {path}` checks it; with `--limit 64` a run is a first try;"
     yield "# `smelt stages NAME` explains a stage and its settings."
+
+
+def _place(machine: Machine) -> str:
+    """Return what the machine has, in words."""
+    cores = f"{machine.cores} core{'' if machine.cores == 1 else 's'}"
+    gpu = " and an NVIDIA GPU" if machine.gpu else " without an NVIDIA GPU"
+    there = (("TensorRT", machine.tensorrt), ("OpenVINO", machine.openvino))
+    runtimes = " and ".join(name for name, is_there in there if is_there)
+    return f"{cores}{gpu}, with {runtimes}" if runtimes else f"{cores}{gpu}"
 
 
 def _score(seen: ModelLook) -> Iterator[str]:

@@ -21,12 +21,19 @@ from smelt.look.model_folder import (
     unknown_family,
 )
 from smelt.recipe.problem import has_classifier
-from smelt.runtime.models.weight_files import values_in, weight_tensors
+from smelt.runtime.models.coded.headers import CODES, values_by_type
+from smelt.runtime.models.coded.said import BITS, Coding, coding_of
 from smelt.runtime.text.limits import position_limit
 from smelt.runtime.text.sentence_files import MODULES, read_sentence_rules
 
-# safetensors' words for the types of floating numbers.
-_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# safetensors' words for the types of floating numbers, and that for codes.
+_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    CODES: f"{BITS}-bit codes",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class ModelLook:
     task: what it is for; tasks: all that its family can be for. parameters: values in its weights;
     None where they were not read. dtype: of most of them. limit: the most tokens of a text.
     new_head: it has no classifier yet. config: its Hugging Face config. languages: source and target, as its
-    tokenizer calls them, where its files say them.
+    tokenizer calls them, where its files say them. coding: how its weights are codes, if they are.
     """
 
     folder: Path | None
@@ -50,6 +57,7 @@ class ModelLook:
     new_head: bool
     config: Mapping[str, Any] = field(default_factory=dict)
     languages: tuple[str | None, str | None] = (None, None)
+    coding: Coding | None = None
 
 
 def look(model: str, task: Task | None = None, base: Path | None = None) -> ModelLook:
@@ -82,6 +90,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         new_head=chosen in CLASSIFICATION and not has_classifier(config),
         config=config,
         languages=_languages(folder) if folder is not None else (None, None),
+        coding=_coding(place, config),
     )
 
 
@@ -134,10 +143,16 @@ def _languages(folder: Path) -> tuple[str | None, str | None]:
     return source, target
 
 
+def _coding(place: Path, config: Mapping[str, Any]) -> Coding | None:
+    """Return how the weights are codes; of a hub id nobody else has asked the config for it."""
+    try:
+        return coding_of(config)
+    except InputError as error:
+        raise InputError(f"{place / 'config.json'}: {error}") from error
+
+
 def _weights(folder: Path) -> tuple[int, str]:
     """Return how many values the weights hold, and the type of most of them."""
-    counts: dict[str, int] = {}
-    for _, _, entry in weight_tensors(folder):
-        counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + values_in(entry)
+    counts = values_by_type(folder)
     most = max(counts, key=counts.__getitem__, default="F32")
     return sum(counts.values()), _TYPES.get(most, most)

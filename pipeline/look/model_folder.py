@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import CLASSIFIERS
 from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES, find_family
+from smelt.look.codes import codes_problems
 from smelt.look.model_files import damaged_tensor, misfits
-from smelt.runtime.models.coded.said import coding_of
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -92,8 +91,8 @@ def check_model_folder(
         kind = "not a folder" if folder.exists() else "no such folder"
         return [f"{folder}: {kind}; expected a model's folder with config.json, or a hub id.{near}"], []
     config, problems = read_config(folder)
-    problems += _weights(folder)
-    problems += _codes(folder, config)
+    broken = _weights(folder)
+    problems += [*broken, *codes_problems(folder, config, task, whole=not broken)]
     kind = str(config.get("model_type", ""))
     families = BY_TASK[task] if task else ()
     if config and families and kind not in families:
@@ -111,15 +110,6 @@ def check_model_folder(
         *_two_models(folder),
         *_warnings(config, task, is_baseline),
     ] if not problems else []
-
-
-def _codes(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Say why the codes that a config speaks of are not read, if they are not."""
-    try:
-        coding_of(config)
-    except InputError as error:
-        return [f"{folder / 'config.json'}: {error}"]
-    return []
 
 
 def unknown_family(kind: str, task: Task | None = None) -> str:

@@ -15,6 +15,7 @@ from smelt.plan.gates import baseline, cut, gates
 from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
+from smelt.plan.order.coded import codes_lost
 from smelt.plan.order.tuned import idle_tune
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
@@ -73,7 +74,8 @@ def make_plan(
     steps = tuple(step for step in every if step.name in kept)
     doubts = data_warnings(read, any(step.trains for step in steps), splits)
     doubts += decoding_warnings(read, folder) if folder else []
-    doubts += idle_tune(steps, read_config(folder)[0] if folder and not from_graph else {})
+    config = read_config(folder)[0] if folder and not from_graph else {}
+    doubts += [*codes_lost(steps, config), *idle_tune(steps, config)]
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,

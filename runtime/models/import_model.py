@@ -21,7 +21,7 @@ from smelt.runtime.models.checkpoint import (
     quiet,
     save_model,
 )
-from smelt.runtime.models.coded.said import coding_of
+from smelt.runtime.models.coded.said import coding_of, no_other_head
 from smelt.runtime.models.coded.take import take_codes
 from smelt.runtime.models.places.fill import renamed
 from smelt.runtime.models.places.weights_fit import require_body
@@ -52,10 +52,7 @@ def import_model(
     architecture = (config.architectures or [""])[0]
     coding = coding_of(config.to_dict())
     if coding is not None and (lacks_head(config) or _lacks_classes(labels, architecture)):
-        raise InputError(
-            f"{src}: its weights are {coding.method} codes, and the task wants another head. Start"
-            " from the float model, and quantize it here."
-        )
+        raise InputError(f"{src}: {no_other_head(coding)}")
     if labels is not None and _lacks_classes(labels, architecture):
         return _with_new_head(src, out, labels, seed, problem)
     if lacks_head(config):

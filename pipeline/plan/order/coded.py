@@ -56,6 +56,31 @@ def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator
             )
 
 
+def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which steps lose what the checkpoint's tool chose with care: those that decide codes anew.
+
+    Args:
+        steps: of the plan, parents first.
+        config: of the untouched model, whose codes are read.
+    """
+    if (coding := coding_of(config)) is None:
+        return
+    kept = {ROOT}
+    for step in steps:
+        settings: Any = step.settings
+        if step.parent not in kept or getattr(getattr(settings, "student", None), "other", False):
+            continue
+        learned = getattr(getattr(settings, "codes", None), "scales", None) == "lsq"
+        if getattr(settings, "moves_codes", False) and not learned:
+            yield (
+                f"{step.name}: training with scales that follow the weights starts from the nearest codes in"
+                f" scales of its own, and those that {coding.method} chose with care are lost; codes:"
+                " {scales: lsq} starts from these, and lora leaves them as they are."
+            )
+        else:
+            kept.add(step.name)
+
+
 @dataclass(frozen=True)
 class _Coded:
     """The codes that a step leaves.

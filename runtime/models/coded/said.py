@@ -1,8 +1,9 @@
 """What a config says of codes in its checkpoint: `quantization_config`, as GPTQ's and AWQ's tools write it.
 
 Sources: transformers' GPTQConfig and AwqConfig (utils/quantization_config.py); the layouts of AutoGPTQ,
-GPTQModel, AutoAWQ and AutoRound (whose own format is GPTQ's first layout under another name). Nothing here
-imports torch.
+GPTQModel, AutoAWQ and AutoRound (whose own format is GPTQ's first layout under another name), and what
+AutoRound says beside them (auto_round/schemes.py, export/utils.py: `act_bits` stands there only below 16).
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ BITS = 4
 _METHODS = ("gptq", "awq")
 # AutoRound's own format, and the one of its packings that is read
 _AUTO_ROUND, _PACKING = "auto-round", "auto_round:auto_gptq"
+# AutoRound's words for whole numbers with a zero point of their own kind (auto_round/data_type/int.py)
+_WHOLE_NUMBERS = ("int", f"int{BITS}", "int_sym", "int_asym", "int_sym_gptq")
+_FLOAT_BITS = 16  # from here on nothing is rounded
+_ROTATIONS = ("rotation_config", "spinquant_config")
+# where tools say what single layers have of their own: AutoRound, GPTQModel
+_OF_LAYERS = ("extra_config", "dynamic")
 # what is added to a stored zero point: the first layout stores them less one
 _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 _AGAIN = f"Take a checkpoint of that form, or start from the float model and quantize: {{scheme: {TAKEN}}}."
+_HERE = f"Start from the float model and quantize: {{scheme: {TAKEN}}}."
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,19 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
     group = said.get("group_size", said.get("q_group_size"))
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
         raise InputError(f"{SAID}: group_size is {str(group)[:40]}; expected a whole number, or -1 for rows.")
-    _require_layout(method, said)
-    form = str(said.get("checkpoint_format", "gptq")).lower() if method == "gptq" else "gptq_v2"
-    ordered = method == "gptq" and said.get("desc_act") is True and group != -1
-    return Coding(method, None if group == -1 else group, _OFFSETS[form], ordered)
+    form = _layout(method, said)
+    _require_plain(said)
+    orders = any(own.get("desc_act") is True for own in (said, *_layers_alike(said, group)))
+    ordered = method == "gptq" and group != -1 and orders
+    return Coding(method, None if group == -1 else group, _OFFSETS.get(form, 0), ordered)
+
+
+def no_other_head(coding: Coding) -> str:
+    """Say that a model of codes gets no new head."""
+    return (
+        f"its weights are {coding.method} codes, and the task wants another head. Start from the float model,"
+        " and quantize it here."
+    )
 
 
 def _method(said: Mapping[str, Any]) -> str:
@@ -83,13 +100,14 @@ def _method(said: Mapping[str, Any]) -> str:
     return method
 
 
-def _require_layout(method: str, said: Mapping[str, Any]) -> None:
-    """Refuse other ways to pack the codes of `method`.
+def _layout(method: str, said: Mapping[str, Any]) -> str:
+    """Return how the codes of `method` are packed, in its own word.
 
     Raises:
-        InputError: it is another one.
+        InputError: it is a way that is not read.
     """
     word, known = ("checkpoint_format", tuple(_OFFSETS)) if method == "gptq" else ("version", ("gemm",))
+    word = "format" if word not in said and "format" in said else word
     found = str(said.get(word, known[0])).lower()
     if any(value is True for key, value in said.items() if key.startswith("is_marlin")):
         found = "marlin"
@@ -101,3 +119,63 @@ def _require_layout(method: str, said: Mapping[str, Any]) -> None:
     packed = str(said.get("pack_dtype", "int32"))
     if packed != "int32":
         raise InputError(f"{SAID}: pack_dtype is '{packed[:40]}'; smelt reads int32. {_AGAIN}")
+    return found
+
+
+def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
+    """Require that codes are whole numbers, and that nothing but weights was rounded or rotated.
+
+    Args:
+        said: of all layers, or of one.
+        where: which one.
+
+    Raises:
+        InputError: weights or activations are something else.
+    """
+    kind = said.get("data_type")
+    if kind not in (None, *_WHOLE_NUMBERS):
+        raise InputError(
+            f"{SAID}: {where}data_type is '{str(kind)[:40]}'; smelt reads whole numbers with a zero point"
+            f" (int), no floats, and no scales that are codes themselves. {_HERE}"
+        )
+    bits = said.get("act_bits")
+    if bits is not None and not (isinstance(bits, int | float) and bits >= _FLOAT_BITS):
+        kind = str(said.get("act_data_type", "int"))[:40]
+        raise InputError(
+            f"{SAID}: {where}act_bits is {str(bits)[:20]}: activations ({kind}) are rounded too, for which"
+            " the codes were made. Layers here round them otherwise (int8 blocks), so it would be another"
+            f" model. {_HERE}"
+        )
+    if rotated := next((word for word in _ROTATIONS if said.get(word)), None):
+        raise InputError(
+            f"{SAID}: {where}{rotated}: the weights are rotated, and activations have to be while the model"
+            f" runs, which nothing here does. {_HERE}"
+        )
+
+
+def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]]:
+    """Return what is said of single layers that have codes, once it is certain that they have codes as all.
+
+    Layers that are left float have other tensors; so nothing has to be known of them.
+
+    Raises:
+        InputError: some have other bits, groups or types.
+    """
+    found: list[Mapping[str, Any]] = []
+    for word in _OF_LAYERS:
+        layers = said.get(word) or {}
+        if not isinstance(layers, dict) or not all(isinstance(own, dict) for own in layers.values()):
+            raise InputError(f"{SAID}: {word} is {str(layers)[:80]}; expected an object for each layer.")
+        for name, own in layers.items():
+            bits = own.get("bits")
+            if name.startswith("-:") or (isinstance(bits, int) and bits >= _FLOAT_BITS):
+                continue
+            for key, value, usual in (("bits", bits, BITS), ("group_size", own.get("group_size"), group)):
+                if value not in (None, usual):
+                    raise InputError(
+                        f"{SAID}: {word}: '{name[:80]}' has {key} {str(value)[:20]}, and the others have"
+                        f" {usual}; smelt reads codes that are alike in all layers. {_HERE}"
+                    )
+            _require_plain(own, f"{word}: '{name[:80]}': ")
+            found.append(own)
+    return found

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.runtime.models.checkpoint import empty_model, load_model
+from smelt.runtime.models.coded.headers import PARTS, coded_layers, missing, own_group, require_parts
 from smelt.runtime.models.coded.said import SAID, Coding
 from smelt.runtime.models.coded.unpack import Taken, unpack_awq, unpack_gptq
 from smelt.runtime.models.structure import Edit, write_edits
@@ -27,8 +28,6 @@ from smelt.runtime.models.weight_files import NAMED, WEIGHTS, weight_tensors
 from smelt.runtime.schemes.parts.groups import GROUP_SIZE, group_count, groups_of
 from smelt.runtime.schemes.registry import TAKEN, defaults, find
 from smelt.runtime.schemes.scheme import Codes
-
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list[str]:
@@ -50,9 +49,7 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
     write_json(out / "config.json", {name: value for name, value in config.items() if name not in gone})
     model, _ = empty_model(out)
     tensors = _Tensors(src)
-    coded = {n.removesuffix(".qweight"): None for n in tensors.places if n.endswith(".qweight")}
-    if not coded:
-        raise InputError(f"{src}: config.json speaks of {coding.method} codes, and no tensor holds any.")
+    coded = dict.fromkeys(coded_layers(src, tensors.places, coding))
     stored: dict[str, Tensor] = {}
     edits: list[Edit] = []
     for name in coded:
@@ -60,7 +57,7 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
         found, options = _matrix(tensors, name, model.get_submodule(place), coding)
         stored |= {f"{place}.matrix.{part}": tensor for part, tensor in found.items()}
         edits.append({"op": "quantize", "module": place, "scheme": TAKEN, **options})
-    parts = {f"{name}.{part}" for name in coded for part in _PARTS}
+    parts = {f"{name}.{part}" for name in coded for part in PARTS}
     for name in tensors.places.keys() - parts:
         if not _is_no_bias(model, name, coded, tensors):
             stored[name] = tensors.read(name)
@@ -78,7 +75,9 @@ class _Tensors:
 
     def __init__(self, src: Path) -> None:
         self.src = src
-        self.places = {name: path for path, name, _ in weight_tensors(src)}
+        found = list(weight_tensors(src))
+        self.places = {name: path for path, name, _ in found}
+        self.entries = {name: entry for _, name, entry in found}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in its own type.
@@ -87,7 +86,7 @@ class _Tensors:
             InputError: there is none, or its file is damaged.
         """
         if name not in self.places:
-            raise InputError(f"{self.src}: the tensor '{name}' is missing, which says what its codes mean.")
+            raise missing(self.src, name)
         try:
             with safe_open(self.places[name], framework="pt") as file:
                 found: Tensor = file.get_tensor(name)
@@ -126,14 +125,7 @@ def _matrix(
     taken = _taken(tensors, name, linear, coding)
     scheme, width = find(TAKEN), linear.in_features
     group = min(coding.group or width, width)
-    allowed = [size for size in sorted(GROUP_SIZE.allowed, reverse=True) if isinstance(size, int)]
-    size = next((s for s in allowed if group % s == 0 or group >= width), None)
-    if size is None:
-        raise InputError(
-            f"{tensors.src}: '{name}': groups of {group} inputs; {TAKEN} has groups of"
-            f" {', '.join(map(str, reversed(allowed)))}, and a group of a checkpoint must be some of these"
-            " together. Quantize the float model with another group_size."
-        )
+    size = own_group(tensors.src, name, coding, width)
     count = group_count(width, size)
     zeros, scales = (
         part.repeat_interleave(-(-group // size), dim=1)[:, :count] for part in (taken.zeros, taken.scales)
@@ -156,28 +148,14 @@ def _matrix(
 
 def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> Taken:
     """Return what the file holds of a layer, looked at for what cannot be taken over."""
-    qweight, qzeros, scales = (tensors.read(f"{name}.{part}") for part in _PARTS[:3])
     rows, width = linear.out_features, linear.in_features
-    group = min(coding.group or width, width)
-    count = group_count(width, group)
-    along_inputs = coding.method == "gptq"
-    shapes = {
-        "qweight": (qweight, [width // 8, rows] if along_inputs else [width, rows // 8]),
-        "qzeros": (qzeros, [count, rows // 8]),
-        "scales": (scales, [count, rows]),
-    }
-    for part, (tensor, shape) in shapes.items():
-        if list(tensor.shape) != shape or (part != "scales" and tensor.dtype != torch.int32):
-            raise InputError(
-                f"{tensors.src}: the tensor '{name}.{part}' is {tensor.dtype} {list(tensor.shape)}; 4-bit"
-                f" {coding.method} codes of a layer of {width} inputs and {rows} outputs, in groups of"
-                f" {coding.group or 'whole rows'}, have {'' if part == 'scales' else 'torch.int32 '}{shape}."
-            )
+    require_parts(tensors.src, name, tensors.entries, coding, width, rows)
+    qweight, qzeros, scales = (tensors.read(f"{name}.{part}") for part in PARTS[:3])
     if coding.ordered or f"{name}.g_idx" in tensors.places:
-        _require_order(tensors, name, width, group)
+        _require_order(tensors, name, width, min(coding.group or width, width))
     found = (
         unpack_gptq(qweight, qzeros, scales, coding.offset)
-        if along_inputs
+        if coding.method == "gptq"
         else unpack_awq(qweight, qzeros, scales)
     )
     if int(found.zeros.max()) > 15:

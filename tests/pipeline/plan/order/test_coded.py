@@ -161,6 +161,30 @@ def test_a_layout_that_is_not_read_is_said_before_work(folder, tmp_path):
     assert "start from the float model and quantize: {scheme: int4}" in told
 
 
+def test_a_training_that_decides_the_codes_anew_is_warned_of(folder):
+    told = "and those that gptq chose with care are lost; codes: {scales: lsq} starts from these"
+
+    def warned(*stages, model="gptq"):
+        output = harness.smelt("plan", recipe(folder, *stages, model=model), code=0).output
+        return " ".join(output.split()).count(told)
+
+    assert warned("finetune: {}", "finetune: {}\n    name: again") == 1
+    assert warned("finetune: {}", "distill: {teacher: model}\n    from: model") == 2
+    assert warned("finetune: {lora: {}}", "finetune: {}\n    name: again") == 1
+    assert warned("finetune: {codes: {scales: follow}}") == 1
+    assert warned("finetune: {codes: {scales: lsq}}", "onnx: {}") == warned("finetune: {lora: {}}") == 0
+    assert warned("onnx: {}") == warned("finetune: {}", model="float") == 0
+    assert warned("distill: {teacher: model, student: {model: float}}") == 0  # goes on with floats
+
+
+def test_codes_that_do_not_fit_their_config_are_said_before_work(folder, tmp_path):
+    coded.gptq(folder / "float", tmp_path / "gptq", group=32, group_size=16)
+    (tmp_path / "train.txt").write_text((folder / "train.txt").read_text())
+    told = " ".join(harness.smelt("plan", recipe(tmp_path, "onnx: {}"), code=2).stderr.split())
+    assert "codes of a layer of 96 inputs" in told
+    assert "in groups of 16, have int32 [6, 8]" in told
+
+
 def test_a_run_starts_from_codes_and_says_so(folder):
     result = smelt.run(recipe(folder, "onnx: {loop: false}"), out=folder / "run")
     steps = {step["name"]: step for step in result.report["steps"]}

@@ -1,0 +1,40 @@
+"""Are the codes in a model's folder ones that smelt takes over? Read from its config and headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.core.data import CLASSIFICATION, Task
+from smelt.core.errors import InputError
+from smelt.recipe.problem import has_classifier
+from smelt.runtime.models.coded.headers import require_codes
+from smelt.runtime.models.coded.said import coding_of, no_other_head
+
+
+def codes_problems(folder: Path, config: Mapping[str, Any], task: Task | None, whole: bool) -> list[str]:
+    """Say why the codes that a config speaks of cannot be taken over, if they cannot.
+
+    What only their values say (another order of inputs, zero points of 16, scales that float16 does not
+    hold) is seen by the run, which reads them.
+
+    Args:
+        folder: of the model.
+        config: its Hugging Face config; empty for none.
+        task: what the model is for; None where that is not known.
+        whole: whether the headers of the weights can be read.
+    """
+    try:
+        coding = coding_of(config)
+    except InputError as error:
+        return [f"{folder / 'config.json'}: {error}"]
+    if coding is None:
+        return []
+    try:
+        if whole:
+            require_codes(folder, coding)
+    except InputError as error:
+        return [str(error)]
+    wants_head = task in CLASSIFICATION and not has_classifier(config)
+    return [f"{folder}: {no_other_head(coding)}"] if wants_head else []

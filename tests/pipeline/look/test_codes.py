@@ -1,0 +1,77 @@
+"""Folders of codes: what of them is refused when the folder is looked at, before torch is there."""
+
+import json
+import subprocess
+import sys
+
+import causal
+import coded
+import pytest
+import tiny
+
+from smelt.look.codes import codes_problems
+from smelt.look.model_folder import check_model_folder
+
+TASK = "language-modeling"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return causal.model(tmp_path_factory.mktemp("float") / "llama", "llama")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_a_folder_of_codes_is_accepted(kind, llama, tmp_path):
+    folder, _ = getattr(coded, kind)(llama, tmp_path / kind)
+    assert check_model_folder(folder, TASK) == ([], [])
+    assert codes_problems(llama, json.loads((llama / "config.json").read_text()), TASK, whole=True) == []
+
+
+def test_codes_of_other_groups_than_the_config_says(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq", group=32, group_size=64)
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.startswith(f"{folder}: the tensor 'model.layers.0.")
+    assert "in groups of 64, have int32 [2, 8]" in problem
+
+
+def test_a_config_that_speaks_of_codes_that_are_not_there(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    coded.save(folder, coded.load(llama))
+    [problem], _ = check_model_folder(folder, TASK)
+    assert "config.json speaks of gptq codes, and no tensor holds any" in problem
+
+
+def test_a_layout_that_is_not_read(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq", act_bits=8)
+    [problem], _ = check_model_folder(folder, TASK)
+    assert problem.startswith(f"{folder / 'config.json'}: quantization_config: act_bits is 8")
+
+
+def test_damaged_weights_are_said_once(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    (folder / "model.safetensors").write_bytes(b"\x00")
+    [problem], _ = check_model_folder(folder, TASK)
+    assert "not a safetensors file" in problem
+
+
+def test_a_bare_encoder_of_codes_gets_no_classifier(tmp_path):
+    folder, _ = coded.gptq(tiny.bert(tmp_path / "bert"), tmp_path / "gptq")
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["BertModel"]}
+    said = f"{folder}: its weights are gptq codes, and the task wants another head."
+    [problem] = codes_problems(folder, config, "text-classification", whole=False)
+    assert problem.startswith(said)
+    config["architectures"] = ["BertForSequenceClassification"]
+    assert codes_problems(folder, config, "text-classification", whole=False) == []
+    assert codes_problems(folder, config | {"architectures": ["BertModel"]}, None, whole=False) == []
+
+
+def test_codes_are_looked_at_without_torch(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq", group=24)
+    code = (
+        "import sys; from pathlib import Path; from smelt.look.model_folder import check_model_folder;"
+        f"print(check_model_folder(Path({str(folder)!r}), {TASK!r})[0]); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "groups of 24 inputs; int4 has groups of 16, 32, 64, 128" in done.stdout

@@ -22,9 +22,10 @@ from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned.masks import LearnedMasks
+from smelt.compress.prune.learned.settings import MasksSettings
 from smelt.compress.prune.width.scores import hidden_norms
 from smelt.compress.share.layers import Share, ShareSettings
-from smelt.compress.train.settings import MasksSettings, left_by_training
+from smelt.compress.train.settings import left_by_training
 from smelt.core.data import SIMILARITY, Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split

@@ -24,6 +24,7 @@ ROOMS: dict[str, str] = {
     "compress/prune/learned": "test_hard_concrete",
     "compress/prune/width": "test_scores",
     "compress/quantize": "test_coding test_settings",
+    "compress/quantize/from_schemes": "test_options",
     "compress/quantize/methods": "test_clip",
     "compress/quantize/sensitivity": "test_choice",
     "compress/quantize/training": "test_steps",

@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
     "compress/vocabulary": "test_kept",
     "configs": "test_phrases",
     "core": "test_artifact test_data test_errors test_hub test_labels test_shares test_text",
-    "core/rows": "test_arrays test_csv_rows test_examples test_images test_json_rows",
+    "core/rows": "test_arrays test_csv_rows test_examples test_images test_json_rows test_targets",
     "core/store": "test_store::test_the_first_of_two_writers_wins test_store::test_remove_forgets",
     "evaluate": "test_frontier test_label_quality test_footprint test_stored_floats",
     "evaluate/latency": "test_summary test_rounds test_settings test_prompts test_watch",

@@ -23,18 +23,12 @@ from smelt.core.stage import StoredDtype
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.layers.quantized import matrix_types
 from smelt.runtime.models.conv1d import turned, use_linears
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.places.fill import fill, with_prefix
 from smelt.runtime.models.places.unread_tensors import is_unread
 from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model, sentence_class
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
-from smelt.runtime.models.structure import (
-    Edit,
-    apply_edits,
-    read_edits,
-    scheme_options,
-    with_masks,
-    write_edits,
-)
+from smelt.runtime.models.structure import Edit, read_edits, scheme_options, with_masks, write_edits
 from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, values_in, weight_tensors
 from smelt.runtime.schemes.registry import check_options, find
 from smelt.runtime.text.rules import apply_text_rules, read_text_rules

@@ -14,8 +14,8 @@ from transformers import BertModel, MarianMTModel
 
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.import_model import import_model
-from smelt.runtime.models.structure import apply_edits
 
 
 def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
@@ -59,23 +59,6 @@ def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
     again, read = load_model(out)
     assert read == edits
     torch.testing.assert_close(harness.logits(again), harness.logits(model), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"op": "low_rnak", "module": "x"}, "Did you mean 'low_rank'"),
-        ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does not fit the model"),
-        (
-            {"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3},
-            "does not fit the model",
-        ),
-    ],
-)
-def test_edits_that_fit_no_model_are_explained(tmp_path, edit, message):
-    model, _ = load_model(tiny.marian(tmp_path / "m"))
-    with pytest.raises(InputError, match=message):
-        apply_edits(model, [edit])
 
 
 def test_damaged_or_missing_weights_are_explained(tmp_path):

@@ -83,6 +83,7 @@ ROOMS: dict[str, str] = {
     "runtime/layers": "test_quantized",
     "runtime/models/coded": "test_said",
     "runtime/models": "test_conv1d test_structure",
+    "runtime/models/making": "test_empty_model",
     "runtime/models/places": "test_unread_tensors::test_what_one_family_holds_for_nothing_another_may_need",
     "runtime/models/edits": "test_skip::test_an_edit_that_does_not_fit_is_refused",
     "runtime/schemes": "test_registry test_int8_dynamic",

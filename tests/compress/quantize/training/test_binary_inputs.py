@@ -30,7 +30,8 @@ from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized, scheme_of
-from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.models.structure import read_edits
 
 BINARY = {"scheme": "binary", "group_size": 32}

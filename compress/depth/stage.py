@@ -92,7 +92,8 @@ class Depth:
         """Choose the layers of `src` that go, drop them, and write the model to `ctx.out`."""
         from smelt.compress.distill.student import keep_layers
         from smelt.compress.train.state import threads
-        from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+        from smelt.runtime.models.checkpoint import load_model, save_model
+        from smelt.runtime.models.places.parameters import count_parameters
 
         with threads(ctx.threads):
             model, edits = load_model(src.path)

@@ -74,7 +74,7 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
     from smelt.compress.train.classifier_losses import problem_of
     from smelt.runtime.models.checkpoint import copy_tokenizer
     from smelt.runtime.models.import_model import import_model
-    from smelt.runtime.models.new_model import make_model
+    from smelt.runtime.models.making.new_model import make_model
 
     classifies = ctx.task in CLASSIFICATION
     labels = list(teacher.config.id2label.values()) if classifies else []

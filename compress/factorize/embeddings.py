@@ -27,7 +27,8 @@ from smelt.core.stage import Context
 from smelt.core.text import article
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
 from smelt.runtime.layers.quantized import is_table, keep_scale
-from smelt.runtime.models.structure import Edit, names_of, replace_layer, replace_module, tie
+from smelt.runtime.models.edits.tie import tie
+from smelt.runtime.models.structure import Edit, names_of, replace_layer, replace_module
 
 
 def factorize_tables(

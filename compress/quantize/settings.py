@@ -1,22 +1,16 @@
-"""The settings of `quantize`: what is quantized, and the options of all schemes."""
+"""The settings of `quantize`: what is quantized and how, beside the options that schemes declare."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    create_model,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
+from smelt.compress.quantize.from_schemes.options import VOCABULARY, FromSchemes, TableScheme
 from smelt.compress.quantize.sensitivity.settings import Bits, Budget
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, WIDTHS, bits_per_weight, options_of_all
-from smelt.runtime.schemes.scheme import Option, Scheme, Value
+from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight, options_of_all
+from smelt.runtime.schemes.scheme import Value
 
 # among the patterns of `skip`: what is most sensitive
 AUTO = "auto"
@@ -24,42 +18,6 @@ _OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observ
 _SMOOTHED = ", ".join(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 _READING = ("gptq", "awq")  # methods that look at rows
-_TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
-
-
-def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
-    """Return type and field of an option that these schemes have."""
-    option = found[0][1]
-    values = {value: None for _, one in found for value in one.allowed}
-    kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
-    narrower: dict[tuple[Value, ...], list[str]] = {}
-    for scheme, one in found:
-        if len(one.allowed) < len(values):
-            narrower.setdefault(one.allowed, []).append(scheme.name)
-    text = f"{', '.join(scheme.name for scheme, _ in found)}: {option.description}"
-    notes = [f"{', '.join(names)}: {', '.join(map(str, allowed))}" for allowed, names in narrower.items()]
-    return kind, Field(default=option.default, description=f"{text} ({'; '.join(notes)})" if notes else text)
-
-
-def _vocabulary() -> str:
-    """Say which scheme embeddings and head have where none is named."""
-    others = [f"{s.vocabulary} under {name}" for name, s in SCHEMES.items() if s.vocabulary]
-    return f"scheme of embeddings and head; unless given, {', '.join([*others, 'else the scheme'])}"
-
-
-if TYPE_CHECKING:
-    TableScheme = str
-
-    class _FromSchemes(Settings):
-        scheme: str
-else:
-    TableScheme = Literal[_TABLES]
-    _FromSchemes = create_model(
-        "_FromSchemes",
-        __base__=Settings,
-        scheme=(Literal[tuple(SCHEMES)], DEFAULT),
-        **{name: _field(found) for name, found in options_of_all().items()},
-    )
 
 
 class LowRank(Settings):
@@ -87,7 +45,7 @@ class LowRank(Settings):
     )
 
 
-class QuantizeSettings(_FromSchemes):
+class QuantizeSettings(FromSchemes):
     """What is quantized, and how.
 
     `head` is the output layer: the product with the vocabulary, or a classifier's last layer.
@@ -151,7 +109,7 @@ class QuantizeSettings(_FromSchemes):
     )
     embeddings: bool = Field(default=True, description="quantize word embeddings")
     head: bool = Field(default=True, description="quantize the output layer")
-    vocabulary: TableScheme | None = Field(default=None, description=_vocabulary())
+    vocabulary: TableScheme | None = Field(default=None, description=VOCABULARY)
 
     # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
     unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip", "bits", "low_rank"})

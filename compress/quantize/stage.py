@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.quantize.scheme_table import scheme_table
+from smelt.compress.quantize.from_schemes.table import scheme_table
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from smelt.compress.sparsify.layers import layers_of, products_of
 from smelt.compress.sparsify.pattern import Pattern, read_pattern
+from smelt.compress.sparsify.while_training_settings import SparsitySettings
 from smelt.compress.train.extension import Extension, Group
-from smelt.compress.train.settings import SparsitySettings
 from smelt.compress.train.terms import Objective, Term, Terms, terms_of
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

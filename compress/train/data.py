@@ -19,14 +19,8 @@ from torch import Tensor
 from smelt.compress.train.classifier_losses import problem_of
 from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Example, Split, texts_read
 from smelt.core.files import read_json
-from smelt.core.labels import (
-    MULTI,
-    REGRESSION,
-    class_names,
-    read_class_sets,
-    read_classes,
-    read_numbers,
-)
+from smelt.core.labels import MULTI, REGRESSION, class_names
+from smelt.core.rows.targets import read_class_sets, read_classes, read_numbers
 from smelt.core.stage import Context
 from smelt.core.text import count
 from smelt.families.registry import reads_images

@@ -1,26 +1,24 @@
-"""The settings that all training stages share; no torch, so that the table of stages is quick to read."""
+"""The settings that all training stages share; no torch, so that the table of stages is quick to read.
+
+What changes besides weights has its settings where it is done: zeros in `sparsify/`, masks in
+`prune/learned/`, codes in `quantize/training/`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from smelt.compress.depth.fit import check_kinds
-from smelt.compress.sparsify.pattern import read_pattern
+from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.quantize.training.settings import CodesSettings
+from smelt.compress.sparsify.while_training_settings import SparsitySettings
 from smelt.core.stage import Need, Settings, StoredDtype
 from smelt.families.registry import blockless
 
 LOSS = "loss"  # what `select` says where no metric decides
-
-
 PEFT = "0.18"  # the oldest release whose adapters are taken
 
 
@@ -32,153 +30,6 @@ class LoraSettings(Settings):
     targets: tuple[Literal["attention", "ffn"], ...] = Field(
         default=("attention", "ffn"), min_length=1, description="whose linear layers, in each block"
     )
-
-
-class SparsitySettings(Settings):
-    """Weights of the blocks' linear layers that become zero while the others train."""
-
-    method: Literal["movement", "soft-movement", "magnitude"] = Field(
-        default="movement",
-        description="movement: those go that training drives towards zero; soft-movement: those whose score"
-        " falls below a threshold; magnitude: the smallest",
-    )
-    sparsity: float = Field(
-        default=0.5, gt=0, lt=1, description="fraction of each layer that is zero at last"
-    )
-    pattern: str | None = Field(
-        default=None, description='"n:m" instead of sparsity: of each m neighbouring inputs n stay, as "2:4"'
-    )
-    what: tuple[Literal["attention", "ffn"], ...] = Field(
-        default=("attention", "ffn"), min_length=1, description="products of attention, feed-forward products"
-    )
-    start: float = Field(default=0.1, ge=0, lt=1, description="part of the updates before the first zero")
-    end: float = Field(
-        default=0.7, gt=0, le=1, description="part of the updates after which all zeros are there"
-    )
-    scores_learning_rate: float = Field(
-        default=1e-2, gt=0, description="highest learning rate of the scores of movement and soft-movement"
-    )
-    threshold: float = Field(
-        default=0.1,
-        gt=0,
-        lt=1,
-        description="soft-movement: what sigmoid(score) of a weight that stays is above",
-    )
-    penalty: float = Field(
-        default=100.0, ge=0, description="soft-movement: weight of the mean of sigmoid(score) in the loss"
-    )
-
-    @property
-    def learns(self) -> bool:
-        """Whether it trains scores of its own."""
-        return self.method != "magnitude"
-
-    @field_validator("pattern")
-    @classmethod
-    def _reads(cls, value: str | None) -> str | None:
-        if value is not None:
-            read_pattern(value)
-        return value
-
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
-        given = self.model_fields_set
-        if self.end <= self.start:
-            raise ValueError(f"end ({self.end:g}) must come after start ({self.start:g})")
-        if self.pattern is not None and "sparsity" in given:
-            raise ValueError("give one of sparsity and pattern, not both")
-        soft, hard = given & {"threshold", "penalty"}, given & {"sparsity", "pattern"}
-        if self.method == "soft-movement" and hard:
-            raise ValueError(
-                f"{hard.pop()} means nothing under soft-movement: threshold and penalty make the zeros"
-            )
-        if self.method != "soft-movement" and soft:
-            raise ValueError(f"{soft.pop()} means nothing under {self.method}, only under soft-movement")
-        return self
-
-
-class CodesSettings(Settings):
-    """How a quantized model trains through its codes."""
-
-    scales: Literal["follow", "lsq"] = Field(
-        default="follow",
-        description="follow: each update finds scales anew from the weights; lsq: they are learned with the"
-        " weights (learned step size), zero points and fixed ranges of activations as well",
-    )
-    activations: Literal["scheme", "one-bit"] = Field(
-        default="scheme",
-        description="scheme: layers are fed what their scheme says; one-bit: each input of a layer of one-bit"
-        " codes becomes one of two values, {-a, a} or {0, a}, with a learned scale and learned shifts (BiT):"
-        " it gains no speed on these runtimes, and costs quality",
-    )
-    learning_rate: float = Field(
-        default=1e-2,
-        gt=0,
-        description="lsq: highest learning rate of the logarithms of scales; activations: one-bit: of scales"
-        " and shifts, in parts of the first scale",
-    )
-    split: bool = Field(
-        default=False,
-        description="first make of each layer of three values two of one bit that add up to it (BinaryBERT)",
-    )
-    keep_weights: bool = Field(
-        default=True,
-        description="keep the float weights behind the codes beside the model, for the next training",
-    )
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        given = "learning_rate" in self.model_fields_set
-        if given and self.scales != "lsq" and self.activations != "one-bit":
-            raise ValueError(
-                "learning_rate is that of scales: lsq and activations: one-bit; give one, or leave it out"
-            )
-        return self
-
-    @model_serializer(mode="wrap")
-    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `activations` where they are the scheme's: keys of stored artifacts are made of it."""
-        found: dict[str, Any] = written(self)
-        plain = self.activations == "scheme"
-        return {name: value for name, value in found.items() if not (plain and name == "activations")}
-
-
-class MasksSettings(Settings):
-    """What has masks that are learned under a budget while the weights train, and is then cut."""
-
-    what: tuple[Literal["heads", "ffn", "width"], ...] = Field(
-        default=("heads", "ffn"),
-        description="attention heads, feed-forward neurons, channels of the hidden states (width); may be []"
-        " beside parts",
-    )
-    parts: tuple[Literal["attention", "cross-attention", "ffn"], ...] = Field(
-        default=(),
-        description="whole parts of layers, as of depth: what; of each kind one stays in each stack",
-    )
-    keep: float = Field(
-        default=0.5, gt=0, lt=1, description="fraction of the parameters of what has masks that is to stay"
-    )
-    warmup: float = Field(
-        default=0.4, gt=0, le=1, description="part of the updates in which the budget falls from all to keep"
-    )
-    learning_rate: float = Field(
-        default=0.1, gt=0, description="highest learning rate of masks and multipliers"
-    )
-    round_to: int = Field(
-        default=8, ge=1, description="neurons, or channels, that stay are a multiple of this"
-    )
-
-    @model_serializer(mode="wrap")
-    def _said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `parts` where there are none: keys of stored artifacts are made of it."""
-        found: dict[str, Any] = written(self)
-        return found if self.parts else {name: value for name, value in found.items() if name != "parts"}
-
-    @model_validator(mode="after")
-    def _something(self) -> Self:
-        if not (self.what or self.parts):
-            raise ValueError("what and parts are empty, and nothing would have masks; name heads or ffn")
-        return self
 
 
 class TrainingSettings(Settings):

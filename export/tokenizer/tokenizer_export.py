@@ -49,7 +49,7 @@ def export_tokenizer(hub: Any, src: Path, out: Path, data: Mapping[str, Split]) 
         out: the folder of the exported model; gets `tokenizing.json`.
         data: splits of the data; what they hold is compared.
     """
-    from smelt.runtime.models.checkpoint import quiet
+    from smelt.runtime.models.quiet import quiet
 
     facts = facts_of(hub)
     if facts.reader == "tokenizers":

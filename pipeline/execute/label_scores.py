@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split
-from smelt.core.labels import (
-    MULTI,
-    REGRESSION,
-    SEPARATOR,
-    class_names,
-    problem_type,
-    read_class_sets,
-    read_classes,
-    read_numbers,
-)
+from smelt.core.labels import MULTI, REGRESSION, SEPARATOR, class_names, problem_type
+from smelt.core.rows.targets import read_class_sets, read_classes, read_numbers
 
 if TYPE_CHECKING:
     import numpy as np

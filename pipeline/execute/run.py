@@ -17,12 +17,9 @@ from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
 from smelt.execute.display import Display, duration
 from smelt.execute.failures import explain, trace
-from smelt.execute.head import settle_head
 from smelt.execute.latency_scores import LatencyScores
-from smelt.execute.lengths import require_lengths
 from smelt.execute.report_data import ReportBuilder
-from smelt.execute.roots.foreign import begin_with_graph
-from smelt.execute.roots.untrained import start
+from smelt.execute.roots.begin import begin
 from smelt.execute.run_folder import RunFolder
 from smelt.execute.run_result import Result, write_report
 from smelt.execute.scoring import Scorer
@@ -30,7 +27,7 @@ from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work
 from smelt.look.machine import unscored_reason
 from smelt.plan.untrained import NOT_SCORED
-from smelt.plan.warnings import data_warnings, decoding_warnings
+from smelt.plan.warnings import data_warnings
 
 if TYPE_CHECKING:
     from smelt.plan.plan import Plan, Step
@@ -179,29 +176,9 @@ class _Run:
 
     def _root(self) -> None:
         self.display.begin(ROOT)
-        recipe, model = self.plan.recipe, self.plan.recipe.model
-        if self.plan.foreign is not None and self.plan.foreign.texts is None:
-            self._finished(
-                ROOT, *begin_with_graph(self.shop, self.plan.foreign, self.data, self._is_fresh(ROOT)), 0.0
-            )
-            return
-        settled = settle_head(self.plan, self.data, self.scorer.metrics)
-        folder, head = settled.folder, settled.head
-        self.scorer = replace(self.scorer, metrics=settled.metrics)
-        self.shop = replace(self.shop, validation=self.scorer)
-        self.warn(settled.doubts)
-        self.warn(decoding_warnings(recipe, folder))
-        if self.plan.foreign is not None:
-            artifact, cached = begin_with_graph(
-                self.shop, self.plan.foreign, self.data, self._is_fresh(ROOT), head
-            )
-        elif isinstance(model, str):
-            artifact, cached = self.shop.import_root(folder, head, self._is_fresh(ROOT))
-        else:
-            artifact, cached = start(self.shop, recipe, head, self._is_fresh(ROOT))
-        if recipe.strict:
-            require_lengths(artifact.path, recipe.task, self.data)
-        self._finished(ROOT, artifact, cached, 0.0)
+        begun = begin(self.plan, self.data, self.shop, self.scorer, self.warn, self._is_fresh(ROOT))
+        self.shop, self.scorer = begun.shop, begun.scorer
+        self._finished(ROOT, begun.artifact, begun.cached, 0.0)
 
     def _step(self, step: Step) -> None:
         if step.unavailable:

@@ -20,7 +20,8 @@ from smelt.core.data import (
 )
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of
-from smelt.core.labels import check_labels, class_names, problem_type
+from smelt.core.labels import class_names, problem_type
+from smelt.core.rows.targets import check_labels
 from smelt.core.stage import Progress, silent
 from smelt.core.store.store import Store
 from smelt.core.text import count

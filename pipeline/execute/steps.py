@@ -80,9 +80,9 @@ class Workshop:
 
     def import_root(self, source: Path, head: Head, fresh: bool) -> tuple[Artifact, bool]:
         """Bring the untouched model into the store; return it and whether it was there already."""
-        from smelt.runtime.models.checkpoint import count_parameters
         from smelt.runtime.models.import_model import import_model, source_files
         from smelt.runtime.models.licence import licence_of
+        from smelt.runtime.models.places.parameters import count_parameters
         from smelt.runtime.text.write_rules import write_text_rules
 
         labels, rules = head.labels, head.rules
@@ -260,7 +260,7 @@ class Workshop:
         ctx.facts.update(self.remembered)
         ctx.facts.setdefault("parameters", parent.manifest.facts.get("parameters"))
         if step.cls.produces == "torch":
-            from smelt.runtime.models.checkpoint import count_parameters
+            from smelt.runtime.models.places.parameters import count_parameters
 
             ctx.facts["parameters"] = count_parameters(out)
         return Manifest(

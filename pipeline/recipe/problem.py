@@ -13,11 +13,11 @@ from smelt.core.labels import (
     REGRESSION,
     SINGLE,
     ProblemType,
-    check_labels,
     class_names,
     decide_problem,
     found_names,
 )
+from smelt.core.rows.targets import check_labels
 from smelt.core.unlabelled import UNLABELLED
 
 # The metrics of each problem type; the first one leads the report.

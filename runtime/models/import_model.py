@@ -14,18 +14,14 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.core.labels import CLASSIFIERS, SINGLE, ProblemType
 from smelt.families.registry import FAMILIES, reads_images
-from smelt.runtime.models.checkpoint import (
-    TOKENIZER_SUFFIXES,
-    load_config,
-    load_model,
-    quiet,
-    save_model,
-)
+from smelt.runtime.models.checkpoint import TOKENIZER_SUFFIXES, load_model, save_model
 from smelt.runtime.models.coded.said import coding_of, no_other_head
 from smelt.runtime.models.coded.take import take_codes
+from smelt.runtime.models.making.empty_model import load_config
+from smelt.runtime.models.making.seq2seq_head import add_tied_head, lacks_head
 from smelt.runtime.models.places.fill import renamed
 from smelt.runtime.models.places.weights_fit import require_body
-from smelt.runtime.models.seq2seq_head import add_tied_head, lacks_head
+from smelt.runtime.models.quiet import quiet
 from smelt.runtime.models.weight_files import INDEX, find_weights, weight_tensors
 from smelt.runtime.text.sentence_files import MODULES, SETTINGS, SentenceRules, write_sentence_rules
 

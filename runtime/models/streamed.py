@@ -24,7 +24,8 @@ from smelt.core.stage import StoredDtype
 from smelt.families.registry import family_of
 from smelt.families.walk import Block, blocks_of, head_of
 from smelt.runtime.layers.quantized import is_quantized, matrix_types
-from smelt.runtime.models.checkpoint import empty_model, save_beside
+from smelt.runtime.models.checkpoint import save_beside
+from smelt.runtime.models.making.empty_model import empty_model
 from smelt.runtime.models.stored_dtype import narrowed, stored_types, weight_bytes
 from smelt.runtime.models.structure import Edit, with_masks
 from smelt.runtime.models.weight_files import INDEX, weight_tensors

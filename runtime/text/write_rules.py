@@ -7,7 +7,8 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from smelt.core.files import read_json, write_json
-from smelt.runtime.models.checkpoint import load_config, load_tokenizer
+from smelt.runtime.models.checkpoint import load_tokenizer
+from smelt.runtime.models.making.empty_model import load_config
 from smelt.runtime.text.rules import FILE, TextRules, language_token
 
 

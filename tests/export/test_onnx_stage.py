@@ -20,7 +20,8 @@ from smelt.export.tune.threads import cores
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
-from smelt.runtime.models.structure import apply_edits, replace_module
+from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.models.structure import replace_module
 from smelt.runtime.text.open_tokenizer import open_tokenizer
 from smelt.runtime.text.rust_tokenizer import RustTokenizer
 from smelt.runtime.text.tokenizing_file import read_tokenizing

@@ -12,7 +12,7 @@ from torch import nn
 from smelt.compress.depth.fit import check_kinds
 from smelt.compress.depth.parts import Part, parts_of
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, find_groups, rows_of
-from smelt.compress.train.settings import MasksSettings
+from smelt.compress.prune.learned.settings import MasksSettings
 from smelt.core.errors import InputError
 from smelt.core.text import article
 from smelt.families.walk import blocks_of

@@ -40,8 +40,8 @@ from smelt.compress.prune.learned.hard_concrete import (
 )
 from smelt.compress.prune.learned.hidden import HiddenMask
 from smelt.compress.prune.learned.masked import find_masked
+from smelt.compress.prune.learned.settings import MasksSettings
 from smelt.compress.train.extension import Extension, Group
-from smelt.compress.train.settings import MasksSettings
 from smelt.compress.train.terms import Objective, Term, Terms, terms_of
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import Edit

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from smelt.compress.calibration.observe import watched
 from smelt.compress.calibration.rows import calibration_rows, outputs
 from smelt.compress.quantize.through_codes import LatentLinear, latents_of
+from smelt.compress.quantize.training.settings import CodesSettings
 from smelt.compress.train.extension import Extension, Group
-from smelt.compress.train.settings import CodesSettings, TrainingSettings
+from smelt.compress.train.settings import TrainingSettings
 from smelt.compress.train.terms import Objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError

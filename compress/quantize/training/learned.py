@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from smelt.compress.quantize.through_codes import LatentLinear, latents_of
+from smelt.compress.quantize.training.settings import CodesSettings
 from smelt.compress.quantize.training.steps import RangeStep, Steps
 from smelt.compress.train.extension import Extension, Group
-from smelt.compress.train.settings import CodesSettings
 from smelt.compress.train.terms import Objective
 from smelt.core.errors import InputError
 from smelt.core.stage import Context

@@ -77,7 +77,7 @@ def _make(
     head: Head,
 ) -> list[str]:
     """Write the model into `out`, its tokenizer trained into the folder `words` before, if it is to be."""
-    from smelt.runtime.models.new_model import make_model
+    from smelt.runtime.models.making.new_model import make_model
     from smelt.runtime.text.limits import position_limit
     from smelt.runtime.text.new_tokenizer import train_tokenizer
 
@@ -117,7 +117,7 @@ def _commit(
     notes: list[str],
     fresh: bool,
 ) -> Artifact:
-    from smelt.runtime.models.checkpoint import count_parameters
+    from smelt.runtime.models.places.parameters import count_parameters
     from smelt.runtime.text.write_rules import write_text_rules
 
     write_text_rules(out, rules)

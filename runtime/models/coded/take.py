@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
-from smelt.runtime.models.checkpoint import empty_model, load_model
+from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.coded.headers import PARTS, coded_layers, missing, own_group, require_parts
 from smelt.runtime.models.coded.said import SAID, Coding
 from smelt.runtime.models.coded.unpack import Taken, unpack_awq, unpack_gptq
+from smelt.runtime.models.making.empty_model import empty_model
 from smelt.runtime.models.structure import Edit, write_edits
 from smelt.runtime.models.weight_files import NAMED, WEIGHTS, weight_tensors
 from smelt.runtime.schemes.parts.groups import GROUP_SIZE, group_count, groups_of

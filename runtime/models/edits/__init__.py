@@ -1,1 +1,1 @@
-"""Edits that take parts of all kinds out of a model."""
+"""Edits of a model's structure: each made again when it is read, and those that take parts out of it."""

@@ -6,7 +6,7 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 
 from smelt.compress.distill.student import keep_layers, spread
 from smelt.core.errors import InputError
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 
 
 def marian(decoder_layers=4):

@@ -8,7 +8,7 @@ from smelt.core.errors import InputError
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from smelt.core.data import Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import scheme_of
-from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.schemes.parts.packing import unpack_bits
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))

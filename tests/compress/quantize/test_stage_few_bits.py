@@ -8,7 +8,8 @@ import tiny
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
-from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.places.parameters import count_parameters
 
 # bits a weight: codes, a float16 scale for each 64 inputs or for each row of 256, 512
 BITS = {

@@ -9,7 +9,8 @@ from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
-from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.places.parameters import count_parameters
 
 ROWS = Split("x", tuple(Example(s) for s in tiny.SENTENCES))
 

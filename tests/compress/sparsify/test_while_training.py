@@ -14,7 +14,7 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.compress.sparsify.while_training import Gradual, Masked
-from smelt.compress.train.settings import SparsitySettings
+from smelt.compress.sparsify.while_training_settings import SparsitySettings
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split

@@ -25,8 +25,10 @@ from smelt.core.data import Columns
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.adapted import AdaptedLinear
-from smelt.runtime.models.checkpoint import count_parameters, load_model
-from smelt.runtime.models.structure import apply_edits, read_edits
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.models.places.parameters import count_parameters
+from smelt.runtime.models.structure import read_edits
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
 SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}

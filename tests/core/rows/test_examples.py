@@ -147,7 +147,8 @@ def _label_files(folder, labels):
     ("config", "places"), [(["1", "2", "3"], [0, 2, 1]), (["a", "b", "c", "d"], [1, 3, 2]), (None, [0, 2, 1])]
 )
 def test_numbers_as_labels_mean_the_same_in_every_kind_of_file(tmp_path, labels, config, places):
-    from smelt.core.labels import SINGLE, decide_problem, found_names, read_classes
+    from smelt.core.labels import SINGLE, decide_problem, found_names
+    from smelt.core.rows.targets import read_classes
 
     for path in _label_files(tmp_path, labels):
         examples = _read(path, "text-classification").examples
@@ -157,7 +158,8 @@ def test_numbers_as_labels_mean_the_same_in_every_kind_of_file(tmp_path, labels,
 
 
 def test_one_empty_label_among_numbers_is_named_with_its_line(tmp_path):
-    from smelt.core.labels import SINGLE, decide_problem, found_names, read_classes
+    from smelt.core.labels import SINGLE, decide_problem, found_names
+    from smelt.core.rows.targets import read_classes
 
     for name, text in (
         ("a.csv", "text,label\na,0\nb,\nc,1\n"),

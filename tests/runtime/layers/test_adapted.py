@@ -5,7 +5,7 @@ from torch import nn
 from smelt.compress.quantize.coding import quantize_module
 from smelt.core.errors import InputError
 from smelt.runtime.layers.adapted import AdaptedLinear
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 
 
 @pytest.fixture

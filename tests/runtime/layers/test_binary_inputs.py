@@ -7,7 +7,7 @@ from torch import nn
 from smelt.compress.quantize.coding import quantize_module
 from smelt.core.errors import InputError
 from smelt.runtime.layers.binary_inputs import LEAST, BinaryInputs, two_values
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 
 CODES = {"op": "quantize", "scheme": "binary", "group_size": 32, "accuracy_level": 0}
 

@@ -13,7 +13,7 @@ from smelt.runtime.layers.quantized import (
     matrix_types,
     scheme_of,
 )
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.schemes.registry import defaults, find
 
 

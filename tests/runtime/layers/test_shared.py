@@ -3,7 +3,7 @@ from torch import nn
 
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.shared import SharedLinear, parts_of
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 
 
 def test_it_is_the_sum_of_what_is_shared_and_its_own_with_one_bias():

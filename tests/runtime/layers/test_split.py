@@ -7,7 +7,7 @@ from torch import nn
 from smelt.core.errors import InputError
 from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.layers.split import SplitLinear, split_of
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 
 
 def test_it_adds_up_and_has_one_bias():

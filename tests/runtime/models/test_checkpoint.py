@@ -13,9 +13,10 @@ from torch import nn
 from transformers import BertModel, MarianMTModel
 
 from smelt.core.errors import InputError
-from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.import_model import import_model
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.places.parameters import count_parameters
 
 
 def test_loaded_model_computes_what_from_pretrained_computes(tmp_path):
@@ -59,23 +60,6 @@ def test_edits_make_room_for_low_rank_and_smaller_layers(tmp_path):
     again, read = load_model(out)
     assert read == edits
     torch.testing.assert_close(harness.logits(again), harness.logits(model), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"op": "low_rnak", "module": "x"}, "Did you mean 'low_rank'"),
-        ({"op": "low_rank", "module": "model.nothing", "rank": 2}, "does not fit the model"),
-        (
-            {"op": "set", "module": "model.encoder", "attribute": "forward", "value": 3},
-            "does not fit the model",
-        ),
-    ],
-)
-def test_edits_that_fit_no_model_are_explained(tmp_path, edit, message):
-    model, _ = load_model(tiny.marian(tmp_path / "m"))
-    with pytest.raises(InputError, match=message):
-        apply_edits(model, [edit])
 
 
 def test_damaged_or_missing_weights_are_explained(tmp_path):
@@ -171,16 +155,3 @@ def test_many_threads_load_tokenizers_without_a_word(tmp_path):
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_model_that_is_read_draws_no_weights(tmp_path, monkeypatch):
-    """On the meta device drawing changes nothing; it took half of the time. Elsewhere all is drawn."""
-    source, drawn = tiny.bert(tmp_path / "m"), []
-    real = torch.nn.init._no_grad_normal_
-    monkeypatch.setattr(torch.nn.init, "_no_grad_normal_", lambda *a, **k: drawn.append(a) or real(*a, **k))
-    draws = dict(vars(torch.nn.init))
-    model = load_model(source)[0]
-    assert drawn == []
-    assert vars(torch.nn.init) == draws
-    type(model)(model.config)
-    assert len(drawn) > 10

@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from smelt.core.errors import InputError
-from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.import_model import import_model, source_files
+from smelt.runtime.models.places.parameters import count_parameters
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from safetensors import safe_open
 
 from smelt.core.errors import InputError
 from smelt.runtime.backends.open_runner import open_folder
-from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.models.sentence_model import is_sentence_model, vector_of
 from smelt.runtime.predict import sentence_vectors
 from smelt.runtime.text.sentence_files import POOLINGS, SentenceRules

@@ -4,7 +4,8 @@ import pytest
 from torch import nn
 
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.models.structure import apply_edits, names_of, replace_layer
+from smelt.runtime.models.edits.apply import apply_edits
+from smelt.runtime.models.structure import names_of, replace_layer
 
 
 def model():

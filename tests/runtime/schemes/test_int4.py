@@ -9,7 +9,7 @@ from smelt.compress.quantize.coding import round_to_nearest
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.runtime.layers.quantized import QuantizedEmbedding, empty_quantized, joined, scheme_of
-from smelt.runtime.models.structure import apply_edits
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.parts.packing import unpack_nibbles
 from smelt.runtime.schemes.registry import defaults, find

@@ -104,7 +104,7 @@ def _make(folder: Path, family: str, task: Task | None, **config: Any) -> Path:
     import torch
 
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
-    from smelt.runtime.models.new_model import make_model
+    from smelt.runtime.models.making.new_model import make_model
 
     known = FAMILIES[family]
     words = folder / "tokenizer"

@@ -30,7 +30,7 @@ def model(folder: Path, family: str = "vit", **config: Any) -> Path:
     from smelt.core.files import write_json
     from smelt.runtime.images.processor import FILE, default_settings
     from smelt.runtime.models.checkpoint import load_model, save_model
-    from smelt.runtime.models.new_model import make_model
+    from smelt.runtime.models.making.new_model import make_model
 
     drawn = folder.with_name(f"{folder.name}-drawn")
     for new in (folder, drawn):

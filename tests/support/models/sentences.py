@@ -23,8 +23,8 @@ def embedder(folder: Path, family: str = "bert", rules: bool = True, **said: Any
     """
     from transformers import AutoModel
 
-    from smelt.runtime.models.checkpoint import quiet
     from smelt.runtime.models.import_model import make_embedder
+    from smelt.runtime.models.quiet import quiet
     from smelt.runtime.text.sentence_files import SentenceRules
 
     own = {name: said.pop(name) for name in list(said) if name in SentenceRules.model_fields}
@@ -63,7 +63,7 @@ def by_hand(folder: Path, texts: list[str], pooling: str = "mean", normalize: bo
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from smelt.runtime.models.checkpoint import quiet
+    from smelt.runtime.models.quiet import quiet
     from smelt.runtime.text.limits import length_limit
 
     with quiet():

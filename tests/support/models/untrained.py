@@ -7,7 +7,7 @@ from typing import Any
 
 import tiny
 
-from smelt.runtime.models.new_model import make_model
+from smelt.runtime.models.making.new_model import make_model
 from smelt.runtime.text.new_tokenizer import train_tokenizer
 
 SEQ2SEQ = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "encoder_ffn_dim": 32}

@@ -79,7 +79,8 @@ def look(folder: Path) -> Seen:
     from smelt.runtime.layers.scaled import ScaledLinear
     from smelt.runtime.layers.shared import parts_of
     from smelt.runtime.layers.split import SplitLinear
-    from smelt.runtime.models.checkpoint import count_parameters, load_model
+    from smelt.runtime.models.checkpoint import load_model
+    from smelt.runtime.models.places.parameters import count_parameters
     from smelt.runtime.models.stored_dtype import weight_bytes
     from smelt.runtime.models.structure import keeps_zeros
 

@@ -9,9 +9,9 @@ import torch
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned.hard_concrete import OPEN, open_chance
 from smelt.compress.prune.learned.masks import LearnedMasks
+from smelt.compress.prune.learned.settings import MasksSettings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
-from smelt.compress.train.settings import MasksSettings
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split

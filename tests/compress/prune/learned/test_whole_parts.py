@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.learned.masks import LearnedMasks
-from smelt.compress.train.settings import MasksSettings, check_training, left_by_training
+from smelt.compress.prune.learned.settings import MasksSettings
+from smelt.compress.train.settings import check_training, left_by_training
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split

@@ -20,9 +20,9 @@ from smelt.compress.quantize.coding import quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import load_trainable
 from smelt.compress.quantize.training.binary_inputs import LearnedInputs, binarize_first
+from smelt.compress.quantize.training.settings import CodesSettings
 from smelt.compress.share.layers import Share
 from smelt.compress.share.settings import ShareSettings
-from smelt.compress.train.settings import CodesSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx
@@ -30,7 +30,8 @@ from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized, scheme_of
-from smelt.runtime.models.checkpoint import count_parameters, load_model, save_model
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.models.structure import read_edits
 
 BINARY = {"scheme": "binary", "group_size": 32}

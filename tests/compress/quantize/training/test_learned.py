@@ -15,9 +15,9 @@ from smelt.compress.quantize.coding import fill_, quantize_module
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import LatentLinear, latents_of, load_trainable, settled
 from smelt.compress.quantize.training.learned import LearnedSteps
+from smelt.compress.quantize.training.settings import CodesSettings
 from smelt.compress.quantize.training.steps import Steps
 from smelt.compress.train.run import train
-from smelt.compress.train.settings import CodesSettings
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.store.unfinished import Unfinished

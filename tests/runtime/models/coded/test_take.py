@@ -16,8 +16,9 @@ from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.layers.quantized import is_quantized
-from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.import_model import import_model
+from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.models.structure import read_edits
 
 GATE = "model.layers.0.mlp.gate_proj"

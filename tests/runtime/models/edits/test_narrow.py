@@ -18,8 +18,8 @@ from smelt.compress.share.layers import Share, ShareSettings
 from smelt.core.errors import InputError
 from smelt.families.registry import FAMILIES
 from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.edits.narrow import narrow, say_width_in_config, width_of
-from smelt.runtime.models.structure import apply_edits
 
 SAYABLE = {"t5", "llama", "mistral", "qwen2", "qwen3", "phi3"}
 

@@ -23,8 +23,8 @@ from smelt.families.walk import blocks_of
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer, save_model
+from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.edits.skip import skip
-from smelt.runtime.models.structure import apply_edits
 from smelt.runtime.predict import generate_texts
 
 

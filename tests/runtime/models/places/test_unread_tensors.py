@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
-from smelt.runtime.models.checkpoint import count_parameters, load_model
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.models.places.parameters import count_parameters
 from smelt.runtime.models.places.unread_tensors import is_unread
 
 MAKERS = {

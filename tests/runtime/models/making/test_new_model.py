@@ -11,7 +11,7 @@ from smelt.core.errors import InputError
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.generate.shortlist import make_shortlist, write_shortlist
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
-from smelt.runtime.models.new_model import agreement, make_model
+from smelt.runtime.models.making.new_model import agreement, make_model
 
 
 @pytest.mark.parametrize("family", CONFIGS)

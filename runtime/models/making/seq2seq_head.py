@@ -27,8 +27,9 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
     import torch
     import transformers
 
-    from smelt.runtime.models.checkpoint import quiet, save_model
+    from smelt.runtime.models.checkpoint import save_model
     from smelt.runtime.models.places.weights_fit import require_body
+    from smelt.runtime.models.quiet import quiet
 
     with quiet():
         model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(

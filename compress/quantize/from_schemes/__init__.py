@@ -1,0 +1,1 @@
+"""What schemes declare of themselves, as `quantize` takes it and shows it."""

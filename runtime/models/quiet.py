@@ -1,0 +1,39 @@
+"""What transformers writes to the terminal of itself stays off it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+
+import transformers
+
+_quiet = threading.RLock()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars, load reports and advice off the terminal.
+
+    All of that is set for the whole process, so one thread at a time; two would put back each other's.
+    """
+    with _quiet:
+        yield from _hush()
+
+
+def _hush() -> Iterator[None]:
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    warnings.simplefilter("ignore")  # MarianTokenizer recommends a package that changes nothing here
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        caught.__exit__(None, None, None)
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

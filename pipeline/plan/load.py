@@ -16,12 +16,13 @@ from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
 from smelt.plan.order.coded import codes_lost
-from smelt.plan.order.tuned import idle_tune
+from smelt.plan.order.tuned import has_codes, idle_tune
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained
 from smelt.plan.warnings import data_warnings, decoding_warnings
 from smelt.recipe.errors import touches
+from smelt.recipe.inputs import Untrained
 from smelt.recipe.recipe import examine, find_recipe
 from smelt.recipe.yaml_file import Document, read_yaml
 
@@ -75,7 +76,9 @@ def make_plan(
     doubts = data_warnings(read, any(step.trains for step in steps), splits)
     doubts += decoding_warnings(read, folder) if folder else []
     config = read_config(folder)[0] if folder and not from_graph else {}
-    doubts += [*codes_lost(steps, config), *idle_tune(steps, config)]
+    doubts += codes_lost(steps, config)
+    floats = isinstance(read.model, Untrained) or (folder is not None and not has_codes(folder))
+    doubts += [] if from_graph else idle_tune(steps, floats)
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,

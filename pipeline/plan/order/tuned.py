@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError
+from smelt.look.model_folder import read_config
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
-from smelt.runtime.models.coded.said import coding_of
-from smelt.runtime.schemes.registry import SCHEMES, TAKEN, defaults
+from smelt.runtime.models.coded.said import SAID
+from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Options
 
 
-def idle_tune(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[str]:
+def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[str]:
     """Yield where `tune` has nothing to choose from, and what to do.
 
     Args:
         steps: of the plan, parents first.
-        config: of the untouched model; empty where it is not known.
+        floats: whether the untouched model is known to have no codes.
     """
     codes: dict[str, tuple[str, Mapping[str, Options]]] = {}
-    try:
-        if coding_of(config) is not None:
-            codes[ROOT] = (ROOT, {TAKEN: defaults(SCHEMES[TAKEN])})
-    except InputError:  # said of the model
-        return
+    unknown = set() if floats else {ROOT}
     for step in steps:
         settings: Any = step.settings
         if step.stage == "quantize":
             codes[step.name] = (step.name, {name: settings.options(name) for name in settings.schemes()})
-        elif step.parent in codes and not getattr(getattr(settings, "student", None), "other", False):
-            codes[step.name] = codes[step.parent]
-        if step.stage != "onnx" or not settings.tune or "tune" in step.wrong:
+        elif not getattr(getattr(settings, "student", None), "other", False):
+            unknown |= {step.name} if step.parent in unknown else set()
+            codes |= {step.name: codes[step.parent]} if step.parent in codes else {}
+        tunes = step.stage == "onnx" and settings.tune and "tune" not in step.wrong
+        if not tunes or step.name in unknown:
             continue
         where = f"line {step.line}: {step.name}: tune"
         if step.name not in codes:
@@ -47,3 +47,14 @@ def idle_tune(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[str]
                 f"{where}: codes of {' and '.join(schemes)} as '{maker}' makes them leave as one operator"
                 " alone; nothing is chosen."
             )
+
+
+def has_codes(folder: Path) -> bool:
+    """Say whether the model in `folder` has codes: a checkpoint of somebody else, or an artifact of smelt."""
+    if read_config(folder)[0].get(SAID) is not None:
+        return True
+    try:
+        edits = json.loads((folder / "structure.json").read_text(encoding="utf-8"))["edits"]
+        return any(edit["op"] == "quantize" for edit in edits)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False  # there is none; what is wrong with one says who loads the model

@@ -49,6 +49,13 @@ def require_codes(src: Path, coding: Coding) -> None:
         own_group(src, name, coding, width)
 
 
+def unsaid_codes(src: Path) -> str | None:
+    """Return the name of a layer whose tensors in `src` are codes, where no config speaks of any."""
+    names = {name for _, name, _ in weight_tensors(src)}
+    layers = (name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
+    return min((name for name in layers if {f"{name}.qzeros", f"{name}.scales"} <= names), default=None)
+
+
 def coded_layers(src: Path, names: Iterable[str], coding: Coding) -> list[str]:
     """Return the layers of the tensors `names` whose weights are codes.
 
@@ -97,7 +104,8 @@ def require_parts(src: Path, name: str, entries: Entries, coding: Coding, width:
             raise InputError(
                 f"{src}: the tensor '{name}.{part}' is {_told(entry)}; 4-bit {coding.method} codes of a layer"
                 f" of {width} inputs and {rows} outputs, in groups of {coding.group or 'whole rows'}, have"
-                f" {kind} {shape}. Does {SAID} say the bits and the group_size that the codes were made with?"
+                f" {kind} {shape}. Are the bits and the group_size of {SAID}, and the sizes of config.json,"
+                " those of these weights?"
             )
 
 

@@ -8,6 +8,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ _AUTO_ROUND, _PACKING = "auto-round", "auto_round:auto_gptq"
 # AutoRound's words for whole numbers with a zero point of their own kind (auto_round/data_type/int.py)
 _WHOLE_NUMBERS = ("int", f"int{BITS}", "int_sym", "int_asym", "int_sym_gptq")
 _FLOAT_BITS = 16  # from here on nothing is rounded
-_ROTATIONS = ("rotation_config", "spinquant_config")
+# of AutoRound, and of GPTQModel (quantization/config.py: `rotation: hadamard | random`)
+_ROTATIONS = ("rotation_config", "spinquant_config", "rotation")
 # where tools say what single layers have of their own: AutoRound, GPTQModel
 _OF_LAYERS = ("extra_config", "dynamic")
 # what is added to a stored zero point: the first layout stores them less one
@@ -61,10 +63,10 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
     method = _method(said)
     bits = said.get("bits", said.get("w_bit"))
     if bits != BITS:
-        raise InputError(f"{SAID}: {method} codes of {str(bits)[:20]} bits; smelt reads {BITS}. {_AGAIN}")
+        raise InputError(f"{SAID}: {method} codes of {_as_json(bits)} bits; smelt reads {BITS}. {_AGAIN}")
     group = said.get("group_size", said.get("q_group_size"))
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
-        raise InputError(f"{SAID}: group_size is {str(group)[:40]}; expected a whole number, or -1 for rows.")
+        raise InputError(f"{SAID}: group_size is {_as_json(group)}; expected a whole number, or -1 for rows.")
     form = _layout(method, said)
     _require_plain(said)
     orders = any(own.get("desc_act") is True for own in (said, *_layers_alike(said, group)))
@@ -88,9 +90,12 @@ def _method(said: Mapping[str, Any]) -> str:
     """
     method = str(said.get("quant_method", "")).lower()
     if method == _AUTO_ROUND:
-        packing = str(said.get("packing_format", _PACKING))
+        packing = str(said.get("packing_format") or _PACKING)
         if packing != _PACKING:
-            raise InputError(f"{SAID}: packing_format is '{packing[:40]}'; smelt reads {_PACKING}. {_AGAIN}")
+            raise InputError(
+                f"{SAID}: packing_format is '{packing[:40]}'; smelt reads {_PACKING}, which auto-round writes"
+                f" of symmetric codes; of others it reads what --format auto_gptq writes. {_AGAIN}"
+            )
         return "gptq"
     if method not in _METHODS:
         raise InputError(
@@ -108,7 +113,7 @@ def _layout(method: str, said: Mapping[str, Any]) -> str:
     """
     word, known = ("checkpoint_format", tuple(_OFFSETS)) if method == "gptq" else ("version", ("gemm",))
     word = "format" if word not in said and "format" in said else word
-    found = str(said.get(word, known[0])).lower()
+    found = str(said.get(word) or known[0]).lower()
     if any(value is True for key, value in said.items() if key.startswith("is_marlin")):
         found = "marlin"
     if found not in known:
@@ -116,7 +121,7 @@ def _layout(method: str, said: Mapping[str, Any]) -> str:
             f"{SAID}: {word} is '{found[:40]}', a layout of one kernel; smelt reads {' and '.join(known)}."
             f" {_AGAIN}"
         )
-    packed = str(said.get("pack_dtype", "int32"))
+    packed = str(said.get("pack_dtype") or "int32")
     if packed != "int32":
         raise InputError(f"{SAID}: pack_dtype is '{packed[:40]}'; smelt reads int32. {_AGAIN}")
     return found
@@ -151,6 +156,11 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
             f"{SAID}: {where}{rotated}: the weights are rotated, and activations have to be while the model"
             f" runs, which nothing here does. {_HERE}"
         )
+
+
+def _as_json(value: Any) -> str:
+    """Return what stands in the config, with its quotes: "4" is no number."""
+    return json.dumps(value, default=str)[:40]
 
 
 def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]]:

@@ -66,6 +66,26 @@ def test_a_bare_encoder_of_codes_gets_no_classifier(tmp_path):
     assert codes_problems(folder, config | {"architectures": ["BertModel"]}, None, whole=False) == []
 
 
+def test_codes_that_no_config_speaks_of(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    [problem], _ = check_model_folder(folder, TASK)
+    assert ".qweight' and other tensors are codes, and config.json has no quantization_config" in problem
+
+
+def test_a_bare_encoder_and_decoder_of_codes_gets_no_head(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    for name, refused in (("T5Model", True), ("T5ForConditionalGeneration", False), ("MarianMTModel", False)):
+        told = codes_problems(
+            folder, config | {"architectures": [name], "is_encoder_decoder": True}, "translation", whole=True
+        )
+        assert bool(told) == refused, name
+
+
 def test_codes_are_looked_at_without_torch(llama, tmp_path):
     folder, _ = coded.gptq(llama, tmp_path / "gptq", group=24)
     code = (

@@ -55,6 +55,16 @@ def test_codes_that_leave_as_one_operator_alone(folder, scheme, chooses):
     assert ("as 'quantize' makes them leave as one operator alone" in text) != chooses
 
 
+def test_of_a_model_that_nobody_has_looked_at_nothing_is_said(folder):
+    assert "tune" not in told(folder, TUNED, model="somebody/model").partition("warning")[2]
+    (folder / "artifact").mkdir()
+    for path in (folder / "float").iterdir():
+        (folder / "artifact" / path.name).write_bytes(path.read_bytes())
+    edit = '{"schema": 1, "edits": [{"op": "quantize", "module": "lm_head", "scheme": "int4"}]}'
+    (folder / "artifact" / "structure.json").write_text(edit)
+    assert "tune" not in told(folder, "onnx: {tune: true}", model="artifact").partition("warning")[2]
+
+
 def test_codes_of_a_checkpoint_count_and_those_of_another_student_do_not(folder):
     assert "tune" not in told(folder, TUNED, model="gptq").partition("warning")[2]
     other = "distill: {student: {model: float}}"

@@ -43,7 +43,7 @@ def test_layouts_that_are_read():
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', a layout of one kernel"),
         (GPTQ | {"is_marlin_format": True}, "checkpoint_format is 'marlin'"),
         (GPTQ | {"pack_dtype": "int8"}, "pack_dtype is 'int8'; smelt reads int32"),
-        (GPTQ | {"group_size": "all"}, "group_size is all; expected a whole number"),
+        (GPTQ | {"group_size": "all"}, "group_size is "all"; expected a whole number"),
         (AUTO_ROUND | {"bits": 2}, "gptq codes of 2 bits"),
         (
             AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
@@ -76,6 +76,9 @@ OTHERS = [
     ({"data_type": "int_sym_dq"}, "data_type is 'int_sym_dq'.* no scales that are codes themselves"),
     ({"rotation_config": {"hadamard_type": "hadamard", "block_size": 32}}, "rotation_config: .* are rotated"),
     ({"spinquant_config": {"r1": True}}, "spinquant_config: the weights are rotated"),
+    ({"rotation": "hadamard"}, "rotation: the weights are rotated"),  # GPTQModel
+    ({"bits": "4"}, 'codes of "4" bits; smelt reads 4'),
+    ({"group_size": "32"}, 'group_size is "32"; expected a whole number'),
 ]
 
 
@@ -89,6 +92,7 @@ def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, 
 @pytest.mark.parametrize("said", [
     {"data_type": "int4"}, {"data_type": "int_sym"}, {"data_type": None}, {"act_bits": None},
     {"act_bits": 16, "act_data_type": "float"}, {"rotation_config": {}}, {"spinquant_config": None},
+    {"rotation": None, "packing_format": None, "checkpoint_format": None, "pack_dtype": None},
 ])  # fmt: skip
 def test_whole_numbers_and_float_activations_are_read(said):
     assert of(**AUTO_ROUND | said) == Coding("gptq", 32, 1)

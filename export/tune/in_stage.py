@@ -51,14 +51,17 @@ def choose_operators(
     forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
         ctx.warnings.append("tune: no layer of this model can leave as more than one operator")
-    _compare(found["microseconds_by_graph"], use, ctx)
+    _compare(found["microseconds_by_graph"], steps, use, ctx)
     told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
     ctx.facts["tune"] = told | found
     return deployed_again(parent, reference)
 
 
-def _compare(by_graph: Mapping[str, Mapping[str, float]], use: Tune, ctx: Context) -> None:
-    """Warn where the products of a graph are slower than int8-dynamic's would be."""
+def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Tune, ctx: Context) -> None:
+    """Warn where the products of a graph are slower than int8-dynamic's would be.
+
+    steps: the graph that runs once for each token; "" for none.
+    """
     slower = [
         f"{took['chosen'] / took[DEFAULT]:.2f} times in {graph} ({took['chosen']:.0f} against"
         f" {took[DEFAULT]:.0f} µs)"
@@ -67,10 +70,12 @@ def _compare(by_graph: Mapping[str, Mapping[str, float]], use: Tune, ctx: Contex
     ]
     if slower:
         beams = f" and {use.beams} beams" if use.beams > 1 else ""
-        once = "; a call runs the step once for each token, the others once" if len(by_graph) > 1 else ""
+        once = " and ".join(graph for graph in by_graph if graph != steps)
+        often = f"; for each text {steps} runs once a token, {once} once" if steps and once else ""
         ctx.warnings.append(
             f"tune: with batches of {use.batch_size}{beams} the products of these codes take longer on this"
-            f" machine than those of {DEFAULT}: {', '.join(slower)}{once}"
+            f" machine than those of {DEFAULT}: {', '.join(slower)}{often}. A branch with scheme:"
+            f" {DEFAULT} shows which is faster in all"
         )
 
 

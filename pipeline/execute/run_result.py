@@ -85,17 +85,38 @@ def _form(report: Mapping[str, Any], name: str) -> str:
 def step_to_ship(report: Mapping[str, Any]) -> str | None:
     """Return the smallest step that any machine with ONNX Runtime runs, of those that are worth having.
 
-    None where no step left for it.
+    Where no times say which are (none were taken, or all were disturbed), it is of those that are not
+    significantly worse than the baseline, else it is the best. None where no step left for it.
     """
     there = [
         step
         for step in report["steps"]
         if step["artifact"] and step["format"] == "onnx" and step["target"] == "ort-cpu"
     ]
-    worth = [step for step in there if step["name"] in report["frontier"]] or there
+    worth = [step for step in there if step["name"] in report["frontier"]]
+    worth = worth or [step for step in there if not _is_worse(step)] or _best(there)
     if not worth:
         return None
     return str(min(worth, key=lambda step: step["size_bytes"])["name"])
+
+
+def _is_worse(step: Mapping[str, Any]) -> bool:
+    """Say whether the first metric of a step is significantly worse than the baseline's."""
+    from smelt.evaluate.report.view import SIGNIFICANT
+
+    for metric, score in (step.get("quality") or {}).items():
+        test = (step.get("against_baseline") or {}).get(metric)
+        sign = 1 if score["higher_is_better"] else -1
+        return test is not None and test["p_value"] < SIGNIFICANT and sign * test["difference"] < 0
+    return False
+
+
+def _best(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the step with the best first metric; none of none."""
+    signs = {True: 1, False: -1}
+    scores = [next(iter(step["quality"].values())) for step in steps]
+    values = [signs[score["higher_is_better"]] * score["value"] for score in scores]
+    return [steps[values.index(max(values))]] if values else []
 
 
 def _short(path: Path) -> str:

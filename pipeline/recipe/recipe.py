@@ -130,6 +130,10 @@ def find_recipe(word: str) -> Path:
     shipped = {p.stem: p for p in Path(str(smelt.configs.__file__)).parent.glob("*.yaml")}
     if word in shipped:
         return shipped[word]
+    if path.is_dir():
+        model = (path / "config.json").is_file()
+        hint = f" `smelt init {word}` writes one for the model in it." if model else ""
+        raise InputError(f"{word}: a folder, and not a recipe, which is a YAML file.{hint}")
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     names = ", ".join(sorted(shipped)) or "none"
     hint = nearest(path.name, [*beside, *shipped])

@@ -158,5 +158,8 @@ def _times(report: Report, step: str) -> list[str]:
         if row.stable and row.speedup and row.speedup_ci95 and step != report.baseline:
             low, high = row.speedup_ci95
             said += f": {row.speedup:.2f} times as fast as {report.baseline} [{low:.2f}, {high:.2f}]"
+        said += (
+            "" if row.stable is not False else " (other work disturbed it, so that it may be faster alone)"
+        )
         lines.append(f"{said}; {hardware(report)}")
     return lines

@@ -104,8 +104,8 @@ def require_parts(src: Path, name: str, entries: Entries, coding: Coding, width:
             raise InputError(
                 f"{src}: the tensor '{name}.{part}' is {_told(entry)}; 4-bit {coding.method} codes of a layer"
                 f" of {width} inputs and {rows} outputs, in groups of {coding.group or 'whole rows'}, have"
-                f" {kind} {shape}. Are the bits and the group_size of {SAID}, and the sizes of config.json,"
-                " those of these weights?"
+                f" {kind} {shape}. Are quant_method, bits and group_size of {SAID}, and the sizes of"
+                " config.json, those of these weights?"
             )
 
 

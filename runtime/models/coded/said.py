@@ -40,13 +40,15 @@ class Coding:
 
     method: gptq or awq, which says how they are packed. group: inputs that share a scale; None: all of a row.
     offset: what is added to a stored zero point. ordered: whether inputs were taken in an order of their own,
-    so that only an index says which group each is in.
+    so that only an index says which group each is in. symmetric: whether the config says that every zero
+    point is in the middle.
     """
 
     method: str
     group: int | None
     offset: int
     ordered: bool = False
+    symmetric: bool = False
 
 
 def coding_of(config: Mapping[str, Any]) -> Coding | None:
@@ -71,7 +73,9 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
     _require_plain(said)
     orders = any(own.get("desc_act") is True for own in (said, *_layers_alike(said, group)))
     ordered = method == "gptq" and group != -1 and orders
-    return Coding(method, None if group == -1 else group, _OFFSETS.get(form, 0), ordered)
+    return Coding(
+        method, None if group == -1 else group, _OFFSETS.get(form, 0), ordered, said.get("sym") is True
+    )
 
 
 def no_other_head(coding: Coding) -> str:
@@ -99,8 +103,8 @@ def _method(said: Mapping[str, Any]) -> str:
         return "gptq"
     if method not in _METHODS:
         raise InputError(
-            f"{SAID}: quant_method is '{method[:40]}'; smelt reads the codes of {', '.join(_METHODS)} and"
-            f" {_AUTO_ROUND} alone. Start from the float model, and quantize it here."
+            f"{SAID}: quant_method is {_as_json(said.get('quant_method'))}; smelt reads the codes of"
+            f" {', '.join(_METHODS)} and {_AUTO_ROUND} alone. {_HERE}"
         )
     return method
 

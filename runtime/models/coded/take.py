@@ -30,6 +30,8 @@ from smelt.runtime.schemes.parts.groups import GROUP_SIZE, group_count, groups_o
 from smelt.runtime.schemes.registry import TAKEN, defaults, find
 from smelt.runtime.schemes.scheme import Codes
 
+_MIDDLE = 8  # the zero point of symmetric 4-bit codes
+
 
 def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list[str]:
     """Write the model of `src` into `out`, its codes as they are; return what the user should know.
@@ -64,7 +66,10 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
             stored[name] = tensors.read(name)
     save_file(dict(sorted(stored.items())), out / WEIGHTS, metadata={"format": "pt"})
     write_edits(out, edits)
-    load_model(out)  # everything has its place
+    try:
+        load_model(out)  # everything has its place
+    except InputError as error:
+        raise InputError(str(error).replace(str(out), str(src))) from error
     return [
         f"the model's own {coding.method} codes are taken as they are: {len(coded)} layers of scheme"
         f" {TAKEN}; what is compared with is this model, not the one that it was quantized from"
@@ -131,7 +136,7 @@ def _matrix(
     zeros, scales = (
         part.repeat_interleave(-(-group // size), dim=1)[:, :count] for part in (taken.zeros, taken.scales)
     )
-    symmetric = bool((zeros == 8).all())
+    symmetric = bool((zeros == _MIDDLE).all())
     options = defaults(scheme) | {GROUP_SIZE.name: size, "symmetric": symmetric}
     codes = groups_of(taken.codes.contiguous(), size)
     if pad := count * size - width:  # what fills the last group up means zero
@@ -164,6 +169,13 @@ def _taken(tensors: _Tensors, name: str, linear: nn.Linear, coding: Coding) -> T
             f"{tensors.src}: '{name}.qzeros' says a zero point of 16, which 4 bits do not hold: written as"
             " 'gptq', and perhaps meant as 'gptq_v2' (checkpoint_format), or a zero point of 0 that the first"
             " layout cannot store. Save it again as gptq_v2."
+        )
+    odd = int(found.zeros.min()) if coding.symmetric and coding.method == "gptq" else _MIDDLE
+    if abs(odd - _MIDDLE) == 1 and bool((found.zeros == odd).all()):
+        raise InputError(
+            f"{tensors.src}: '{name}.qzeros': {SAID} says sym: true, so that every zero point is {_MIDDLE},"
+            f" and these are {odd}: checkpoint_format is 'gptq' where the file is 'gptq_v2', or the reverse."
+            " Name the one that its tool wrote."
         )
     exact = scales.to(torch.float16)
     if not bool(exact.isfinite().all()) or not exact.to(scales.dtype).equal(scales):

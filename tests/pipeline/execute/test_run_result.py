@@ -9,7 +9,8 @@ from smelt.execute.run_result import Result, step_to_ship, summary_lines
 
 
 def step(name, size, format_="onnx", target="ort-cpu", artifact="a"):
-    return {"name": name, "size_bytes": size, "format": format_, "target": target, "artifact": artifact}
+    where = {"format": format_, "target": target, "artifact": artifact}
+    return {"name": name, "size_bytes": size, "quality": {}, "against_baseline": {}} | where
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,33 @@ def step(name, size, format_="onnx", target="ort-cpu", artifact="a"):
 )
 def test_the_step_to_ship_is_small_worth_having_and_runs_anywhere(steps, frontier, expected):
     assert step_to_ship({"steps": steps, "frontier": frontier}) == expected
+
+
+def judged(name, size, value, p_value, higher=True, difference=-1.0):
+    score = {"value": value, "higher_is_better": higher}
+    against = {"difference": difference, "p_value": p_value}
+    return step(name, size) | {"quality": {"m": score}, "against_baseline": {"m": against}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (
+            [judged("whole", 9, 38.2, 1.0), judged("bad", 2, 31.3, 0.002), judged("good", 5, 38.0, 0.6)],
+            "good",
+        ),
+        ([judged("better", 9, 39.2, 0.01, difference=1.0), judged("bad", 2, 31.3, 0.002)], "better"),
+        ([judged("bad", 9, 35.0, 0.01), judged("worst", 2, 0.02, 0.002)], "bad"),
+        (
+            [judged("bad", 2, 99.0, 0.01, False, 9.0), judged("good", 9, 80.0, 0.01, False, -9.0)],
+            "good",
+        ),
+        ([judged("bad", 2, 99.0, 0.01, False, 9.0), judged("less", 9, 95.0, 0.01, False, 5.0)], "less"),
+    ],
+)
+def test_without_times_what_is_significantly_worse_is_not_named(steps, expected):
+    assert step_to_ship({"steps": steps, "frontier": []}) == expected
+    assert step_to_ship({"steps": steps, "frontier": [steps[0]["name"]]}) == steps[0]["name"]
 
 
 def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):

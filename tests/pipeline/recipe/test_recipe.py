@@ -308,6 +308,14 @@ def test_find_recipe_names_the_nearest_file(tmp_path: Path) -> None:
         find_recipe(str(tmp_path / "transalte.yaml"))
 
 
+def test_a_folder_is_no_recipe_and_one_with_a_model_gets_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r": a folder, and not a recipe, which is a YAML file\.$"):
+        find_recipe(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InputError, match=r"`smelt init .*` writes one for the model in it\.$"):
+        find_recipe(str(tmp_path))
+
+
 @settings(FUZZ)
 @given(st.text(), st.lists(st.text(max_size=20), max_size=2))
 def test_any_text_is_a_recipe_or_an_input_error(text: str, overrides: list[str]) -> None:

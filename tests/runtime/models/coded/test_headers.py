@@ -81,7 +81,9 @@ def test_codes_that_do_not_fit_are_refused(case, tmp_path):
     ("part", "kind"), [("qweight", np.int64), ("qzeros", np.uint8), ("scales", np.int32)]
 )
 def test_codes_and_scales_have_their_types(part, kind, tmp_path):
-    with pytest.raises(InputError, match=rf"'a\.{part}' is .*\. Are the bits and the group_size of quant"):
+    with pytest.raises(
+        InputError, match=rf"'a\.{part}' is .*\. Are quant_method, bits and group_size of quant"
+    ):
         require_codes(written(tmp_path / "m", SHAPES["gptq"], **{part: kind}), GPTQ)
 
 

@@ -35,15 +35,15 @@ def test_layouts_that_are_read():
     [
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "quant_method is 'bitsandbytes'; .* gptq, awq and auto-round",
+            'quant_method is "bitsandbytes"; .* gptq, awq and auto-round',
         ),
-        ({"load_in_4bit": True}, "quant_method is ''"),
+        ({"load_in_4bit": True}, "quant_method is null"),
         (GPTQ | {"bits": 3}, "gptq codes of 3 bits; smelt reads 4"),
         (GPTQ | {"bits": 8}, "gptq codes of 8 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', a layout of one kernel"),
         (GPTQ | {"is_marlin_format": True}, "checkpoint_format is 'marlin'"),
         (GPTQ | {"pack_dtype": "int8"}, "pack_dtype is 'int8'; smelt reads int32"),
-        (GPTQ | {"group_size": "all"}, "group_size is "all"; expected a whole number"),
+        (GPTQ | {"group_size": "all"}, 'group_size is "all"; expected a whole number'),
         (AUTO_ROUND | {"bits": 2}, "gptq codes of 2 bits"),
         (
             AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},

@@ -215,3 +215,22 @@ def test_a_new_head_over_codes_is_refused(llama, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="are gptq codes, and the task wants another head"):
         import_model(folder, tmp_path / "out", labels=["no", "yes"])
+
+
+@pytest.mark.parametrize(("form", "said"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
+def test_zero_points_that_are_next_to_the_middle_of_symmetric_codes_name_the_other_layout(
+    form, said, llama, tmp_path
+):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq", form=form, checkpoint_format=said)
+    with pytest.raises(InputError, match=r"sym: true, .* is 8, and these are [79]: checkpoint_format is"):
+        taken(folder, tmp_path / "out")
+
+
+def test_what_does_not_fit_is_said_of_the_folder_that_the_user_named(llama, tmp_path):
+    folder, _ = coded.gptq(llama, tmp_path / "gptq")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(InputError) as error:
+        taken(folder, tmp_path / "out")
+    assert str(tmp_path / "out") not in str(error.value)
+    assert str(folder) in str(error.value)

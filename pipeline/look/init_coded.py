@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from smelt.core.data import SIMILARITY
+from smelt.look.coded_model import CodedModel
 from smelt.look.init_stages import Machine, Step
 from smelt.look.model import ModelLook
-from smelt.runtime.models.coded.said import BITS, Coding
-from smelt.runtime.schemes.registry import SCHEMES, TAKEN, targets_of
+from smelt.runtime.schemes.registry import SCHEMES
 
 _AS_IT_IS = "onnx-codes"
 _TUNED = "onnx-tuned"
@@ -25,8 +25,10 @@ def coded_steps(seen: ModelLook, machine: Machine, train: bool) -> Iterator[Step
         machine: what runs there.
         train: whether there are training rows.
     """
-    yield Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU: the codes as they are", _AS_IT_IS)
-    if machine.openvino and "openvino" in targets_of([SCHEMES[TAKEN]]):
+    targets = seen.coded.targets if seen.coded else []
+    if "ort-cpu" in targets:
+        yield Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU: the codes as they are", _AS_IT_IS)
+    if machine.openvino and "openvino" in targets:
         yield Step("onnx", "{target: openvino}", "the same in OpenVINO", "openvino", "model", optional=True)
     if _trains(seen, train):
         # scales that are learned start as they are stored, so that the first update sees the very codes
@@ -36,11 +38,11 @@ def coded_steps(seen: ModelLook, machine: Machine, train: bool) -> Iterator[Step
         yield Step("onnx", "{target: ort-cpu}", "to deploy instead, where that gained", _TUNED)
 
 
-def coded_notes(coding: Coding, fast: bool) -> Iterator[str]:
+def coded_notes(coded: CodedModel, fast: bool) -> Iterator[str]:
     """Yield what is to be known of a model of codes, without full stops; `fast`: the fast chain was asked."""
     yield (
-        f"the weights are {coding.method} codes of {BITS} bits already, which are taken as they are; pruning,"
-        " fewer layers, thinner products and other codes start from the float model that these were made of"
+        f"the weights are {coded.said} codes already, which are taken as they are; pruning, fewer layers,"
+        f" thinner products and other codes start from floats: {coded.again}"
     )
     if fast:
         yield (
@@ -55,4 +57,7 @@ def last_graph(seen: ModelLook, train: bool) -> str:
 
 
 def _trains(seen: ModelLook, train: bool) -> bool:
-    return train and seen.task != SIMILARITY  # whose rows may have no scores to learn
+    """Say whether there are rows to train on, and scales to learn."""
+    schemes = seen.coded.schemes if seen.coded else ()
+    learns = any(SCHEMES[name].learns for name in schemes)
+    return train and learns and seen.task != SIMILARITY  # whose rows may have no scores to learn

@@ -182,8 +182,8 @@ def recipe_text(
     """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
-    proposed = coded_steps(seen, machine, train) if seen.coding else steps(seen, machine, train, fast)
-    said = [*(coded_notes(seen.coding, fast) if seen.coding else ()), *(data.notes if data else ())]
+    proposed = coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast)
+    said = [*(coded_notes(seen.coded, fast) if seen.coded else ()), *(data.notes if data else ())]
     named = model if seen.folder is None else _relative(seen.folder, base)
     head = _head(model, seen, machine, path, said, named_files=data is not None)
     lines = [*head, f"model: {_scalar(named)}", f"task: {seen.task}"]
@@ -208,7 +208,7 @@ def recipe_text(
     if seen.new_head:
         lines += ["baseline: tuned    # before it the classifier is random"]
     metric, last = _leading_metric(seen, data), "onnx-fp32" if blockless(seen.config) else "onnx-int8"
-    last = last_graph(seen, train) if seen.coding else last
+    last = last_graph(seen, train) if seen.coded else last
     lines += [
         "# A limit that must be kept, or the run exits with 3:",
         f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: {last}}}}}",

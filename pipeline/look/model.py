@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smelt.core.artifact import MANIFEST
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES
+from smelt.look.coded_model import CodedModel, coded_model
 from smelt.look.model_folder import (
     check_model_folder,
     local_folder,
@@ -22,7 +24,7 @@ from smelt.look.model_folder import (
 )
 from smelt.recipe.problem import has_classifier
 from smelt.runtime.models.coded.headers import CODES, values_by_type
-from smelt.runtime.models.coded.said import BITS, Coding, coding_of
+from smelt.runtime.models.coded.said import BITS, coding_of
 from smelt.runtime.text.limits import position_limit
 from smelt.runtime.text.sentence_files import MODULES, read_sentence_rules
 
@@ -44,7 +46,7 @@ class ModelLook:
     task: what it is for; tasks: all that its family can be for. parameters: values in its weights;
     None where they were not read. dtype: of most of them. limit: the most tokens of a text.
     new_head: it has no classifier yet. config: its Hugging Face config. languages: source and target, as its
-    tokenizer calls them, where its files say them. coding: how its weights are codes, if they are.
+    tokenizer calls them, where its files say them. coded: its codes; None for floats.
     """
 
     folder: Path | None
@@ -57,7 +59,7 @@ class ModelLook:
     new_head: bool
     config: Mapping[str, Any] = field(default_factory=dict)
     languages: tuple[str | None, str | None] = (None, None)
-    coding: Coding | None = None
+    coded: CodedModel | None = None
 
 
 def look(model: str, task: Task | None = None, base: Path | None = None) -> ModelLook:
@@ -78,7 +80,8 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         problems, _ = check_model_folder(folder, chosen)
     if problems or chosen is None:
         raise InputError("\n".join(problems) or f"{model}: not a model's folder.")
-    count, dtype = _weights(folder) if folder is not None else (None, None)
+    coded = _coded(place, config)
+    count, dtype = _weights(folder, coded) if folder is not None else (None, None)
     return ModelLook(
         folder=folder,
         family=family,
@@ -90,7 +93,7 @@ def look(model: str, task: Task | None = None, base: Path | None = None) -> Mode
         new_head=chosen in CLASSIFICATION and not has_classifier(config),
         config=config,
         languages=_languages(folder) if folder is not None else (None, None),
-        coding=_coding(place, config),
+        coded=coded,
     )
 
 
@@ -143,16 +146,28 @@ def _languages(folder: Path) -> tuple[str | None, str | None]:
     return source, target
 
 
-def _coding(place: Path, config: Mapping[str, Any]) -> Coding | None:
-    """Return how the weights are codes; of a hub id nobody else has asked the config for it."""
+def _coded(place: Path, config: Mapping[str, Any]) -> CodedModel | None:
+    """Return what codes the model has; of a hub id nobody else has asked the config for it.
+
+    Raises:
+        InputError: they are none that smelt reads.
+    """
     try:
-        return coding_of(config)
+        coding_of(config)
     except InputError as error:
         raise InputError(f"{place / 'config.json'}: {error}") from error
+    return coded_model(place, config)
 
 
-def _weights(folder: Path) -> tuple[int, str]:
-    """Return how many values the weights hold, and the type of most of them."""
+def _weights(folder: Path, coded: CodedModel | None) -> tuple[int | None, str]:
+    """Return how many values the weights hold, and the type of most of them; of an artifact as it says."""
+    if coded is not None and (folder / MANIFEST).is_file():
+        try:
+            facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["facts"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            facts = {}
+        told = facts.get("parameters") if isinstance(facts, dict) else None
+        return told if isinstance(told, int) else None, f"{coded.said} codes"
     counts = values_by_type(folder)
     most = max(counts, key=counts.__getitem__, default="F32")
     return sum(counts.values()), _TYPES.get(most, most)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import nearest
+from smelt.look.coded_model import coded_model
 from smelt.look.model_folder import read_config
 from smelt.plan.order.coded import coded_mistakes, codes_lacking
 from smelt.plan.plan import Step
@@ -48,7 +49,8 @@ def check_fit(
     config, problems = read_config(folder)
     if problems:
         return
-    for name, message in [*coded_mistakes(steps, config), *codes_lacking(steps, config)]:
+    coded = coded_model(folder, config)
+    for name, message in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
         mistakes.add(places[name], message)
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:

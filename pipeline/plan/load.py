@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from smelt.look.coded_model import coded_model
 from smelt.look.foreign import is_onnx
 from smelt.look.model_folder import read_config
 from smelt.plan.engines import fit_engines
@@ -16,7 +17,7 @@ from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
 from smelt.plan.order.coded import codes_lost
-from smelt.plan.order.tuned import has_codes, idle_tune
+from smelt.plan.order.tuned import idle_tune
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained
@@ -77,7 +78,7 @@ def make_plan(
     doubts += decoding_warnings(read, folder) if folder else []
     config = read_config(folder)[0] if folder and not from_graph else {}
     doubts += codes_lost(steps, config)
-    floats = isinstance(read.model, Untrained) or (folder is not None and not has_codes(folder))
+    floats = isinstance(read.model, Untrained) or (folder is not None and not coded_model(folder, config))
     doubts += [] if from_graph else idle_tune(steps, floats)
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(

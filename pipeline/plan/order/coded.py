@@ -6,53 +6,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smelt.core.errors import InputError
+from smelt.look.coded_model import CodedModel
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.models.coded.said import coding_of
-from smelt.runtime.schemes.registry import SCHEMES, TAKEN, defaults, targets_of, unfit
+from smelt.runtime.schemes.registry import SCHEMES
 
 
-def coded_mistakes(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[tuple[str, str]]:
     """Yield the names of steps that need floats, or a target that runs no such codes, and what to say.
 
     Args:
         steps: of the plan, parents first.
-        config: of the untouched model.
+        coded: the codes of the untouched model; None for floats.
     """
-    try:
-        coding = coding_of(config)
-    except InputError:  # said of the model
+    if coded is None:
         return
-    if coding is None:
-        return
-    coded = {ROOT}
-    taken = SCHEMES[TAKEN]
-    fit = [target for target in targets_of([taken]) if not unfit(taken, defaults(taken), target)]
+    kept = {ROOT}
+    what = f"works on floats, and the weights of the model are {coded.said} codes"
     for step in steps:
-        if step.parent not in coded:
+        if step.parent not in kept:
             continue
         if step.stage != "distill":  # which may go on with another student
-            coded.add(step.name)
+            kept.add(step.name)
         target = getattr(step.settings, "target", None)
         if getattr(step.cls, "needs_float", False):
-            yield (
-                step.name,
-                f"{step.stage} works on floats, and the weights of the model are {coding.method} codes; start"
-                " from the model that these were made of.",
-            )
+            yield step.name, f"{step.stage} {what}; start from {coded.again}."
         elif zeros := next((n for n in ("masks", "sparsify") if getattr(step.settings, n, None)), None):
+            yield step.name, f"{zeros} {what}; leave it out, or start from {coded.again}."
+        elif step.stage == "onnx" and target and (codes := coded.refused_by(str(target))):
+            ways = [f"give target: {' or '.join(coded.targets)}"] if coded.targets else []
             yield (
                 step.name,
-                f"{zeros} works on floats, and the weights of the model are {coding.method} codes; leave it"
-                " out, or start from the model that these were made of.",
-            )
-        elif step.stage == "onnx" and target and str(target) not in fit:
-            yield (
-                step.name,
-                f"{target} cannot run the {taken.leaves_as} of the model ({coding.method});"
-                f" give target: {' or '.join(fit)}, or start from the model that"
-                " these were made of.",
+                f"{target} cannot run the {codes} of the model ({coded.said});"
+                f" {', or '.join([*ways, f'start from {coded.again}'])}.",
             )
 
 
@@ -99,17 +86,17 @@ class _Coded:
     pairs: bool = False
 
 
-def codes_lacking(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[tuple[str, str]]:
     """Yield the names of steps that train codes as these cannot be, or where there are none; what to say.
 
     Args:
         steps: of the plan, parents first.
-        config: of the untouched model.
+        coded: the codes of the untouched model; None for floats.
     """
-    try:
-        left = {} if coding_of(config) is None else {ROOT: _Coded(TAKEN, (TAKEN,))}
-    except InputError:  # said of the model
-        return
+    left = {}
+    if coded is not None:
+        used = tuple(coded.schemes)
+        left[ROOT] = _Coded(used[0], used)
     for step in steps:
         settings: Any = step.settings
         if step.stage == "quantize":

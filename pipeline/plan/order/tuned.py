@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from smelt.look.model_folder import read_config
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
-from smelt.runtime.models.coded.said import SAID
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Options
 
@@ -47,14 +43,3 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[str]:
                 f"{where}: codes of {' and '.join(schemes)} as '{maker}' makes them leave as one operator"
                 " alone; nothing is chosen."
             )
-
-
-def has_codes(folder: Path) -> bool:
-    """Say whether the model in `folder` has codes: a checkpoint of somebody else, or an artifact of smelt."""
-    if read_config(folder)[0].get(SAID) is not None:
-        return True
-    try:
-        edits = json.loads((folder / "structure.json").read_text(encoding="utf-8"))["edits"]
-        return any(edit["op"] == "quantize" for edit in edits)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False  # there is none; what is wrong with one says who loads the model

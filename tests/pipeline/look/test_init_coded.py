@@ -83,14 +83,12 @@ def test_rows_of_pairs_may_have_no_scores_to_learn(folder):
 def test_what_is_said_of_codes(kind, fast, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = flat(written(folder, kind, "r.yaml", fast=fast))
-    assert (
-        f"Note: the weights are {kind} codes of 4 bits already, which are taken as they are; pruning" in text
-    )
-    assert "start from the float model that these were made of." in text
+    assert f"Note: the weights are {kind} codes already, which are taken as they are; pruning" in text
+    assert "other codes start from floats: the model that these were made of." in text
     assert ("Note: --fast changes nothing here, because its chains take layers" in text) == fast
     assert "Name your files under data" in text
     of_floats = flat(written(folder, "float", "f.yaml", fast=True))
-    assert "codes of 4 bits" not in of_floats
+    assert "codes already" not in of_floats
     assert "--fast changes" not in of_floats
 
 
@@ -100,14 +98,14 @@ def test_codes_are_counted_and_not_the_words_that_hold_them(folder):
         seen = look(str(folder / kind))
         assert (seen.parameters, seen.dtype) == (whole, "4-bit codes")
     seen = look(str(folder / "float"))
-    assert (seen.parameters, seen.dtype, seen.coding) == (whole, "float32", None)
+    assert (seen.parameters, seen.dtype, seen.coded) == (whole, "float32", None)
 
 
 def test_of_a_hub_id_the_config_says_it(folder, tmp_path, monkeypatch):
     config = json.loads((folder / "gptq" / "config.json").read_text())
     monkeypatch.setattr("smelt.look.model._config_from_hub", lambda model: tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert look("some/gptq").coding.method == "gptq"
+    assert look("some/gptq").coded.said == "gptq"
     config["quantization_config"]["bits"] = 8
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"config\.json: quantization_config: gptq codes of 8 bits"):

@@ -1,0 +1,81 @@
+"""Codes that a model has before any stage: of a checkpoint, and of an artifact of smelt."""
+
+import json
+
+import causal
+import every_family
+import harness
+import pytest
+
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.look.coded_model import coded_model
+from smelt.look.model import look
+
+RECIPE = """\
+model: artifact
+task: language-modeling
+data: {train: train.txt, test: train.txt, windows: {length: 32}}
+stages:
+  - STAGE
+score: {latency: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coded")
+    source = causal.model(folder / "float", "llama")
+    every_family.run(Quantize(), QuantizeSettings(scheme="int3"), source, "llama", folder / "artifact")
+    facts = {"facts": {"parameters": 12_300_000}}
+    (folder / "artifact" / "manifest.json").write_text(json.dumps(facts))
+    causal.lines(folder / "train.txt", 1)
+    return folder
+
+
+def test_the_schemes_are_told_that_of_most_matrices_first(folder):
+    config = json.loads((folder / "artifact" / "config.json").read_text())
+    coded = coded_model(folder / "artifact", config)
+    assert coded.said == "int3 and int4"
+    assert coded.schemes["int3"]["group_size"] == 64
+    assert coded.targets == ["ort-cpu"]
+    assert coded.refused_by("openvino").startswith("int3")
+    assert coded_model(folder / "float", config) is None
+    (folder / "broken").mkdir()
+    (folder / "broken" / "structure.json").write_text("{")
+    assert coded_model(folder / "broken", config) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (
+            "prune: {}",
+            "prune works on floats, and the weights of the model are int3 and int4 codes; start from",
+        ),
+        ("onnx: {target: openvino}", "openvino cannot run the int3 codes"),
+        ("finetune: {codes: {split: true}}", "those before it are int3"),
+        ("finetune: {codes: {scales: lsq}}", ""),
+        ("onnx: {tune: true}", ""),
+    ],
+)
+def test_an_artifact_of_codes_is_planned_as_what_it_is(stage, message, folder):
+    (folder / "r.yaml").write_text(RECIPE.replace("STAGE", stage))
+    planned = harness.smelt("plan", folder / "r.yaml", code=2 if message else 0)
+    told = " ".join(planned.stderr.split())
+    assert message in told
+    assert message or "nothing is quantized" not in told
+
+
+def test_init_proposes_what_codes_can_go_through(folder):
+    seen = look(str(folder / "artifact"))
+    assert (seen.parameters, seen.dtype) == (12_300_000, "int3 and int4 codes")
+    text = harness.smelt(
+        "init", folder / "artifact", "--data", folder / "train.txt", "--out", folder / "new.yaml", "--force"
+    )
+    assert text.exit_code == 0, text.output
+    recipe = (folder / "new.yaml").read_text()
+    assert "  - prune" not in recipe
+    assert "- onnx: {target: ort-cpu}" in recipe
+    assert "openvino" not in recipe.partition("stages:")[2]
+    assert "an artifact of before `quantize`" in " ".join(recipe.replace("\n#", "").split())

@@ -163,6 +163,16 @@ def _package_of(path: Path) -> str:
     )
 
 
+def _model_of(path: Path) -> str:
+    """Return how to come to an artifact if `path` is a model's folder; else nothing."""
+    if not (path / "config.json").is_file():
+        return ""
+    return (
+        f" It looks like a model's: `smelt init {path}` writes a recipe whose run makes artifacts of it, also"
+        " of the model as it is."
+    )
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the artifact in the folder `path`; the other files are not looked at.
 
@@ -175,7 +185,7 @@ def read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path}: no such folder. An artifact is a folder such as runs/x/artifacts/onnx.")
     if not file.is_file():
         missing = f"no {MANIFEST} in this folder, so it is not a smelt artifact."
-        raise InputError(f"{path}: {missing}{_run_of(path)}{_package_of(path)}")
+        raise InputError(f"{path}: {missing}{_run_of(path)}{_package_of(path) or _model_of(path)}")
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")

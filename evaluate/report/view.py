@@ -251,4 +251,4 @@ def ratio_text(step: Step, base: Step | None) -> str:
     if ratio is None or base is None:
         return ""
     other = None not in (step.float_dtype, base.float_dtype) and step.float_dtype != base.float_dtype
-    return f"{100 * ratio:.0f} %" + (f", {step.float_dtype}" if other else "")
+    return f"{100 * ratio:.0f} %" + (f", floats in {step.float_dtype}" if other else "")

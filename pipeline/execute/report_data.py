@@ -162,8 +162,8 @@ class ReportBuilder:
                 others.setdefault(step["float_dtype"], []).append(step["name"])
         for dtype, names in others.items():
             self.warn(
-                f"sizes: '{self.data['baseline']}' is stored in {base}, {', '.join(names)} in {dtype}, so"
-                " their sizes are not compared like with like."
+                f"sizes: what is no code is {base} in '{self.data['baseline']}' and {dtype} in"
+                f" {', '.join(names)}, so their sizes are not compared like with like."
             )
 
     def _evidence(self, step: Mapping[str, Any]) -> Evidence:

@@ -120,3 +120,9 @@ def test_float_weights_behind_codes_are_no_part_of_the_model(made):
     assert with_them.model_files == made.manifest.files
     with pytest.raises(InputError, match=f"{LATENTS}: this file of the artifact is missing"):
         with_them.verify()
+
+
+def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"not a smelt artifact\. It looks like a model's: `smelt init /"):
+        read_manifest(tmp_path)

@@ -27,7 +27,7 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[str]:
         elif not getattr(getattr(settings, "student", None), "other", False):
             unknown |= {step.name} if step.parent in unknown else set()
             codes |= {step.name: codes[step.parent]} if step.parent in codes else {}
-        tunes = step.stage == "onnx" and settings.tune and "tune" not in step.wrong
+        tunes = step.stage == "onnx" and getattr(settings, "tune", False) and "tune" not in step.wrong
         if not tunes or step.name in unknown:
             continue
         where = f"line {step.line}: {step.name}: tune"

@@ -199,10 +199,12 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     dtypes = {step["name"]: step["float_dtype"] for step in found["steps"]}
     assert dtypes == {"model": dtypes["model"], "whole": "float32", "half": "float16"}
     odd = "half" if dtypes["model"] == "float32" else "whole"
-    said = f"sizes: 'model' is stored in {dtypes['model']}, {odd} in {dtypes[odd]}, so their sizes are not"
+    said = (
+        f"sizes: what is no code is {dtypes['model']} in 'model' and {dtypes[odd]} in {odd}, so their sizes"
+    )
     assert said in " ".join(ran.output.split())
-    assert f" %, {dtypes[odd]})" in write_markdown(found)
-    assert f" %, {dtypes[odd]}</small>" in write_html(found)
+    assert f" %, floats in {dtypes[odd]})" in write_markdown(found)
+    assert f" %, floats in {dtypes[odd]}</small>" in write_html(found)
     [half] = [step for step in found["steps"] if step["name"] == "half"]
     assert (
         "this graph is for CUDA and was run on the CPU, where ONNX Runtime computes most"

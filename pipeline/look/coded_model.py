@@ -53,8 +53,9 @@ def coded_model(folder: Path, config: Mapping[str, Any]) -> CodedModel | None:
         taken = {TAKEN: defaults(SCHEMES[TAKEN])}
         return CodedModel(coding.method, taken, "the model that these were made of")
     found = list(_quantized(folder))
-    counted = Counter(scheme for scheme, _ in found)
-    schemes = {name: dict(found)[name] for name, _ in counted.most_common()}
+    counted = Counter(name for name, _ in found)
+    options = dict(found)
+    schemes = {name: options[name] for name, _ in counted.most_common()}
     again = "an artifact of before `quantize`"
     return CodedModel(" and ".join(schemes), schemes, again) if schemes else None
 

@@ -11,6 +11,7 @@ from smelt.core.errors import InputError
 from smelt.recipe.problem import has_classifier
 from smelt.runtime.models.coded.headers import require_codes, unsaid_codes
 from smelt.runtime.models.coded.said import SAID, coding_of, no_other_head
+from smelt.runtime.models.making.seq2seq_head import lacks_head
 
 
 def codes_problems(folder: Path, config: Mapping[str, Any], task: Task | None, whole: bool) -> list[str]:
@@ -36,7 +37,7 @@ def codes_problems(folder: Path, config: Mapping[str, Any], task: Task | None, w
             require_codes(folder, coding)
     except InputError as error:
         return [str(error)]
-    wants_head = _lacks_head(config) or (task in CLASSIFICATION and not has_classifier(config))
+    wants_head = lacks_head(config) or (task in CLASSIFICATION and not has_classifier(config))
     return [f"{folder}: {no_other_head(coding)}"] if wants_head else []
 
 
@@ -50,10 +51,3 @@ def _unsaid(folder: Path) -> list[str]:
         " what they mean. Older tools wrote that into a file beside it (quantize_config.json,"
         f" quant_config.json): put its content into config.json under {SAID}, with quant_method: gptq or awq."
     ]
-
-
-def _lacks_head(config: Mapping[str, Any]) -> bool:
-    """Say whether a config is that of an encoder and a decoder without an output head."""
-    name = str(next(iter(config.get("architectures") or ()), ""))
-    # MarianMTModel has a head, whatever its name sounds like
-    return bool(config.get("is_encoder_decoder")) and name.endswith("Model") and not name.endswith("MTModel")

@@ -47,11 +47,13 @@ def import_model(
     config = load_config(src)
     architecture = (config.architectures or [""])[0]
     coding = coding_of(config.to_dict())
-    if coding is not None and (lacks_head(config) or _lacks_classes(labels, architecture)):
+    names, both = config.architectures, config.is_encoder_decoder
+    bare = lacks_head({"architectures": names, "is_encoder_decoder": both})
+    if coding is not None and (bare or _lacks_classes(labels, architecture)):
         raise InputError(f"{src}: {no_other_head(coding)}")
     if labels is not None and _lacks_classes(labels, architecture):
         return _with_new_head(src, out, labels, seed, problem)
-    if lacks_head(config):
+    if bare:
         return add_tied_head(src, out)
     notes: list[str] = []
     if coding is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ from smelt.core.errors import InputError
 from smelt.core.text import article
 
 
-def lacks_head(config: Any) -> bool:
-    """Say whether `config` (of transformers) is that of an encoder and a decoder without an output head."""
-    names = config.architectures or []
+def lacks_head(config: Mapping[str, Any]) -> bool:
+    """Say whether `config` (as config.json) is that of an encoder and a decoder without an output head."""
+    names = [str(name) for name in config.get("architectures") or ()]
     # MarianMTModel has a head, whatever its name sounds like
     bare = bool(names) and names[0].endswith("Model") and not names[0].endswith("MTModel")
-    return bare and bool(config.is_encoder_decoder)
+    return bare and bool(config.get("is_encoder_decoder"))
 
 
 def add_tied_head(src: Path, out: Path) -> list[str]:

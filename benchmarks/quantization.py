@@ -66,6 +66,12 @@ ARMS: dict[str, dict[str, Any]] = {
         for codes in ({"scheme": "int4"}, ALL_INT3, {"scheme": "int2"})
         for method in ("nearest", "gptq", "awq", "hqq")
     },
+    # as AWQ's published code runs it, and nearest on the same grid
+    **{
+        f"{codes['scheme']} {method}, zero points": codes | {"symmetric": False, "group_size": 64} | more
+        for codes in ({"scheme": "int4"}, ALL_INT3, {"scheme": "int2"})
+        for method, more in {"nearest": {}, "awq clip": {"method": "awq", "clip": "awq"}}.items()
+    },
     "int3 gptq v4": {"scheme": "int3", "method": "gptq", "group_size": 64},
     # as many bits as the mixed ones beside them
     "int4 gptq g32": {"scheme": "int4", "method": "gptq", "group_size": 32},
@@ -95,7 +101,7 @@ TIMED = (
 
 def step_of(arm: str) -> str:
     """Return the name that an arm's step has in the recipe."""
-    return arm.replace(" ", "-").replace(".", "")
+    return arm.replace(" ", "-").replace(".", "").replace(",", "")
 
 
 def stages_of(arm: str, training: dict[str, Any]) -> list[dict[str, Any]]:

@@ -50,6 +50,7 @@ _LEADS = {
 }
 # Rows that are looked at to see what the labels are.
 _SEEN_ROWS = 2000
+_MILLIONS = 100_000  # parameters; fewer are told one by one
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,9 @@ def _head(
 
     said: notes on model and data. named_files: whether the user named the files of the data.
     """
-    size = f", {seen.parameters / 1e6:,.1f}M parameters in {seen.dtype}" if seen.parameters else ""
+    count = seen.parameters or 0
+    number = f"{count / 1e6:,.1f}M" if count >= _MILLIONS else f"{count:,}"
+    size = f", {number} parameters in {seen.dtype}" if count else ""
     limit = f", texts of at most {seen.limit:,} tokens" if seen.limit else ""
     yield f"# smelt run {path}"
     yield "#"

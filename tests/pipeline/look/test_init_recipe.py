@@ -49,6 +49,8 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
     text, path = init_recipe(str(for_init.model_for(models, family, task)), [data], "r.yaml", task)
     assert path is not None
     assert max(len(line) for line in text.splitlines() if not line.startswith("model:")) <= 80
+    assert " parameters in float32" in text
+    assert "0.0M" not in text
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.splits()) == {"train", "validation", "test"}

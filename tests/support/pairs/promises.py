@@ -195,8 +195,8 @@ def check_lasting(stage: str, before: Seen, after: Seen, lost: str) -> None:
     assert after.listed >= before.listed, "the shortlist is gone"
     if stage not in NO_ZEROS and "zeros of" not in lost:
         assert after.zeroed >= before.zeroed, "zeros may be filled from now on"
-        # units that go may be those with most zeros
-        assert after.zeros >= before.zeros * (0.2 if stage in CUTS else 0.99), "zeros are gone"
+        # units that go may be those with most zeros: half of phi3's channels leave a fifth of its zeros
+        assert after.zeros >= before.zeros * (0.1 if stage in CUTS else 0.99), "zeros are gone"
         assert after.patterned >= before.patterned or "pattern" in lost
     if stage not in NO_LAYERS:
         assert after.distinct <= before.distinct, "layers that were shared are apart"

@@ -2,7 +2,7 @@
 # make lint         ruff                                              make types   mypy, strict
 # make peers        what is packaged, opened by the tools that it is for: fetches them into build/
 # make bench        the speeds that the documentation promises        make clean   remove what was built
-# make matrix       every two techniques one behind the other, on every family: an hour and a half,
+# make matrix       every two techniques one behind the other, on every family: 70 minutes,
 #                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
 # make golden       what each stage makes of fixed input, written anew; refused where no version was raised
 #

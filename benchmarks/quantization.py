@@ -64,7 +64,7 @@ ARMS: dict[str, dict[str, Any]] = {
     **{
         f"{codes['scheme']} {method}": codes | {"method": method, "group_size": 64}
         for codes in ({"scheme": "int4"}, ALL_INT3, {"scheme": "int2"})
-        for method in ("nearest", "gptq", "awq", "hqq")
+        for method in ("nearest", "gptq", "awq", "awq-gptq", "hqq")
     },
     # as AWQ's published code runs it, and nearest on the same grid
     **{

@@ -38,7 +38,7 @@ def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> Strea
     are found, and with GPTQ where other products than the output layer are outside of all blocks.
     """
     whole = settings.bits or settings.beside or settings.smooth is not None or AUTO in settings.skip
-    if whole or settings.observes or settings.method == "awq":
+    if whole or settings.observes or settings.scales_inputs:
         return None
     if settings.method == "gptq" and torch_device(ctx.device) != "cpu":
         return None

@@ -68,11 +68,12 @@ def _look(
         _observe(model, found, rows, settings, ctx)
     if AUTO in settings.skip or settings.observes or settings.smooth is not None:
         _measure(model, found, rows, settings, ctx)
-    if settings.method == "gptq":
+    if settings.makes_up:
         from smelt.compress.quantize.methods.gptq import gptq
 
         fit = fit_of(settings)
         found.codes, found.pairs = gptq(model, found.layers, rows, fit, ctx, settings.beside)
+        ctx.warnings[:] = dict.fromkeys(ctx.warnings)  # both methods say what rows lack
     elif settings.beside is not None:
         found.pairs = _pairs(model, found, rows, src, settings, ctx)
     return found
@@ -96,7 +97,7 @@ def _fold(
         from smelt.compress.quantize.smooth import smooth
 
         smooth(model, found.layers, rows, settings.smooth, kind, ctx)
-    if settings.method == "awq":
+    if settings.scales_inputs:
         from smelt.compress.quantize.methods.awq import awq
 
         cut = settings.clip == "awq"

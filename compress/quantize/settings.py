@@ -17,7 +17,7 @@ AUTO = "auto"
 _OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observes)
 _SMOOTHED = ", ".join(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 Method = Literal["minmax", "percentile", "entropy", "mse"]
-_READING = ("gptq", "awq")  # methods that look at rows
+_READING = ("gptq", "awq", "awq-gptq")  # methods that look at rows
 
 
 class LowRank(Settings):
@@ -51,11 +51,12 @@ class QuantizeSettings(FromSchemes):
     `head` is the output layer: the product with the vocabulary, or a classifier's last layer.
     """
 
-    method: Literal["nearest", "gptq", "awq", "hqq"] = Field(
+    method: Literal["nearest", "gptq", "awq", "awq-gptq", "hqq"] = Field(
         default="nearest",
         description="how codes are chosen: nearest: each weight becomes the nearest value; gptq: and what"
         " that changes on rows is made up for by weights that are not rounded yet; awq: inputs that are large"
-        " on rows get finer steps; hqq: the ranges are searched, without rows",
+        " on rows get finer steps; awq-gptq: they do, and then gptq; hqq: the ranges are searched,"
+        " without rows",
     )
     clip: Literal["none", "mse", "percentile", "awq"] = Field(
         default="none",
@@ -98,8 +99,8 @@ class QuantizeSettings(FromSchemes):
     rows: int = Field(
         default=128,
         ge=1,
-        description=f"{_OBSERVING}, gptq, awq, smooth, low_rank, skip: auto, bits: rows that are looked at"
-        " (calibration, else train)",
+        description=f"{_OBSERVING}, gptq, awq, awq-gptq, smooth, low_rank, skip: auto, bits: rows that"
+        " are looked at (calibration, else train)",
     )
     damage_rows: int = Field(
         default=8,
@@ -193,8 +194,8 @@ class QuantizeSettings(FromSchemes):
                 raise ValueError(f"{name}: nothing looks at rows with scheme {self.scheme}; remove it")
         if "percentile" in given and "percentile" not in (self.range, self.clip):
             raise ValueError(f"percentile means nothing with range: {self.range}; remove it")
-        if self.beside is not None and (self.method == "awq" or self.bits is not None):
-            other = "bits" if self.bits is not None else "method: awq"
+        if self.beside is not None and (self.scales_inputs or self.bits is not None):
+            other = "bits" if self.bits is not None else f"method: {self.method}"
             raise ValueError(f"low_rank goes with one scheme, by nearest, gptq or hqq; remove {other}, or it")
         if "budget" in given and AUTO not in self.skip:
             raise ValueError("budget is for skip: auto; add that, or remove it")
@@ -224,6 +225,16 @@ class QuantizeSettings(FromSchemes):
     def observes(self) -> bool:
         """Whether a scheme needs the range of activations."""
         return any(SCHEMES[name].observes for name in self.schemes())
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether inputs that are large on rows get finer steps."""
+        return self.method in ("awq", "awq-gptq")
+
+    @property
+    def makes_up(self) -> bool:
+        """Whether weights that are not rounded yet make up for those that are."""
+        return self.method in ("gptq", "awq-gptq")
 
     @property
     def reads_rows(self) -> bool:

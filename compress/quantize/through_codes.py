@@ -143,7 +143,7 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
 
 def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
     """Return name and artifact of what was quantized into `src`, if that is how `src` was made."""
-    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") == "awq":
+    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") in ("awq", "awq-gptq"):
         return None  # whose columns and rows have scales that nothing else tells
     return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
 

@@ -26,7 +26,9 @@ def test_every_arm_is_a_branch_of_a_recipe(task, tmp_path):
 
 def test_arms_are_chosen_by_patterns():
     assert quantization.chosen(["int3 *", "binary trained"]) == [
-        *(f"int3 {method}" for method in ("nearest", "gptq", "awq", "hqq")),
+        *(f"int3 {method}" for method in ("nearest", "gptq", "awq", "awq-gptq", "hqq")),
+        "int3 nearest, zero points",
+        "int3 awq clip, zero points",
         "int3 gptq v4",
         "int3 gptq g32",
         "int3 trained",

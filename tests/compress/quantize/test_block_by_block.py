@@ -77,6 +77,7 @@ def test_no_more_than_one_block_is_in_memory(tmp_path, large, monkeypatch):
     ("family", "settings"),
     [
         ("llama", {"scheme": "int4", "group_size": 16, "method": "awq"}),
+        ("llama", {"scheme": "int4", "group_size": 16, "method": "awq-gptq"}),
         ("llama", {"scheme": "int8-static"}),
         ("llama", {"scheme": "int8-dynamic", "skip": ["auto"]}),
         ("llama", {"scheme": "int4", "group_size": 16, "low_rank": {"rank": 2}}),

@@ -34,6 +34,7 @@ class Quantize:
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: int4, method: gptq, clip: mse}
         - quantize: {scheme: int4, method: awq, clip: awq}
+        - quantize: {scheme: int2, method: awq-gptq}
         - quantize: {scheme: int4, method: hqq}
         - quantize: {scheme: int2, method: gptq, group_size: 32, symmetric: false}
         - quantize: {scheme: ternary, granularity: row}

@@ -107,6 +107,7 @@ class Bench:
         from smelt.compress.train.data import IGNORE, collate, encode_split, group_by_length
         from smelt.compress.train.objective import logits_of
         from smelt.runtime.models.checkpoint import load_model, load_tokenizer
+        from smelt.runtime.models.places.parameters import count_parameters
 
         torch.set_num_threads(self.threads)
         model, _ = load_model(folder)
@@ -128,7 +129,7 @@ class Bench:
             for at, i in enumerate(group):
                 nats[i] = float(each.reshape(labels.shape)[at].sum())
                 tokens[i] = int((labels[at] != IGNORE).sum())
-        return nats, tokens, sum({id(p): p.numel() for p in model.parameters()}.values())
+        return nats, tokens, count_parameters(folder)
 
     def texts(self, made: Artifact, beams: int) -> dict[str, Any]:
         """Return the statistics of BLEU of what a model writes with so many beams, in smelt's runner."""

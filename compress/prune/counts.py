@@ -25,10 +25,10 @@ def _nearest(wanted: float) -> int:
     return math.floor(wanted + 0.5)
 
 
-def nothing_to_cut(
+def not_as_asked(
     model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
 ) -> list[str]:
-    """Say where `keep` is below 1 and yet everything stays, because so few units cannot be divided so."""
+    """Say where everything stays, or twice as much as `keep` asks for: so few units cannot be divided so."""
     keep = {"heads": settings.keep_heads or settings.keep, "ffn": settings.keep_ffn or settings.keep}
     sizes = {
         "heads": [(n := g.count(model), heads_kept(n, settings)) for g in attentions],
@@ -37,10 +37,17 @@ def nothing_to_cut(
     found = []
     for kind, counts in sizes.items():
         whole = sorted({count for count, kept in counts if kept == count})
-        if keep[kind] == 1 or not whole:
-            continue
         word = {"heads": "heads", "ffn": "neurons"}[kind]
         step = 1 if kind == "heads" else settings.round_to
+        least = [count for count, kept in counts if 2 * count * keep[kind] <= kept < count]
+        if least:
+            found.append(
+                f"prune: keep {keep[kind]:g} of {' or '.join(map(str, sorted(set(least))))} {word} would be"
+                f" fewer than {step}, the least of a layer; that is what stays in {len(least)} of"
+                f" {len(counts)} layers."
+            )
+        if keep[kind] == 1 or not whole:
+            continue
         few = " or ".join(map(str, whole))
         most = max(whole)
         less = f" keep_{kind}: {(most - step) / most:.3g} takes {step} of {most}." if most > step else ""

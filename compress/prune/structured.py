@@ -115,7 +115,7 @@ class Prune:
 
     def _prune(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         from smelt.compress.prune.compensate import cut_units
-        from smelt.compress.prune.counts import nothing_to_cut
+        from smelt.compress.prune.counts import not_as_asked
         from smelt.compress.prune.cut import say_in_config
         from smelt.compress.prune.groups import find_groups
         from smelt.compress.prune.importance.of_units import score_units
@@ -133,7 +133,7 @@ class Prune:
         if streamed is None:
             scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
         if settings.scope == "layer" and settings.budget is None:
-            ctx.warnings.extend(nothing_to_cut(model, attentions, blocks, settings))
+            ctx.warnings.extend(not_as_asked(model, attentions, blocks, settings))
         spent = _spent(model, [*attentions, *blocks], scores, settings, ctx)
         kept = spent.kept if spent else _counts(model, attentions, blocks, scores, settings)
         chosen = _chosen(model, attentions, blocks, scores, kept)

@@ -62,6 +62,13 @@ def _tuned(seen: ModelLook) -> Iterator[Step]:
         yield Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
 
 
+def _parts(task: Task) -> str:
+    """Return the losses of `distill`: the teacher's distribution alone, but where people's labels help it."""
+    if task in TEXT_TO_TEXT or task == "language-modeling":
+        return _LOGITS
+    return f"losses: {{{_PARTS.get(task, 'logits: 1.0, labels: 0.5')}}}"
+
+
 def _teacher(seen: ModelLook) -> str:
     return "teacher: tuned, " if seen.new_head else ""
 
@@ -77,8 +84,7 @@ def _trained(seen: ModelLook) -> Iterator[Step]:
     # by magnitude, where the rows may have no scores to make a loss of
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     yield Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
-    parts = _PARTS.get(seen.task, "logits: 1.0, labels: 0.5")
-    how = f"{{{teacher}losses: {{{parts}}}, epochs: 1}}"
+    how = f"{{{teacher}{_parts(seen.task)}, epochs: 1}}"
     yield Step("distill", how, "recovers what that lost", "small")
 
 
@@ -98,9 +104,10 @@ def _fast(seen: ModelLook) -> Iterator[Step]:
         yield from _narrow(teacher, *counts.items())
         return
     # a third of the layers, as evenly spaced ones; a decoder-only model writes worse for each that goes
-    share = 2 if seen.task == "language-modeling" else 3
-    few = f"student: {{{next(iter(counts))}: {max(1, round(next(iter(counts.values())) / share))}}}"
-    parts = f"losses: {{{_PARTS[seen.task]}}}" if seen.task in _PARTS else _LOGITS
+    share = 0.8 if seen.task == "language-modeling" else 1 / 3
+    ((name, count), *_) = counts.items()
+    few = f"student: {{{name}: {max(1, min(count - 1, round(count * share)))}}}"
+    parts = _parts(seen.task)
     yield Step("distill", f"{{{teacher}{few}, {parts}, epochs: 3}}", "few layers are fast", "shallow")
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     yield Step("prune", f"{{what: [ffn], keep: 0.5{how}}}", "half of the FFN neurons goes")

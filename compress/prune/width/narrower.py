@@ -51,6 +51,11 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
             f"prune: keep {settings.keep:g} of {width} channels, rounded to a multiple of"
             f" {settings.round_to}, is all of them, so nothing goes."
         )
+    if 2 * width * settings.keep <= kept < width:
+        ctx.warnings.append(
+            f"prune: keep {settings.keep:g} of {width} channels would be fewer than {kept}, the least that"
+            f" stays; so {kept} stay."
+        )
     ctx.facts["width_after"] = kept
     ctx.facts["parameters_after"] = stored_parameters(model)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))

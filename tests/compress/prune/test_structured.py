@@ -157,6 +157,19 @@ def test_units_too_few_to_be_divided_are_told(tmp_path):
     assert one.warnings[0].endswith("so nothing goes in 2 of 2 layers.")
 
 
+def test_more_than_was_asked_for_is_told(tmp_path):
+    folder = causal.model(tmp_path / "llama", "llama")
+    magnitude = {"importance": "magnitude", "compensate": False, "task": "language-modeling"}
+    few = run(folder, tmp_path / "few", what=["heads", "ffn"], keep=0.01, **magnitude)
+    assert few.warnings == [
+        "prune: keep 0.01 of 2 heads would be fewer than 1, the least of a layer; that is what stays in 2 of"
+        " 2 layers.",
+        "prune: keep 0.01 of 96 neurons would be fewer than 8, the least of a layer; that is what stays in 2"
+        " of 2 layers.",
+    ]
+    assert run(folder, tmp_path / "more", what=["ffn"], keep=0.05, **magnitude).warnings == []
+
+
 def rows():
     return Split("x", tuple(Example(s, label=i % 2) for i, s in enumerate(tiny.SENTENCES)))
 

@@ -55,8 +55,30 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
         return
     student = plan.step("shallow").settings.student
     said = student.decoder_layers or student.layers
-    assert said == max(1, round(list(counts.values())[-1] / (2 if task == "language-modeling" else 3)))
+    assert said == max(
+        1, round(list(counts.values())[-1] / (2 if task == "language-modeling" else 3))
+    )  # of 2
     assert plan.step("shallow").settings.losses.labels in (0, None) or task == sentences.TASK
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, 1), (2, 1), (3, 2), (5, 4), (12, 10), (32, 26)])
+def test_a_language_model_keeps_four_layers_of_five(models, count, said):
+    seen = look(str(models["llama"]), "language-modeling")
+    seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
+    found = [step for step in steps(seen, Machine(1, False, False), True, True) if step.word == "distill"]
+    assert f"student: {{layers: {said}}}" in found[0].settings
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "labels"),
+    [("llama", "language-modeling", 0), ("t5", "summarization", 0), ("bert", "text-classification", 0.5)],
+)
+def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(tmp_path, models, family, task, labels):
+    model = for_init.model_for(models, family, task)
+    _, path = init_recipe(str(model), [rows(tmp_path / "rows", task)], str(tmp_path / "r.yaml"), task)
+    settings = load_plan(path).step("small").settings
+    assert settings.losses.labels == labels
+    assert settings.temperature == (2.0 if labels else 1.0)
 
 
 @pytest.mark.parametrize(

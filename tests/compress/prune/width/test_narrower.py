@@ -66,6 +66,14 @@ def test_keep_that_takes_nothing_warns(tmp_path):
     assert ctx.facts["width_after"] == 32
 
 
+def test_keep_below_the_least_that_stays_warns(tmp_path):
+    ctx = run(tmp_path / "out", keep=0.01, importance="magnitude")
+    assert ctx.warnings[0] == (
+        "prune: keep 0.01 of 32 channels would be fewer than 8, the least that stays; so 8 stay."
+    )
+    assert ctx.facts["width_after"] == 8
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,12 +12,16 @@ from updates import FROM_LOGITS
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
 _SHARED: Arm = [("share", {"what": ["ffn"], "every": 2})]
+# as many values as the feed-forward parts shared alone
+_DIFFERENT: Arm = [("share", {"every": 2, "difference": {"rank": 33}})]
 _THIN: Arm = [("factorize", {"what": "embeddings", "rank": 128})]
 
 ARMS: dict[str, Arm] = {
     "whole, trained": [("distill", {**FROM_LOGITS, "learning_rate": 1e-4})],
     "ffn shared": _SHARED,
     "ffn shared, trained": [*_SHARED, ("distill", FROM_LOGITS)],
+    "all shared, thin differences": _DIFFERENT,
+    "all shared, thin differences, trained": [*_DIFFERENT, ("distill", FROM_LOGITS)],
     "embedding of rank 128": _THIN,
     "embedding of rank 128, trained": [*_THIN, ("distill", FROM_LOGITS)],
 }

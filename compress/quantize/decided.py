@@ -19,6 +19,8 @@ from smelt.runtime.models.stored_dtype import stored_types
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight
 from smelt.runtime.schemes.scheme import Codes
 
+_DAMAGE_TOKENS = 32  # fewer tell of no layer
+
 if TYPE_CHECKING:
     from smelt.compress.quantize.low_rank import Joint
 
@@ -129,6 +131,7 @@ def _widths(
     from smelt.compress.quantize.sensitivity.mixed import choose_widths
 
     few, plain = rows.some(settings.damage_rows), coders(settings, {})
+    _warn_of_few(few, ctx)
     found.layers = choose_widths(model, found.layers, few, src, settings, plain, ctx)
 
 
@@ -141,6 +144,7 @@ def _measure(
     if not settings.damage_rows:
         return
     few = rows.some(settings.damage_rows)
+    _warn_of_few(few, ctx)
     harm = damages(model, found.layers, found.ranges, few, ctx)
     ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
     ctx.facts["damage_rows"] = few.rows
@@ -195,6 +199,16 @@ def coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[
         return partial(nearest_on, fit) if decided is None else lambda weight, scheme, options: decided
 
     return coder_of
+
+
+def _warn_of_few(rows: CalibrationRows, ctx: Context) -> None:
+    """Warn where the damage of layers is measured on next to nothing."""
+    if rows.tokens < _DAMAGE_TOKENS:
+        ctx.warnings.append(
+            f"quantize: the damage of each layer was measured on {count(rows.tokens, 'token')} of"
+            f" {rows.origin}, which tells layers apart badly; raise damage_rows and rows, or name more rows"
+            " with data: {calibration: FILE}"
+        )
 
 
 def _too_few(rows: CalibrationRows, settings: QuantizeSettings) -> str:

@@ -209,14 +209,15 @@ class QuantizeSettings(FromSchemes):
             ValueError: there is one.
         """
         if self.clip == "awq" and self.method != "awq":
+            ways = "that method, or clip: mse or percentile" if self.makes_up else "both"
             raise ValueError(
-                f"clip: awq is a part of method: awq, and the method is {self.method}; take both"
+                f"clip: awq is a part of method: awq, and the method is {self.method}; take {ways}"
             )
         fitted = [name for name in self.schemes() if not SCHEMES[name].ranges]
         if self.clip in ("mse", "percentile") and fitted:
             raise ValueError(
-                f"clip: {self.clip} cuts ranges off, and {fitted[0]} has none: its values have the least"
-                " error for the weights as they are; remove clip"
+                f"clip: {self.clip} cuts ranges off, and {fitted[0]} has none: its values are fitted to all"
+                " weights of a group; remove clip"
             )
         if self.clip != "none" and self.method == "hqq":
             raise ValueError(f"method: hqq searches the ranges itself; remove clip: {self.clip}")

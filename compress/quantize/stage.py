@@ -167,15 +167,13 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
+    from smelt.compress.quantize.counted import coded_bits
     from smelt.runtime.layers.adapted import AdaptedLinear
-    from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized, matrix_bytes
+    from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
 
     beside = {id(h) for m in model.modules() if isinstance(m, AdaptedLinear) for h in m.adapter.modules()}
     layers = [(name, m) for name, m in model.named_modules() if is_quantized(m)]
     linears = [(name, m) for name, m in layers if isinstance(m, QuantizedLinear)]
-    matrices = {id(m.matrix): m.matrix for _, m in layers}
-    bits = 8 * matrix_bytes(nn.ModuleList(matrices.values()))
-    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
     return {
         "linear_layers": len(linears),
         "embeddings": len(layers) - len(linears),
@@ -183,7 +181,7 @@ def facts_of(model: Any) -> dict[str, Any]:
             n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in beside
         ],
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
-        "bits_per_weight": round(bits / weights, 3),
+        "bits_per_weight": coded_bits(model),
     }
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compress.quantize.coding import fake, fake_activations, fill_, round_to_nearest
+from smelt.compress.quantize.counted import coded_bits
 from smelt.compress.quantize.smooth import follow
 from smelt.compress.quantize.training.kept import read_latents, write_latents
 from smelt.compress.quantize.training.steps import Steps
@@ -219,7 +220,8 @@ def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSet
 def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
     """Decide codes and scales from the trained weights, and put the quantized layers back in place.
 
-    `ctx.facts["codes_changed"]` says which fraction of all codes is another than before.
+    `ctx.facts["codes_changed"]` says which fraction of all codes is another than before, and
+    `ctx.facts["bits_per_weight"]` what they take with their scales.
 
     Returns:
         The float weights of each matrix, float32 [N, K], by the first name of a layer with it.
@@ -235,6 +237,7 @@ def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
         changed = sum(int((now[place] != before[place]).sum()) for place in before)
         total = sum(codes.numel() for codes in before.values())
         ctx.facts["codes_changed"] = round(changed / max(1, total), 4)
+        ctx.facts["bits_per_weight"] = coded_bits(model)
     return dict(weights.values())
 
 

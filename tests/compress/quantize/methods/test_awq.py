@@ -188,7 +188,9 @@ def test_settings():
     assert needs_of(Quantize, settings, {"train"}) == {"train"}
     with pytest.raises(ValidationError, match="clip: awq is a part of method: awq"):
         QuantizeSettings(scheme="int4", clip="awq")
-    with pytest.raises(ValidationError, match=r"clip: awq is a part of method: awq, .* is awq-gptq"):
+    with pytest.raises(
+        ValidationError, match=r"clip: awq is a part of method: awq, .* is awq-gptq; take that method"
+    ):
         QuantizeSettings(scheme="int4", method="awq-gptq", clip="awq")
     with pytest.raises(ValidationError, match="remove method: awq-gptq"):
         QuantizeSettings(scheme="int4", method="awq-gptq", low_rank={"rank": 2})

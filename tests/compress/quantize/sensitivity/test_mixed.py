@@ -57,6 +57,13 @@ def test_the_choice_is_that_of_trying_everything_and_the_budget_is_met(tmp_path,
     assert worst == sorted(worst, reverse=True)
 
 
+@pytest.mark.parametrize("settings", [{"bits": {"budget": 4.5}}, {"scheme": "int4", "skip": "auto"}], ids=str)
+def test_damage_on_next_to_nothing_is_told(tmp_path, settings):
+    few = {"group_size": 32, "rows": 1, "damage_rows": 1}
+    *_, ctx = run(tmp_path / "out", **few, **settings)
+    assert any("damage of each layer was measured on 8 tokens" in text for text in ctx.warnings), ctx.warnings
+
+
 def test_damage_is_the_change_of_the_outputs_in_parts_of_their_variance(tmp_path):
     source, made, ctx = run(tmp_path / "out", bits={"budget": 4.5, "widths": [2, 8]}, **FEW)
     model, _ = load_model(source)

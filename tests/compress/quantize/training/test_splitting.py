@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.counted import coded_bits
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import latents_of, load_trainable, save_trained, settled
 from smelt.compress.quantize.training.splitting import split_first, split_groups, split_layers
@@ -151,6 +152,8 @@ def test_half_the_width_in_three_values_then_all_of_it_in_one_bit(family, tmp_pa
     assert ctx.facts["latent_weights"] == "kept"
     assert ctx.facts["split_layers"] >= 8
     assert ctx.facts["codes_changed"] > 0
+    assert ctx.facts["bits_per_weight"] == coded_bits(harness.model_of(ctx))
+    assert ctx.facts["bits_per_weight"] < ternary.facts["bits_per_weight"]
     # a binary model trains on as any other, from its own float weights, and leaves
     more = trained(family, ctx.out, tmp_path / "more")
     assert more.facts["latent_weights"] == "kept"

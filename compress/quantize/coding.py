@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from smelt.compress.quantize.training.straight_through import straight_through
 from smelt.core.errors import InputError
-from smelt.runtime.layers.quantized import Matrix, QuantizedEmbedding, QuantizedLinear, empty_quantized
+from smelt.runtime.layers.quantized import (
+    Matrix,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    empty_quantized,
+    is_quantized,
+    matrix_bytes,
+)
 from smelt.runtime.schemes.parts.groups import groups_of
 from smelt.runtime.schemes.registry import defaults, find
 from smelt.runtime.schemes.scheme import Codes, Grid, Options, Scheme
@@ -112,3 +119,15 @@ def quantize_module(
         assert isinstance(module.bias, Tensor)
         new.bias.data = module.bias.detach().clone()
     return new.train(module.training)
+
+
+def coded_bits(model: nn.Module) -> float:
+    """Return the bits of a coded weight with its part of scales and zero points, each matrix counted once.
+
+    Args:
+        model: with at least one quantized layer.
+    """
+    matrices = {id(m.matrix): m.matrix for m in model.modules() if is_quantized(m)}
+    bits = 8 * matrix_bytes(nn.ModuleList(matrices.values()))
+    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
+    return round(bits / weights, 3)

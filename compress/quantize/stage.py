@@ -167,7 +167,7 @@ def facts_of(model: Any) -> dict[str, Any]:
     """
     from torch import nn
 
-    from smelt.compress.quantize.counted import coded_bits
+    from smelt.compress.quantize.coding import coded_bits
     from smelt.runtime.layers.adapted import AdaptedLinear
     from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
 

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compress.quantize.coding import fake, fake_activations, fill_, round_to_nearest
-from smelt.compress.quantize.counted import coded_bits
+from smelt.compress.quantize.coding import coded_bits, fake, fake_activations, fill_, round_to_nearest
 from smelt.compress.quantize.smooth import follow
 from smelt.compress.quantize.training.kept import read_latents, write_latents
 from smelt.compress.quantize.training.steps import Steps

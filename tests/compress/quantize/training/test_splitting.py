@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from smelt.compress.distill.logits import Distill, DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.structured import Prune, PruneSettings
-from smelt.compress.quantize.counted import coded_bits
+from smelt.compress.quantize.coding import coded_bits
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import latents_of, load_trainable, save_trained, settled
 from smelt.compress.quantize.training.splitting import split_first, split_groups, split_layers

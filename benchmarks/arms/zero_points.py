@@ -1,5 +1,7 @@
-"""AWQ with zero points and its clipping, as its published code runs it, beside nearest on the same grid and
-on the one with a sign; not trained, vocabulary int8."""
+"""AWQ as its published code runs it, with zero points and clipping, beside nearest with and without them.
+
+Not trained, vocabulary int8.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +18,5 @@ for _scheme in ("int4", "int3", "int2"):
     for _name, _more in METHODS.items():
         _settings = {"scheme": _scheme, "group_size": 64, "vocabulary": "int8-dynamic", **_more}
         ARMS[f"{_scheme}, {_name}"] = [("quantize", _settings)]
-        AGAINST[f"{_scheme}, {_name}"] = f"{_scheme}, nearest, zero points"
-    AGAINST.pop(f"{_scheme}, nearest, zero points")
+        if _name != "nearest, zero points":
+            AGAINST[f"{_scheme}, {_name}"] = f"{_scheme}, nearest, zero points"

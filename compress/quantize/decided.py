@@ -19,10 +19,10 @@ from smelt.runtime.models.stored_dtype import stored_types
 from smelt.runtime.schemes.registry import SCHEMES, bits_per_weight
 from smelt.runtime.schemes.scheme import Codes
 
-_DAMAGE_TOKENS = 32  # fewer tell of no layer
-
 if TYPE_CHECKING:
     from smelt.compress.quantize.low_rank import Joint
+
+_DAMAGE_TOKENS = 32  # fewer tell of no layer
 
 
 @dataclass

@@ -17,7 +17,9 @@ AUTO = "auto"
 _OBSERVING = ", ".join(name for name, scheme in SCHEMES.items() if scheme.observes)
 _SMOOTHED = ", ".join(name for name, scheme in SCHEMES.items() if scheme.one_scale)
 Method = Literal["minmax", "percentile", "entropy", "mse"]
-_READING = ("gptq", "awq", "awq-gptq")  # methods that look at rows
+# methods whose codes are those of a model with other scales of channels than the float one
+SCALING = ("awq", "awq-gptq")
+_READING = ("gptq", *SCALING)  # methods that look at rows
 
 
 class LowRank(Settings):
@@ -230,7 +232,7 @@ class QuantizeSettings(FromSchemes):
     @property
     def scales_inputs(self) -> bool:
         """Whether inputs that are large on rows get finer steps."""
-        return self.method in ("awq", "awq-gptq")
+        return self.method in SCALING
 
     @property
     def makes_up(self) -> bool:

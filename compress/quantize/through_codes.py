@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compress.quantize.coding import coded_bits, fake, fake_activations, fill_, round_to_nearest
+from smelt.compress.quantize.settings import SCALING
 from smelt.compress.quantize.smooth import follow
 from smelt.compress.quantize.training.kept import read_latents, write_latents
 from smelt.compress.quantize.training.steps import Steps
@@ -143,7 +144,7 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
 
 def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
     """Return name and artifact of what was quantized into `src`, if that is how `src` was made."""
-    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") in ("awq", "awq-gptq"):
+    if src.manifest.stage != "quantize" or src.manifest.settings.get("method") in SCALING:
         return None  # whose columns and rows have scales that nothing else tells
     return next(((n, a) for n, a in ancestors.items() if a.key == src.manifest.parent), None)
 

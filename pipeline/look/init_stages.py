@@ -62,7 +62,7 @@ def _tuned(seen: ModelLook) -> Iterator[Step]:
         yield Step("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "a classifier for your labels", "tuned")
 
 
-def _parts(task: Task) -> str:
+def _losses(task: Task) -> str:
     """Return the losses of `distill`: the teacher's distribution alone, but where people's labels help it."""
     if task in TEXT_TO_TEXT or task == "language-modeling":
         return _LOGITS
@@ -84,7 +84,7 @@ def _trained(seen: ModelLook) -> Iterator[Step]:
     # by magnitude, where the rows may have no scores to make a loss of
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     yield Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
-    how = f"{{{teacher}{_parts(seen.task)}, epochs: 1}}"
+    how = f"{{{teacher}{_losses(seen.task)}, epochs: 1}}"
     yield Step("distill", how, "recovers what that lost", "small")
 
 
@@ -107,11 +107,11 @@ def _fast(seen: ModelLook) -> Iterator[Step]:
     share = 0.8 if seen.task == "language-modeling" else 1 / 3
     ((name, count), *_) = counts.items()
     few = f"student: {{{name}: {max(1, min(count - 1, round(count * share)))}}}"
-    parts = _parts(seen.task)
-    yield Step("distill", f"{{{teacher}{few}, {parts}, epochs: 3}}", "few layers are fast", "shallow")
+    losses = _losses(seen.task)
+    yield Step("distill", f"{{{teacher}{few}, {losses}, epochs: 3}}", "few layers are fast", "shallow")
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
     yield Step("prune", f"{{what: [ffn], keep: 0.5{how}}}", "half of the FFN neurons goes")
-    yield Step("distill", f"{{{teacher}{parts}, epochs: 2}}", "recovers what that lost", "small")
+    yield Step("distill", f"{{{teacher}{losses}, epochs: 2}}", "recovers what that lost", "small")
 
 
 def _narrow(teacher: str, stack: tuple[str, int]) -> Iterator[Step]:

@@ -33,8 +33,9 @@ class Seen:
 
     layers: by stack. units: heads and neurons by the name of their part. coded, thin, zeroed: fractions of
     the matrices of blocks that are codes, that are two thin ones, whose zeros last. zeros: the least fraction
-    of zeros in one whose zeros last; patterned: whether two of each four are zero in all of them. distinct:
-    different matrices of blocks, a fraction of their places. listed: whether a shortlist lies beside it.
+    of zeros in one whose zeros last. mean_zeros: the mean of these fractions. patterned: whether two of each
+    four are zero in all of them. distinct: different matrices of blocks, a fraction of their places. listed:
+    whether a shortlist lies beside it.
     outputs: float32, of fixed inputs.
     """
 
@@ -47,6 +48,7 @@ class Seen:
     thin: float
     zeroed: float
     zeros: float
+    mean_zeros: float
     patterned: bool
     distinct: float
     listed: bool
@@ -100,6 +102,7 @@ def look(folder: Path) -> Seen:
     inside = [half for m in whole for half in ((m.first, m.second) if isinstance(m, SplitLinear) else (m,))]
     matrices = [m.linear if isinstance(m, ScaledLinear) else m for m in inside]
     zeroed = [m.weight.detach() for m in matrices if keeps_zeros(m)]
+    empty = [float((w == 0).float().mean()) for w in zeroed]
     words = getattr(config, "vocab_size", None)
     if words is not None:
         assert _words_of_tokenizer(folder) <= words, "the tokenizer knows more words than the model"
@@ -113,7 +116,8 @@ def look(folder: Path) -> Seen:
         coded=_part(matrices, lambda m: is_quantized(m) or isinstance(m, AdaptedLinear)),
         thin=_part(modules, lambda m: isinstance(m, LowRankLinear)),
         zeroed=_part(matrices, keeps_zeros),
-        zeros=min((float((w == 0).float().mean()) for w in zeroed), default=0.0),
+        zeros=min(empty, default=0.0),
+        mean_zeros=sum(empty) / max(1, len(empty)),
         patterned=bool(zeroed) and all(_two_of_four(w) for w in zeroed),
         distinct=len(set(map(id, matrices))) / max(1, len(matrices)),
         listed=config.is_encoder_decoder and read_shortlist(folder, config.to_dict()) is not None,
@@ -195,8 +199,10 @@ def check_lasting(stage: str, before: Seen, after: Seen, lost: str) -> None:
     assert after.listed >= before.listed, "the shortlist is gone"
     if stage not in NO_ZEROS and "zeros of" not in lost:
         assert after.zeroed >= before.zeroed, "zeros may be filled from now on"
-        # units that go may be those with most zeros: half of phi3's channels leave a fifth of its zeros
+        # units that go may be those with most zeros, which one matrix feels more than all of them together:
+        # half of phi3's channels leave it a fifth of them
         assert after.zeros >= before.zeros * (0.1 if stage in CUTS else 0.99), "zeros are gone"
+        assert after.mean_zeros >= before.mean_zeros * (0.5 if stage in CUTS else 0.99), "zeros are gone"
         assert after.patterned >= before.patterned or "pattern" in lost
     if stage not in NO_LAYERS:
         assert after.distinct <= before.distinct, "layers that were shared are apart"

@@ -59,7 +59,7 @@ matrix: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/every_pair.py $(ARGS)
 
 golden: $(DEV_READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/graphs $(BIN)/python tests/support/golden.py $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/graphs:tests/support/goldens $(BIN)/python tests/support/goldens/golden.py $(ARGS)
 
 clean:
 	rm -rf build dist smelt.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -1,4 +1,4 @@
-"""A stage that computes something else has another `version`; see tests/support/golden.py."""
+"""A stage that computes something else has another `version`; see tests/support/goldens/golden.py."""
 
 import json
 import re

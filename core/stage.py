@@ -42,6 +42,10 @@ class Settings(BaseModel):
                     found[setting] = value, mark
         return found
 
+    def for_task(self, task: Task) -> Self:
+        """Return the same, where what was left to the task is decided; most settings leave nothing to it."""
+        return self
+
     def packages(self) -> dict[str, str]:
         """Return what these settings need besides what smelt depends on: packages and oldest releases."""
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Stack, TokenizerForm
+from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack, TokenizerForm
 from smelt.families.stream import Stream
 
 # Numbers 0, 1, 2 ... that BERT and its relatives stored before transformers 4.31.
@@ -54,6 +54,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("word_embeddings.weight",),
     width="hidden_size",
+    rate=Rate(5e-5, 768),  # Devlin et al. 2019, appendix A.3: 2e-5 to 5e-5
     head=("bert.pooler.dense", "classifier"),
     new_tokenizer=TOKENIZER,
     unread=(POSITION_IDS,),

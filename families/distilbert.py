@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.families.bert import POSITION_IDS, TOKENIZER
-from smelt.families.family import Attention, Config, Family, FeedForward, Stack
+from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack
 from smelt.families.stream import Stream
 
 
@@ -40,6 +40,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("word_embeddings.weight",),
     width="dim",
+    rate=Rate(5e-5, 768),  # as BERT's
     head=("pre_classifier", "classifier"),
     new_tokenizer=replace(TOKENIZER, types=False),
     unread=(POSITION_IDS,),

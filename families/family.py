@@ -202,6 +202,18 @@ class TokenizerForm:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """A learning rate of AdamW that was published for training all weights of a trained model further.
+
+    highest: after the warm-up. width: of the hidden states of the model that it was published for; None where
+    a family has no one width.
+    """
+
+    highest: float
+    width: int | None
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of models.
 
@@ -215,6 +227,7 @@ class Family:
     the config's word for that width.
     embedding_scale, output_scale: from a config, what the rows of the word embedding are multiplied with, and
     the hidden states before the output layer; both may depend on the width.
+    rate: how fast its models learn, where nobody says otherwise.
     head: the modules between the last hidden states and the outputs, in order, by their names in the model;
     each reads what the one before it gives. logits_bias: a buffer that is added to the outputs.
     keeps_float32: how the names of linear layers end that stay float32 in a model of 16 bits.
@@ -242,6 +255,7 @@ class Family:
     stacks: Callable[[Config], tuple[Stack, ...]]
     embedding: tuple[str, ...]
     width: str
+    rate: Rate
     head: tuple[str, ...]
     reads: Literal["texts", "images"] = "texts"
     renamed: tuple[tuple[str, str], ...] = ()

@@ -6,7 +6,7 @@ and are other families.
 
 from __future__ import annotations
 
-from smelt.families.family import Config, Family, RmsNorm, TokenizerFiles, TokenizerForm
+from smelt.families.family import Config, Family, Rate, RmsNorm, TokenizerFiles, TokenizerForm
 from smelt.families.llama import HEAD, refuses, stacks
 
 
@@ -24,6 +24,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 4096),  # as Llama's
     head=HEAD,
     embedding_scale=lambda config: float(config["hidden_size"]) ** 0.5,
     tokenizer=TokenizerFiles(("tokenizer.model",)),

@@ -12,6 +12,7 @@ from smelt.families.family import (
     Family,
     FeedForward,
     Positions,
+    Rate,
     Stack,
     TokenizerFiles,
     TokenizerForm,
@@ -64,6 +65,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("wte.weight",),
     width="n_embd",
+    rate=Rate(5e-5, 768),  # transformers' example of language modeling
     head=("lm_head",),
     positions=Positions(table="n_positions"),
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),

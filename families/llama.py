@@ -6,7 +6,16 @@ owns a row of gate and up and a column of down.
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Stack, TokenizerFiles, TokenizerForm
+from smelt.families.family import (
+    Attention,
+    Config,
+    Family,
+    FeedForward,
+    Rate,
+    Stack,
+    TokenizerFiles,
+    TokenizerForm,
+)
 from smelt.families.stream import Stream
 
 # Angles of rotary positions, stored with each layer before transformers 4.32.
@@ -63,6 +72,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 4096),  # Touvron et al. 2023, Llama 2, section 3.1
     head=HEAD,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=TokenizerForm(

@@ -7,7 +7,7 @@ pad_token_id + 1 on.
 from __future__ import annotations
 
 from smelt.families.encoder_decoder import HEAD, Plan, embedding_scale
-from smelt.families.family import TEXT_TO_TEXT, Family, Positions, TokenizerFiles
+from smelt.families.family import TEXT_TO_TEXT, Family, Positions, Rate, TokenizerFiles
 
 FAMILY = Family(
     name="m2m_100",
@@ -16,6 +16,7 @@ FAMILY = Family(
     stacks=Plan(norms_first=True, opening=False, closing=True, positions="embed_positions.weights").stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    rate=Rate(3e-5, 1024),  # as mBART's, whose shape it has
     head=HEAD,
     embedding_scale=embedding_scale,
     # NLLB's; M2M100's own tokenizer has a vocab.json beside it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
-from smelt.families.family import TEXT_TO_TEXT, Family, Positions, TokenizerFiles, TokenizerForm
+from smelt.families.family import TEXT_TO_TEXT, Family, Positions, Rate, TokenizerFiles, TokenizerForm
 
 FAMILY = Family(
     name="marian",
@@ -12,6 +12,7 @@ FAMILY = Family(
     stacks=Plan(norms_first=False, opening=False, closing=False).stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    rate=Rate(2e-5, 512),  # the translation chapter of Hugging Face's course
     head=HEAD,
     logits_bias=LOGITS_BIAS,
     embedding_scale=embedding_scale,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.families.family import Config, Family, TokenizerFiles
+from smelt.families.family import Config, Family, Rate, TokenizerFiles
 from smelt.families.llama import FAMILY as LLAMA
 from smelt.families.llama import HEAD, refuses, stacks
 
@@ -20,6 +20,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 4096),  # as Llama's
     head=HEAD,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=LLAMA.new_tokenizer,

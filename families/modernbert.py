@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.families.bert import TOKENIZER
-from smelt.families.family import Attention, Config, Family, FeedForward, Stack
+from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack
 from smelt.families.stream import Stream
 
 # Rotations are traced, with angles that are the same for every text; `dynamic_rope_update` changes these.
@@ -81,6 +81,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("tok_embeddings.weight",),
     width="hidden_size",
+    rate=Rate(5e-5, 768),  # Warner et al. 2024, appendix: 1e-5 to 8e-5
     head=("head.dense", "head.norm", "classifier"),
     new_tokenizer=replace(TOKENIZER, types=False),
     other_heads=(r"(head|decoder)\..+",),

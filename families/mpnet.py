@@ -5,7 +5,7 @@ Source: transformers' modeling_mpnet.py. Positions count from the pad id, as RoB
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Stack
+from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Rate, Stack
 from smelt.families.roberta import TOKENIZER
 from smelt.families.stream import Stream
 
@@ -46,6 +46,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("word_embeddings.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 768),  # Song et al. 2020, appendix: 1e-5 to 3e-5
     head=("classifier.dense", "classifier.out_proj"),
     positions=Positions(after_pad=True),
     new_tokenizer=TOKENIZER,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smelt.families.encoder_decoder import HEAD, LOGITS_BIAS, Plan, embedding_scale
-from smelt.families.family import Family, Positions, TokenizerFiles, TokenizerForm
+from smelt.families.family import Family, Positions, Rate, TokenizerFiles, TokenizerForm
 
 FAMILY = Family(
     name="pegasus",
@@ -12,6 +12,7 @@ FAMILY = Family(
     stacks=Plan(norms_first=True, opening=False, closing=True).stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    rate=Rate(1e-4, 1024),  # Zhang et al. 2020, PEGASUS, appendix C (XSum)
     head=HEAD,
     logits_bias=LOGITS_BIAS,
     embedding_scale=embedding_scale,

@@ -6,7 +6,7 @@ many heads there are its attention reads from the config, the same for all block
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Stack, TokenizerFiles
+from smelt.families.family import Attention, Config, Family, FeedForward, Rate, Stack, TokenizerFiles
 from smelt.families.llama import FAMILY as LLAMA
 from smelt.families.llama import HEAD, STREAM, refuses
 from smelt.families.mistral import window
@@ -52,6 +52,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 4096),  # as Llama's
     head=HEAD,
     tokenizer=TokenizerFiles(("tokenizer.model",)),
     new_tokenizer=LLAMA.new_tokenizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.family import Config, Family, Stack, TokenizerFiles
+from smelt.families.family import Config, Family, Rate, Stack, TokenizerFiles
 from smelt.families.gpt2 import BYTE_LEVEL
 from smelt.families.llama import HEAD, INV_FREQ, refuses
 from smelt.families.llama import stacks as llama_stacks
@@ -30,6 +30,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 4096),  # as Llama's
     head=HEAD,
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     # transformers reads every tokenizer of the family as one of bytes

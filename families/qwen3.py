@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.families.family import Config, Family, Stack, TokenizerFiles
+from smelt.families.family import Config, Family, Rate, Stack, TokenizerFiles
 from smelt.families.llama import HEAD, refuses
 from smelt.families.qwen2 import FAMILY as QWEN2
 from smelt.families.qwen2 import stacks as qwen2_stacks
@@ -25,6 +25,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("embed_tokens.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 4096),  # as Llama's
     head=HEAD,
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),
     new_tokenizer=QWEN2.new_tokenizer,

@@ -5,7 +5,7 @@ It has no blocks of attention and feed-forward parts: what is cut along those re
 
 from __future__ import annotations
 
-from smelt.families.family import Config, Family, Positions
+from smelt.families.family import Config, Family, Positions, Rate
 
 
 def refuses(config: Config) -> list[str]:
@@ -22,6 +22,7 @@ FAMILY = Family(
     stacks=lambda config: (),
     embedding=(),
     width="hidden_sizes",
+    rate=Rate(5e-4, None),  # measured: docs/measurements/resnet-cifar10.md
     head=("classifier.1",),
     reads="images",
     normed=("convolution", "normalization"),

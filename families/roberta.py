@@ -7,7 +7,7 @@ for 512 tokens. Its table of token types has one row, which is added to all toke
 from __future__ import annotations
 
 from smelt.families.bert import POSITION_IDS, encoder_stack
-from smelt.families.family import Config, Family, Positions, Stack, TokenizerFiles, TokenizerForm
+from smelt.families.family import Config, Family, Positions, Rate, Stack, TokenizerFiles, TokenizerForm
 
 TOKENIZER = TokenizerForm(
     ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
@@ -37,6 +37,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("word_embeddings.weight",),
     width="hidden_size",
+    rate=Rate(2e-5, 768),  # Liu et al. 2019, appendix: 1e-5 to 3e-5
     head=("classifier.dense", "classifier.out_proj"),
     positions=Positions(after_pad=True),
     tokenizer=TokenizerFiles(("vocab.json", "merges.txt")),

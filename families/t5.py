@@ -14,6 +14,7 @@ from smelt.families.family import (
     Family,
     FeedForward,
     Positions,
+    Rate,
     Stack,
     TokenizerFiles,
     TokenizerForm,
@@ -101,6 +102,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=("shared.weight", "encoder.embed_tokens.weight"),
     width="d_model",
+    rate=Rate(3e-4, 768),  # transformers' page of T5: 1e-4 and 3e-4 suit most problems
     head=("lm_head",),
     output_scale=output_scale,
     keeps_float32=("wo",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Stack
+from smelt.families.family import Attention, Config, Family, FeedForward, Positions, Rate, Stack
 from smelt.families.stream import Stream
 
 _AT = "vit.embeddings"
@@ -53,6 +53,7 @@ FAMILY = Family(
     stacks=stacks,
     embedding=(),
     width="hidden_size",
+    rate=Rate(2e-5, 768),  # transformers' example of image classification
     head=("classifier",),
     reads="images",
     positions=Positions(None),

@@ -14,10 +14,10 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "budget 0.8, fisher": _budget(0.8, "fisher"),
     "budget 0.8, taylor": _budget(0.8, "taylor"),
     "budget 0.8, random": _budget(0.8, "random"),
-    "keep 0.735, taylor": [("prune", {"keep": 0.735})],
+    "keep 0.735, taylor": [("prune", {"what": ["heads", "ffn"], "keep": 0.735})],
     "budget 0.6, fisher": _budget(0.6, "fisher"),
-    "keep 0.47, taylor": [("prune", {"keep": 0.47})],
-    "keep 0.735, fisher": [("prune", {"keep": 0.735, "importance": "fisher"})],
+    "keep 0.47, taylor": [("prune", {"what": ["heads", "ffn"], "keep": 0.47})],
+    "keep 0.735, fisher": [("prune", {"what": ["heads", "ffn"], "keep": 0.735, "importance": "fisher"})],
     **{
         f"heads 0.5, {importance}, {word}": [
             ("prune", {"what": ["heads"], "keep": 0.5, "importance": importance, "scope": scope})

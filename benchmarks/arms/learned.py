@@ -14,7 +14,10 @@ def _distill(**more: Any) -> tuple[str, dict[str, Any]]:
 ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "model": [],
     "nothing goes": [_distill()],
-    "heads and neurons: keep 0.6 by taylor, compensated": [("prune", {"keep": 0.6}), _distill()],
+    "heads and neurons: keep 0.6 by taylor, compensated": [
+        ("prune", {"what": ["heads", "ffn"], "keep": 0.6}),
+        _distill(),
+    ],
     "heads and neurons: masks, keep 0.6": [_distill(masks={"keep": 0.6, "warmup": 0.3})],
     "heads, neurons and width: masks, keep 0.6": [
         _distill(masks={"what": ["heads", "ffn", "width"], "keep": 0.6, "warmup": 0.3})

@@ -6,7 +6,7 @@ from typing import Any
 
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 3
-_HALF: Arm = [("prune", {"keep": 0.5})]
+_HALF: Arm = [("prune", {"what": ["heads", "ffn"], "keep": 0.5})]
 _NF4: Arm = [("quantize", {"scheme": "bnb-nf4"})]
 
 

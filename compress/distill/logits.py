@@ -124,6 +124,7 @@ class Distill:
         cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]
     ) -> list[tuple[str, str]]:
         """Return what of the settings does not fit the task or the rows, by setting."""
+        settings = settings.for_task(task)
         found = settings.losses.unfit(task) + masks_unfit(settings, task)
         if len(settings.teachers()) > 1 and task == SIMILARITY:
             found.append(
@@ -169,6 +170,7 @@ class Distill:
         from smelt.compress.quantize.training.binary_inputs import binarize_first
         from smelt.compress.quantize.training.splitting import split_first
 
+        settings = settings.for_task(ctx.task)
         with tempfile.TemporaryDirectory(prefix="student-", dir=ctx.out.parent) as folder:
             space = Path(folder)
             teachers = load_teachers(settings, src, space / "teachers", ctx)

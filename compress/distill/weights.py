@@ -19,7 +19,12 @@ class LossWeights(Settings):
     """Weights of the parts of the loss."""
 
     logits: float = Field(default=1.0, ge=0, description="of T^2 KL(teacher || student)")
-    labels: float = Field(default=0.5, ge=0, description="of the cross-entropy with the labels")
+    labels: float | None = Field(
+        default=None,
+        ge=0,
+        description="of the cross-entropy with the labels; 0 for texts that are written (1.0 where nothing of"
+        " the teacher counts), 0.5 for classes",
+    )
     embedding: float | None = Field(
         default=None,
         ge=0,
@@ -61,6 +66,10 @@ class LossWeights(Settings):
         found: dict[str, Any] = handler(self)
         return {name: value for name, value in found.items() if value is not None}
 
+    def from_teacher(self) -> bool:
+        """Return whether anything of the teacher counts."""
+        return bool(self.logits or self.reverse_logits or self.of_inner())
+
     def of_inner(self) -> dict[str, float]:
         """Return the weights above 0 of the parts that look inside both models."""
         return {name: weight for name in INNER if (weight := getattr(self, name))}
@@ -86,7 +95,7 @@ class LossWeights(Settings):
 
     @model_validator(mode="after")
     def _something(self) -> LossWeights:
-        if not self.logits and not self.labels and not self.reverse_logits and not self.of_inner():
+        if self.labels == 0 and not self.from_teacher():
             raise ValueError("at least one weight must be above 0")
         return self
 

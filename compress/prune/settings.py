@@ -66,11 +66,12 @@ class PruneSettings(Settings):
     """
 
     what: list[Literal["heads", "ffn", "width"]] = Field(
-        default=["heads", "ffn"],
+        default=["ffn"],
         min_length=1,
-        description="attention heads, feed-forward neurons; or width alone, channels of the hidden states",
+        description="attention heads, feed-forward neurons (both, unless given, with a budget or keep_heads);"
+        " or width alone, channels of the hidden states",
     )
-    keep: float = Field(default=0.5, gt=0, le=1, description="fraction of units that stays")
+    keep: float = Field(default=0.75, gt=0, le=1, description="fraction of units that stays")
     keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
     keep_ffn: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for neurons")
     budget: Budget | None = Field(
@@ -113,7 +114,11 @@ class PruneSettings(Settings):
     @classmethod
     def _by_what(cls, given: Any) -> Any:
         """Take fisher for a budget, which compares heads with neurons, and activation for the width."""
-        if not isinstance(given, dict) or "importance" in given:
+        if not isinstance(given, dict):
+            return given
+        if "what" not in given and any(given.get(word) is not None for word in ("budget", "keep_heads")):
+            given = given | {"what": ["heads", "ffn"]}
+        if "importance" in given:
             return given
         if given.get("budget") is not None:
             return given | {"importance": "fisher"}

@@ -119,6 +119,12 @@ class LatentEmbedding(nn.Embedding):
 Latent: TypeAlias = LatentLinear | LatentEmbedding
 
 
+def trains_few_bits(model: nn.Module) -> bool:
+    """Return whether weights of `model` train through codes of fewer than four bits."""
+    schemes = [module.home.matrix.scheme for module in model.modules() if isinstance(module, Latent)]
+    return any(scheme.trained or 0 < scheme.bits < 4 for scheme in schemes)
+
+
 def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:
     """Return the model of `src` (float32, CPU, eval mode), ready to train, and its edits.
 

@@ -29,6 +29,7 @@ from smelt.compress.train.extension import Extension, attached, detached, split_
 from smelt.compress.train.keeper import Keeper
 from smelt.compress.train.memory import require_training_memory
 from smelt.compress.train.objective import mean_loss
+from smelt.compress.train.rates import with_rate
 from smelt.compress.train.settings import TrainingSettings
 from smelt.compress.train.state import autocast, pick_precision, threads, training_state
 from smelt.compress.train.stored.resume import resume_of
@@ -133,7 +134,7 @@ def run_training(
 
     score: of the model as it is at the moment; higher is better. None: the validation loss decides.
     """
-    extension = extension or Extension()
+    extension, settings = extension or Extension(), with_rate(settings, model)
     plan = plan_batches(
         rows,
         settings.batch_size,
@@ -177,6 +178,7 @@ def run_training(
         ctx.facts["training"] = {
             "steps": steps,
             "rows": len(rows),
+            "learning_rate": settings.learning_rate,
             "precision": precision,
             "device": args.device.type,
             **keeper.facts(steps),

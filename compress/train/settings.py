@@ -40,9 +40,13 @@ class TrainingSettings(Settings):
     length share a batch, because a CPU computes padding at full price.
     """
 
-    epochs: float = Field(default=1.0, gt=0, description="passes over the training rows; may be a fraction")
+    epochs: float = Field(default=3.0, gt=0, description="passes over the training rows; may be a fraction")
     max_steps: int | None = Field(default=None, ge=1, description="number of updates; wins over epochs")
-    learning_rate: float = Field(default=1e-4, gt=0, description="highest learning rate of AdamW")
+    learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="highest learning rate of AdamW; by family, width and what trains, unless given",
+    )
     schedule: Literal["linear", "cosine", "constant"] = Field(
         default="linear", description="how the learning rate falls after the warm-up"
     )

@@ -104,6 +104,8 @@ class Checker:
         draft.wrong = frozenset(str(place[0]) for place in wrong if place)
         if draft.settings is not None:
             draft.settings = draft.settings.below(self.recipe.base)
+            if "task" not in self.bad:
+                draft.settings = draft.settings.for_task(self.recipe.task)
             for place, path in draft.settings.paths().items():
                 if not Path(path).exists():
                     self.mistakes.add((*draft.entry.path, *place), f"{path}: no such file or folder.")

@@ -78,7 +78,7 @@ def test_what_a_phase_does_not_say_is_as_the_step_says():
 
 
 def test_settings_of_before_have_the_keys_of_before():
-    plain = DistillSettings().model_dump(mode="json")
+    plain = DistillSettings().for_task("text-classification").model_dump(mode="json")
     assert not {"layer_map", "phases", "relation_heads"} & set(plain)
     assert set(plain["losses"]) == {"logits", "labels"}
     again = DistillSettings.model_validate(

@@ -43,7 +43,9 @@ def test_scores_of_layers_are_divided_by_their_length():
 @pytest.mark.parametrize("importance", ["taylor", "fisher", "magnitude", "random"])
 def test_a_budget_over_the_model_is_met_and_the_model_is_read_again(importance, tmp_path):
     source = every_family.of_layers("t5", 3)
-    settings = PruneSettings(scope="global", importance=importance, rows=4, compensate=False)
+    settings = PruneSettings(
+        what=["heads", "ffn"], keep=0.5, scope="global", importance=importance, rows=4, compensate=False
+    )
     ctx = every_family.run(Prune(), settings, source, "t5", tmp_path / "out")
     model, _ = load_model(ctx.out)
     whole, _ = load_model(source)
@@ -69,7 +71,7 @@ def test_a_layer_that_does_nothing_gives_up_all_but_a_step(tmp_path):
     idle = tmp_path / "idle"
     idle.mkdir()
     save_model(model, edits, idle, source)
-    settings = PruneSettings(what=["ffn"], scope="global", importance="fisher", rows=4, compensate=False)
+    settings = PruneSettings(keep=0.5, scope="global", importance="fisher", rows=4, compensate=False)
     ctx = every_family.run(Prune(), settings, idle, "llama", tmp_path / "out")
     first, middle, last = ctx.facts["kept_neurons"].values()
     assert middle == settings.round_to
@@ -84,7 +86,7 @@ def test_a_layer_of_larger_weights_keeps_no_more_by_magnitude(tmp_path):
     large = tmp_path / "large"
     large.mkdir()
     save_model(model, edits, large, source)
-    settings = PruneSettings(what=["ffn"], scope="global", importance="magnitude", compensate=False)
+    settings = PruneSettings(keep=0.5, scope="global", importance="magnitude", compensate=False)
     kept = [
         every_family.run(Prune(), settings, folder, "llama", tmp_path / f"out-{at}").facts["kept_neurons"]
         for at, folder in enumerate((source, large))

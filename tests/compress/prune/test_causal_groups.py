@@ -30,7 +30,15 @@ def _prune(folder, out, **settings):
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor"])
 def test_cutting_equals_masking_when_units_go(folder, tmp_path, importance):
-    ctx = _prune(folder, tmp_path / "out", keep=0.5, importance=importance, rows=6, compensate=False)
+    ctx = _prune(
+        folder,
+        tmp_path / "out",
+        what=["heads", "ffn"],
+        keep=0.5,
+        importance=importance,
+        rows=6,
+        compensate=False,
+    )
     small, edits = load_model(ctx.out)
     whole, _ = load_model(folder)
     attentions, blocks = find_groups(whole)

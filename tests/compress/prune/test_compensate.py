@@ -96,7 +96,9 @@ def test_inputs_that_were_never_there_leave_the_plain_cut():
 
 
 def pruned(source, family, out, **settings):
-    settings = PruneSettings(**({"importance": "magnitude", "keep": 0.5} | settings))
+    settings = PruneSettings(
+        **({"what": ["heads", "ffn"], "importance": "magnitude", "keep": 0.5} | settings)
+    )
     return every_family.run(Prune(), settings, source, family, out)
 
 

@@ -124,6 +124,15 @@ def test_a_pruned_translator_generates_with_its_cache_as_without():
     assert torch.equal(with_cache, without)
 
 
+def test_a_quarter_of_the_neurons_goes_and_heads_where_they_are_spoken_of():
+    said = PruneSettings()
+    assert (said.what, said.keep, said.compensate) == (["ffn"], 0.75, True)
+    for more in ({"budget": {"parameters": 0.8}}, {"keep_heads": 0.5}, {"keep_heads": 0.5, "keep_ffn": 0.5}):
+        assert PruneSettings.model_validate(more).what == ["heads", "ffn"]
+    assert PruneSettings(what=["ffn"], budget={"parameters": 0.8}).what == ["ffn"]
+    assert PruneSettings(keep_ffn=0.5, importance="magnitude").what == ["ffn"]
+
+
 def test_counts_that_stay():
     assert heads_kept(4, PruneSettings(keep=0.1)) == 1
     assert heads_kept(8, PruneSettings(keep=0.5, keep_heads=0.75)) == 6
@@ -247,7 +256,7 @@ def test_a_recipe_may_prune_by_magnitude_without_training_rows(tmp_path):
 
 def test_equal_feed_forward_widths_are_said_in_the_config(tmp_path):
     marian().save_pretrained(tmp_path / "model")
-    ctx = run(tmp_path / "model", tmp_path / "out", what=["ffn"], importance="magnitude")
+    ctx = run(tmp_path / "model", tmp_path / "out", what=["ffn"], keep=0.5, importance="magnitude")
     assert not (ctx.out / "structure.json").exists()
     plain = AutoModelForSeq2SeqLM.from_pretrained(ctx.out).eval()
     ours, edits = load_model(ctx.out)

@@ -17,7 +17,7 @@ task: text-classification
 data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl}
 stages:
   - distill: {student: {layers: 1}, max_steps: 2, batch_size: 4, evals: 1}
-  - prune: {keep: 0.5, rows: 8}
+  - prune: {what: [heads, ffn], keep: 0.5, rows: 8}
   - finetune: {max_steps: 2, batch_size: 4, evals: 1}
   - factorize: {rank: 8, aim: size}
   - quantize: {}

@@ -73,8 +73,10 @@ STAGES = {
     "lora": [f"finetune: {{lora: {{rank: 2}}, {TRAIN}}}"],
     "masks": [f"finetune: {{masks: {{learning_rate: 5, warmup: 0.5, round_to: 4}}, {TRAIN}}}"],
     "movement": [f"finetune: {{sparsify: {{start: 0, end: 1}}, {TRAIN}}}"],
-    "prune": ["prune: {keep: 0.5, rows: 4}"],
-    "prune-global": ["prune: {scope: global, importance: fisher, round_to: 4, rows: 4}"],
+    "prune": ["prune: {what: [heads, ffn], keep: 0.5, rows: 4}"],
+    "prune-global": [
+        "prune: {what: [heads, ffn], keep: 0.5, scope: global, importance: fisher, round_to: 4, rows: 4}"
+    ],
     "prune-width": ["prune: {what: [width], keep: 0.75, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],

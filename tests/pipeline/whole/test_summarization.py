@@ -18,7 +18,7 @@ data:
 stages:
   - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
   - distill: {student: {decoder_layers: 1}, max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
-  - prune: {keep: 0.5}
+  - prune: {what: [heads, ffn], keep: 0.5}
   - factorize: {rank: 6, aim: size}
   - quantize: {}
   - onnx: {}

@@ -44,6 +44,8 @@ class Case:
 # Least squares on few tokens of a tiny model multiply what kernels round differently (0.005 was seen), and
 # singular vectors of values that are nearly equal turn (0.08).
 REFIT, TURNED = 0.02, 0.2
+HALF: dict[str, Any] = {"what": ["heads", "ffn"], "keep": 0.5}
+LABELS_TOO: dict[str, Any] = {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}
 INSIDE: dict[str, Any] = {"hidden": 1, "embeddings": 1, "attention": 1, "cosine": 1, "relations": 1}
 INT4: dict[str, Any] = {"scheme": "int4", "group_size": 16, "symmetric": False}
 STATIC: dict[str, Any] = {"scheme": "int8-static", "range": "mse", "damage_rows": 2}
@@ -61,10 +63,12 @@ CASES: dict[str, Case] = {
     "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
     "finetune bert": Case("finetune", "bert", TRAINING | {"schedule": "cosine", "ema": 0.8}),
     "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"accumulate": 2}),
-    "distill marian": Case("distill", "marian", TRAINING),
+    "distill marian": Case("distill", "marian", TRAINING | LABELS_TOO),
     "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
     "distill bert, inside": Case("distill", "bert", TRAINING | {"losses": INSIDE, "layer_map": {0: 0, 2: 1}}),
-    "distill marian, through codes": Case("distill", "marian", TRAINING, (("quantize", BINARY),)),
+    "distill marian, through codes": Case(
+        "distill", "marian", TRAINING | LABELS_TOO, (("quantize", BINARY),)
+    ),
     "finetune marian, learned scales": Case(
         "finetune", "marian", TRAINING | {"codes": {"scales": "lsq"}}, (("quantize", INT2),)
     ),
@@ -90,17 +94,17 @@ CASES: dict[str, Case] = {
     "depth bert": Case("depth", "bert", {"importance": "block-influence"}),
     "depth marian, by the loss": Case("depth", "marian", {"decoder_layers": 1, "importance": "loss"}),
     "depth bert, of parts": Case("depth", "bert", {"what": ["attention", "ffn"], "keep": 0.75}),
-    "prune bert": Case("prune", "bert", allowed=REFIT),
-    "prune marian, by magnitude": Case("prune", "marian", {"importance": "magnitude"}, allowed=REFIT),
+    "prune bert": Case("prune", "bert", HALF, allowed=REFIT),
+    "prune marian, by magnitude": Case("prune", "marian", HALF | {"importance": "magnitude"}, allowed=REFIT),
     "prune bert, across layers by Fisher": Case(
-        "prune", "bert", {"scope": "global", "importance": "fisher"}, allowed=REFIT
+        "prune", "bert", HALF | {"scope": "global", "importance": "fisher"}, allowed=REFIT
     ),
-    "prune qwen2": Case("prune", "qwen2", {"keep_heads": 0.5}),
+    "prune qwen2": Case("prune", "qwen2", HALF),
     "prune bert, within a budget": Case(
         "prune", "bert", {"budget": {"parameters": 0.8}, "compensate": False}
     ),
-    "prune bert, its width": Case("prune", "bert", {"what": ["width"]}, allowed=REFIT),
-    "prune bert, not compensated": Case("prune", "bert", {"compensate": False}),
+    "prune bert, its width": Case("prune", "bert", {"what": ["width"], "keep": 0.5}, allowed=REFIT),
+    "prune bert, not compensated": Case("prune", "bert", HALF | {"compensate": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
     "factorize marian, embeddings": Case("factorize", "marian", {"what": "embeddings", "rank": 7}),

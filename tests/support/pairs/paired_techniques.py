@@ -135,7 +135,7 @@ TECHNIQUES: dict[str, Technique] = {
     "student": Technique("distill", {"student": {"layers": 1}, "losses": INSIDE, **TRAIN}, True),
     "vocabulary": Technique("vocabulary", {"coverage": 0.5, "round_to": 1}, True),
     "depth": Technique("depth", {"keep": 0.5, **FEW}, True),
-    "prune": Technique("prune", {"keep": 0.5, **FEW}, True),
+    "prune": Technique("prune", {"what": ["heads", "ffn"], "keep": 0.5, **FEW}, True),
     "prune-budget": Technique("prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW}, True),
     "depth-parts": Technique("depth", {"what": ["attention", "ffn"], **FEW}, True),
     "width": Technique("prune", {"what": ["width"], "keep": 0.5, **FEW}, True),

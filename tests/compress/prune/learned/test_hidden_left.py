@@ -165,7 +165,7 @@ def test_training_reaches_the_budget_in_a_narrower_model(rows, tmp_path):
 @pytest.mark.parametrize("name", ["hidden", "relations"])
 def test_a_student_with_masks_learns_from_what_its_teacher_has_inside(name, rows, tmp_path):
     settings = DistillSettings(
-        max_steps=4, batch_size=4, precision="fp32", evals=0, losses={"logits": 1, name: 1},
+        max_steps=4, batch_size=4, precision="fp32", evals=0, losses={"logits": 1, "labels": 0.5, name: 1},
         masks={"what": ["width"], "learning_rate": 5, "warmup": 0.5},
     )  # fmt: skip
     source = every_family.of_layers("marian", 2)

@@ -1,0 +1,72 @@
+"""What `distill` leaves to the task: temperature, and how much labels count."""
+
+import json
+
+import harness
+import pytest
+import tiny
+
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
+from smelt.plan.load import load_plan
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "temperature", "logits", "labels"),
+    [
+        ("translation", {}, 1.0, 1.0, 0.0),
+        ("summarization", {}, 1.0, 1.0, 0.0),
+        ("language-modeling", {}, 1.0, 1.0, 0.0),
+        ("text-classification", {}, 2.0, 1.0, 0.5),
+        ("image-classification", {}, 2.0, 1.0, 0.5),
+        ("sentence-similarity", {}, 2.0, 1.0, None),
+        # what is said stays
+        ("translation", {"temperature": 3.0, "losses": {"labels": 0.25}}, 3.0, 1.0, 0.25),
+        ("text-classification", {"temperature": 1.0, "losses": {"labels": 0}}, 1.0, 1.0, 0.0),
+        # without the teacher something has to count; rows without labels have none
+        ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
+        ("translation", {"losses": {"logits": 0, "hidden": 1}}, 1.0, 0.0, 0.0),
+        ("text-classification", {"rows": "unlabelled"}, 2.0, 1.0, 0.0),
+        ("text-classification", {"rows": "both"}, 2.0, 1.0, 0.0),
+    ],
+)
+def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_labels_too(
+    task, said, temperature, logits, labels
+):
+    decided = DistillSettings.model_validate(said).for_task(task)
+    assert (decided.temperature, decided.losses.logits, decided.losses.labels) == (
+        temperature,
+        logits,
+        labels,
+    )
+    assert decided.for_task(task) == decided  # nothing is decided twice
+
+
+def test_a_plan_holds_what_the_task_decides(tmp_path):
+    tiny.marian(tmp_path / "model")
+    tiny.pairs(tmp_path / "rows.jsonl")
+    (tmp_path / "r.yaml").write_text(
+        "model: model\ntask: translation\nstages: [distill]\n"
+        "data: {train: rows.jsonl, validation: rows.jsonl, test: rows.jsonl}\n"
+    )
+    settings = load_plan(tmp_path / "r.yaml").step("distill").settings.model_dump(mode="json")
+    assert (settings["temperature"], settings["losses"]) == (1.0, {"logits": 1.0, "labels": 0.0})
+
+
+def test_a_stage_that_is_called_by_itself_decides_likewise(tmp_path):
+    rows = read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+    source, said = tiny.marian(tmp_path / "model"), []
+    short = {"max_steps": 3, "batch_size": 4, "precision": "fp32", "evals": 0, "learning_rate": 1e-3}
+    for name, more in (
+        ("left", {}),
+        ("said", {"losses": {"logits": 1.0, "labels": 0}, "temperature": 1.0}),
+        ("other", {"losses": {"logits": 1.0, "labels": 0.5}, "temperature": 2.0}),
+    ):
+        ctx = harness.run(
+            Distill(), DistillSettings(**short, student={"decoder_layers": 1}, **more), source,
+            tmp_path / name, data=rows,
+        )  # fmt: skip
+        said.append(json.dumps(ctx.facts["training"]["train_loss"]))
+    assert said[0] == said[1] != said[2]

@@ -1,0 +1,77 @@
+"""Learning rates that nobody said: by family, by width, by what trains."""
+
+import harness
+import pytest
+import tiny
+
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.train.rates import learning_rate_of
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
+from smelt.families.registry import FAMILIES
+
+SHORT = {"max_steps": 2, "batch_size": 4, "precision": "fp32", "evals": 0}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return read_split(str(tiny.pairs(tmp_path / "rows.jsonl")), "translation", Columns(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "rate"),
+    [
+        # as published, of models as wide as those that were published
+        ({"model_type": "bert", "hidden_size": 768}, "weights", 5e-5),  # Devlin et al. 2019, A.3
+        ({"model_type": "roberta", "hidden_size": 768}, "weights", 2e-5),  # Liu et al. 2019
+        ({"model_type": "bart", "d_model": 1024}, "weights", 3e-5),  # fairseq, examples/bart
+        ({"model_type": "t5", "d_model": 768}, "weights", 3e-4),  # transformers' page of T5
+        ({"model_type": "llama", "hidden_size": 4096}, "weights", 2e-5),  # Touvron et al. 2023
+        (
+            {"model_type": "llama", "hidden_size": 4096},
+            "adapters",
+            2e-4,
+        ),  # QLoRA of 7B
+        # half as wide, twice as fast; not without end
+        ({"model_type": "bert", "hidden_size": 384}, "weights", 1e-4),
+        ({"model_type": "llama", "hidden_size": 8192}, "weights", 1e-5),
+        ({"model_type": "t5", "d_model": 64}, "weights", 1e-3),
+        ({"model_type": "marian", "d_model": 256}, "few bits", 4e-4),
+        ({"model_type": "marian", "d_model": 256}, "student", 4e-4),
+        ({"model_type": "resnet", "hidden_sizes": [8, 16]}, "weights", 5e-4),
+        ({"model_type": "unheard-of", "hidden_size": 8}, "weights", 5e-5),
+    ],
+)
+def test_a_rate_is_that_of_family_width_and_what_trains(config, what, rate):
+    assert learning_rate_of(config, what) == pytest.approx(rate)
+
+
+def test_every_family_has_a_rate_of_a_model_that_exists():
+    for family in FAMILIES.values():
+        assert 1e-5 <= family.rate.highest <= 5e-4
+        assert family.rate.width in (None, 512, 768, 1024, 4096)
+
+
+def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
+    source = tiny.marian(tmp_path / "model")  # 32 wide: 2e-5 of 512 is 3.2e-4, and ten times as much too much
+    coded = harness.run(Quantize(), QuantizeSettings(scheme="int2"), source, tmp_path / "codes")
+    eight = harness.run(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "eight")
+
+    def rate(stage, settings, source, name):
+        ctx = harness.run(
+            stage, settings, source, tmp_path / name, data=rows,
+            ancestors={"model": tiny.artifact(tmp_path / "model")},
+        )  # fmt: skip
+        return ctx.facts["training"]["learning_rate"]
+
+    assert rate(Finetune(), FinetuneSettings(**SHORT), source, "whole") == pytest.approx(3.2e-4)
+    assert rate(Finetune(), FinetuneSettings(**SHORT), eight.out, "whole-codes") == pytest.approx(3.2e-4)
+    assert rate(Finetune(), FinetuneSettings(**SHORT, learning_rate=7e-5), source, "said") == 7e-5
+    assert rate(Finetune(), FinetuneSettings(**SHORT), coded.out, "few") == 1e-3
+    student = DistillSettings(**SHORT, student={"decoder_layers": 1})
+    assert rate(Distill(), student, source, "student") == 1e-3
+    assert rate(Distill(), DistillSettings(**SHORT), source, "again") == pytest.approx(3.2e-4)

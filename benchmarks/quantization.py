@@ -82,6 +82,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "pow2": {"scheme": "pow2", "group_size": 64},
     "ternary gptq": {"scheme": "ternary", "method": "gptq", "group_size": 64},
     "binary nearest": {"scheme": "binary", "group_size": 64},
+    "binary gptq": {"scheme": "binary", "method": "gptq", "group_size": 64},
     "bnb-nf4": {"scheme": "bnb-nf4"},
 }
 # trained through their codes; `fp32 trained` is the control with as many updates
@@ -92,11 +93,13 @@ TRAINED: dict[str, dict[str, Any] | None] = {
 }
 OPENVINO = ("fp32", "int8-static", "int8-groupwise", "int4 nearest")
 RUNTIMES = {"ONNX Runtime": "-ort-cpu", "OpenVINO": "-openvino", "torch": ""}
-# one of each form: how codes are chosen changes no time, but few bits that are not trained write on and on
-TIMED = (
+# one of each form: how codes are chosen changes no time, but few bits that are not trained write on and on,
+# where the length of what is written is not given
+FEW = ("int3", "int2", "ternary", "binary")
+FORMS = (
     "fp32", "int8-dynamic", "int8-groupwise", "int8-static", "int4 nearest", "kmeans4", "pow2", "bnb-nf4",
-    *(f"{scheme} trained" for scheme in ("int3", "int2", "ternary", "binary")),
 )  # fmt: skip
+TIMED = (*FORMS, *(f"{scheme} {how}" for how in ("gptq", "trained") for scheme in FEW))
 
 
 def step_of(arm: str) -> str:
@@ -166,7 +169,9 @@ def time(name: str, out: Path) -> int:
     found: dict[str, Any] = {}
     folder = out / name / "artifacts"
     for runtime, ending in RUNTIMES.items():
-        names = {arm: f"{step_of(arm)}{ending}" for arm in TIMED} | ({} if ending else {"fp32": "model"})
+        how = "gptq" if name == "language-modeling" else "trained"
+        arms = (*FORMS, *(f"{scheme} {how}" for scheme in FEW))
+        names = {arm: f"{step_of(arm)}{ending}" for arm in arms} | ({} if ending else {"fp32": "model"})
         there = {arm: folder / step for arm, step in names.items() if (folder / step).is_dir()}
         if len(there) < 2 or "fp32" not in there:
             continue

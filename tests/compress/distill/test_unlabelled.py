@@ -51,7 +51,8 @@ def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("said", "task", "place", "message"),
     [
-        ({}, "text-classification", "losses.labels", "is 0.5, and the rows of texts have no labels"),
+        ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels",
+             "is 0.5, and the rows of texts have no labels"),
         ({"losses": {"scores": 1}}, "sentence-similarity", "losses.scores", "have no scores"),
         ({"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]}, "text-classification",
          "phases.1.losses.labels", "its weight is 1"),

@@ -79,9 +79,14 @@ class Workshop:
         return {} if self.windows is None else {"windows": self.windows.model_dump(exclude_none=True)}
 
     def import_root(self, source: Path, head: Head, fresh: bool) -> tuple[Artifact, bool]:
-        """Bring the untouched model into the store; return it and whether it was there already."""
+        """Bring the untouched model into the store; return it and whether it was there already.
+
+        Raises:
+            InputError: its codes cannot be taken over, or its weights are no numbers.
+        """
         from smelt.runtime.models.import_model import import_model, source_files
         from smelt.runtime.models.licence import licence_of
+        from smelt.runtime.models.places.finite_weights import require_finite_weights
         from smelt.runtime.models.places.parameters import count_parameters
         from smelt.runtime.text.write_rules import write_text_rules
 
@@ -105,6 +110,7 @@ class Workshop:
             out.mkdir()
             problem, names = labels or (None, None)
             notes = import_model(source, out, names, self.seed, problem, head.sentences)
+            require_finite_weights(source)
             write_text_rules(out, rules)
             facts = {
                 "parameters": count_parameters(out),

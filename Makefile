@@ -1,6 +1,7 @@
 # make quickstart   install, run the example, show the table          make test    the tests
 # make lint         ruff                                              make types   mypy, strict
-# make peers        what is packaged, opened by the tools that it is for: fetches them into build/
+# make peers        what is packaged, opened by the tools that it is for, and GPTQ beside GPTQModel:
+#                   fetches them into build/
 # make bench        the speeds that the documentation promises        make clean   remove what was built
 # make matrix       every two techniques one behind the other, on every family: 70 minutes,
 #                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
@@ -43,7 +44,7 @@ test: $(DEV_READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not peers" $(ARGS)
 
 peers: $(DEV_READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 0 -m peers tests/export/package $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 0 -m peers tests/export/package tests/compress/quantize/methods $(ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .

@@ -3,7 +3,8 @@
 A graph holds many products of one shape with different weights, so that codes come from where they come from
 in a model, not from the nearest cache. Sessions of all forms alternate; printed are µs a product (median of
 the rounds, and half of their range in per cent with --spread), one thread, random weights. A form is fp32,
-dynamic, or bits/group as in 4b/64; 2b/64+lut multiplies codes by tables (session key mlas.use_lut_gemm).
+dynamic (one scale a column of weights), dynamic/tensor (one for all), dynamic/zero (columns have zero points
+too), or bits/group as in 4b/64; 2b/64+lut multiplies codes by tables (session key mlas.use_lut_gemm).
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def constants(form: str, width: int, outputs: int, seed: int) -> tuple[str, dict
     numbers = np.random.default_rng(seed)
     if form == "fp32":
         return "MatMul", {"w": numbers.standard_normal((width, outputs), np.float32)}, {}
-    if form == "dynamic":
+    if form.startswith("dynamic"):
         codes = numbers.integers(-127, 128, (width, outputs)).astype(np.int8)
-        return "DynamicQuantizeMatMul", {"w": codes, "s": np.full(outputs, 0.01, np.float32)}, {}
+        scales = np.full(() if form == "dynamic/tensor" else outputs, 0.01, np.float32)
+        zeros = {"z": numbers.integers(-9, 10, outputs).astype(np.int8)} if form == "dynamic/zero" else {}
+        return "DynamicQuantizeMatMul", {"w": codes, "s": scales, **zeros}, {}
     bits, group = int(form[0]), int(form.split("/")[1].removesuffix(_TABLES))
     groups = -(-width // group)
     codes = numbers.integers(0, 256, (outputs, groups, group * bits // 8)).astype(np.uint8)

@@ -64,7 +64,11 @@ def token_losses(runner: Any, ids: Tokens) -> NDArray[np.float32]:
             logits = runner.extend(state, fed, np.ones_like(fed))
             losses[part, begin:end] = losses_of(logits, ids[part, begin + 1 : end + 1])
     if not np.isfinite(losses).all():
-        raise RunError(f"{runner.folder}: the model's outputs are not finite, so there is no perplexity.")
+        raise RunError(
+            "the model's outputs are not finite, so there is no perplexity: a weight is no number, or what is"
+            " computed goes beyond the range of its type. Look at the step that made it; where that has a"
+            " dtype, fp32 has the widest range."
+        )
     return losses
 
 

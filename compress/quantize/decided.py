@@ -22,7 +22,11 @@ from smelt.runtime.schemes.scheme import Codes
 if TYPE_CHECKING:
     from smelt.compress.quantize.low_rank import Joint
 
-_DAMAGE_TOKENS = 32  # fewer tell of no layer
+_FEW_TOKENS = 32  # fewer tell of no layer
+_DAMAGE = "the damage of each layer was"
+_WEIGHED = "what pairs beside codes are nearest in was"
+# by what is measured: what it tells apart
+_TOLD = {_DAMAGE: "layers", _WEIGHED: "inputs"}
 
 
 @dataclass
@@ -62,6 +66,8 @@ def _look(
     require_weights(layers)
     rows = calibration_rows(model, src, settings.rows, ctx, "quantize")
     ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
+    if settings.weighs:
+        _warn_of_few(rows, _WEIGHED, "rows", ctx)
     found = Decided(layers)
     if settings.bits is not None:  # first, since scales and ends of ranges are searched for the widths
         _widths(model, found, rows, src, settings, ctx)
@@ -131,7 +137,7 @@ def _widths(
     from smelt.compress.quantize.sensitivity.mixed import choose_widths
 
     few, plain = rows.some(settings.damage_rows), coders(settings, {})
-    _warn_of_few(few, ctx)
+    _warn_of_few(few, _DAMAGE, "damage_rows and rows", ctx)
     found.layers = choose_widths(model, found.layers, few, src, settings, plain, ctx)
 
 
@@ -144,7 +150,7 @@ def _measure(
     if not settings.damage_rows:
         return
     few = rows.some(settings.damage_rows)
-    _warn_of_few(few, ctx)
+    _warn_of_few(few, _DAMAGE, "damage_rows and rows", ctx)
     harm = damages(model, found.layers, found.ranges, few, ctx)
     ctx.facts["damage"] = {name: float(f"{value:.3g}") for name, value in harm.items()}
     ctx.facts["damage_rows"] = few.rows
@@ -201,13 +207,12 @@ def coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[
     return coder_of
 
 
-def _warn_of_few(rows: CalibrationRows, ctx: Context) -> None:
-    """Warn where the damage of layers is measured on next to nothing."""
-    if rows.tokens < _DAMAGE_TOKENS:
+def _warn_of_few(rows: CalibrationRows, what: str, which: str, ctx: Context) -> None:
+    """Warn where `what` is measured on next to nothing; `which` settings ask for more."""
+    if rows.tokens < _FEW_TOKENS:
         ctx.warnings.append(
-            f"quantize: the damage of each layer was measured on {count(rows.tokens, 'token')} of"
-            f" {rows.origin}, which tells layers apart badly; raise damage_rows and rows, or name more rows"
-            " with data: {calibration: FILE}"
+            f"quantize: {what} measured on {count(rows.tokens, 'token')} of {rows.origin}, which tells"
+            f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}"
         )
 
 

@@ -67,7 +67,8 @@ def _steps(report: Report) -> str:
     sizes = view.batch_sizes(report)
     timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
     quality = [f"{_text(view.label(metric))} (95 % interval)", "difference"] if metric else []
-    head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters"]
+    bits = ["bits a weight"] if view.coded(report) else []
+    head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *bits]
     rows = [
         [
             _name(row),
@@ -78,6 +79,7 @@ def _steps(report: Report) -> str:
             *(cell for size in sizes for cell in _times(row.step, size)),
             _size(row.step, report.base),
             view.millions(row.step.parameters),
+            *([_text(view.bits(row.step))] if bits else []),
         ]
         for row in view.rows(report)
     ]

@@ -238,6 +238,17 @@ def millions(count: int | None) -> str:
     return MISSING if count is None else significant_digits(count / 1e6)
 
 
+def coded(report: Report) -> bool:
+    """Tell whether the weights of any step are codes."""
+    return any("bits_per_weight" in step.facts for step in report.steps)
+
+
+def bits(step: Step) -> str:
+    """Return the bits of a coded weight, scales and zero points counted."""
+    found = step.facts.get("bits_per_weight")
+    return MISSING if found is None else _plain(found)
+
+
 def ratio_of_size(step: Step, base: Step | None) -> float | None:
     """Return the step's size over the baseline's."""
     if base is None or not base.size_bytes or step.size_bytes is None:

@@ -123,15 +123,18 @@ def _require_target(schemes: list[Scheme], target: str) -> None:
     Raises:
         InputError: it cannot.
     """
-    from smelt.runtime.schemes.registry import refusal, schemes_for, targets_of
+    from smelt.runtime.schemes.registry import WIDTHS, refusal, schemes_for, targets_of
 
-    refused = [why for scheme in schemes if (why := refusal(scheme, target)) is not None]
+    refused = {scheme.name: why for scheme in schemes if (why := refusal(scheme, target)) is not None}
     if refused:
         fit = targets_of(schemes)
-        names = " and ".join(sorted(s.name for s in schemes))
-        why = f"onnx: target {target} cannot run a model that was quantized with scheme {names}: {refused[0]}"
+        names, why = " and ".join(sorted(refused)), next(iter(refused.values()))
+        why = f"onnx: target {target} cannot run a model that was quantized with scheme {names}: {why}"
         ways = ["Branch off before the quantize step with `from: NAME`"]
         ways += [f"set target: {' or '.join(fit)}"] if fit else []
         ways += [f"quantize with {' or '.join(others)}"] if (others := schemes_for(target)) else []
+        runs = sorted(width for width, scheme in WIDTHS.items() if not refusal(scheme, target))
+        mixed = sum(scheme.bits > 0 for scheme in schemes) > 1 and len(runs) > 1
+        ways += [f"mixed precision with `bits: {{widths: {runs}}}`"] if mixed else []
         alone = f", which only {' and '.join(fit)} does" if fit else ""
         raise InputError(f"{why}{alone}. {', or '.join(ways)}.")

@@ -23,11 +23,8 @@ from smelt.core.windows import Windows
 from smelt.evaluate.environment import machine_id
 from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.execute.failures import explain
-from smelt.execute.head import Head
 from smelt.execute.scoring import Scorer, library_versions
 from smelt.look.machine import gpu_names, multiplies_bf16, trains_on
-from smelt.look.model_folder import read_config
-from smelt.recipe.problem import has_classifier
 
 if TYPE_CHECKING:
     from smelt.execute.display import Display
@@ -77,59 +74,6 @@ class Workshop:
     def remembered(self) -> dict[str, Any]:
         """What the manifests of the run's artifacts say of its windows; nothing for other tasks."""
         return {} if self.windows is None else {"windows": self.windows.model_dump(exclude_none=True)}
-
-    def import_root(self, source: Path, head: Head, fresh: bool) -> tuple[Artifact, bool]:
-        """Bring the untouched model into the store; return it and whether it was there already."""
-        from smelt.runtime.models.import_model import import_model, source_files
-        from smelt.runtime.models.licence import licence_of
-        from smelt.runtime.models.places.parameters import count_parameters
-        from smelt.runtime.text.write_rules import write_text_rules
-
-        labels, rules = head.labels, head.rules
-        key = hash_of(
-            {
-                "stage": "model",
-                "version": 3,
-                "files": {p.name: sha256_of(p) for p in source_files(source)},
-                "task": self.task,
-                "labels": labels and labels[1],
-                "problem_type": labels and labels[0],
-                **head.key,
-                "seed": self.seed,
-                **self.remembered,
-            }
-        )
-
-        def make(space: Path) -> Artifact:
-            out = space / "out"
-            out.mkdir()
-            problem, names = labels or (None, None)
-            notes = import_model(source, out, names, self.seed, problem, head.sentences)
-            write_text_rules(out, rules)
-            facts = {
-                "parameters": count_parameters(out),
-                **rules.model_dump(exclude_defaults=True),
-                **self.remembered,
-            }
-            if (licence := licence_of(source)) is not None:
-                facts["licence"] = licence  # what `smelt package` tells of it
-            if labels and not has_classifier(read_config(source)[0]):
-                facts["new_head"] = True  # random, so nothing can learn from it
-            manifest = Manifest(
-                key=key,
-                format="torch",
-                task=self.task,
-                stage="model",
-                settings={},
-                seed=self.seed,
-                parent=None,
-                versions=dict(self.versions),
-                warnings=notes,
-                facts=facts,
-            )
-            return self.store.commit(out, manifest, replace=fresh)
-
-        return self.obtain("model", key, fresh, make)
 
     def run_step(self, step: Step, ancestors: Mapping[str, Artifact], fresh: bool) -> tuple[Artifact, bool]:
         """Return the artifact of `step` and whether it was in the store already.

@@ -75,6 +75,19 @@ def test_a_scheme_that_no_target_runs_is_refused_with_those_that_this_one_does(t
             )
 
 
+def test_of_mixed_precision_the_schemes_that_do_not_run_are_named_and_the_widths_that_do():
+    from torch import nn
+
+    from smelt.compress.quantize.coding import quantize_module
+    from smelt.export.stage.fit import kind_of
+
+    mixed = nn.ModuleList(quantize_module(nn.Linear(32, 8), scheme) for scheme in ("int4", "int2"))
+    with pytest.raises(InputError, match=r"quantized with scheme int2: .*`bits: \{widths: \[4, 8\]\}`\.$"):
+        kind_of(mixed, OnnxSettings(target="openvino"))
+    with pytest.raises(InputError, match=r"quantized with scheme int2: .*or int8-groupwise or int4\.$"):
+        kind_of(mixed[1:], OnnxSettings(target="openvino"))
+
+
 def test_a_processor_without_bf16_is_told_of(tmp_path, monkeypatch):
     make, task = exports.FAMILIES["bert"]
     monkeypatch.setattr(openvino_module, "has_bf16", lambda: False)

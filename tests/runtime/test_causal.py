@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import causal
 import numpy as np
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smelt.core.data import Columns
+from smelt.core.errors import RunError
 from smelt.core.rows.examples import read_split
 from smelt.core.store.store import Store
 from smelt.core.windows import Windows
@@ -89,6 +92,21 @@ def test_losses_equal_transformers_when_logits_are_cut_in_stretches(runner, othe
     np.testing.assert_allclose(token_losses(runner, IDS), wanted, rtol=1e-4)
     monkeypatch.setattr(code, "_LOGITS_BYTES", 4 * runner.config["vocab_size"] * 3)  # 3 tokens at once
     np.testing.assert_allclose(token_losses(runner, IDS), wanted, rtol=1e-4)
+
+
+def test_outputs_that_are_no_numbers_have_no_perplexity_and_no_store_is_named():
+    class Overflown:
+        folder = Path("/a/.store/artifacts/928739efff78")
+        config: ClassVar = {"vocab_size": 300}
+
+        def start(self, rows):
+            return None
+
+        def extend(self, state, ids, mask):
+            return np.full((*ids.shape, 300), np.nan, dtype=np.float32)
+
+    with pytest.raises(RunError, match=r"^the model's outputs are not finite.* fp32 has the widest range\.$"):
+        token_losses(Overflown(), IDS)
 
 
 def test_perplexity_equals_a_sum_by_hand_when_windows_overlap(folder, other, tmp_path):

@@ -11,6 +11,7 @@ from smelt.core.data import Split
 from smelt.execute.head import settle_head
 from smelt.execute.lengths import require_lengths
 from smelt.execute.roots.foreign import begin_with_graph
+from smelt.execute.roots.imported import import_root
 from smelt.execute.roots.untrained import start
 from smelt.plan.warnings import decoding_warnings
 
@@ -62,7 +63,7 @@ def begin(
     if graph is not None:
         artifact, cached = begin_with_graph(shop, graph, data, fresh, settled.head)
     elif isinstance(model, str):
-        artifact, cached = shop.import_root(settled.folder, settled.head, fresh)
+        artifact, cached = import_root(shop, settled.folder, settled.head, fresh)
     else:
         artifact, cached = start(shop, recipe, settled.head, fresh)
     if recipe.strict:

@@ -10,7 +10,15 @@ from smelt.core.stage import Need, Settings, Stage
 from smelt.plan.order.lost import Done
 from smelt.plan.plan import Step
 from smelt.recipe.stages import StageEntry
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, precisions_of, refusal, unfit
+from smelt.runtime.schemes.registry import (
+    DEFAULT,
+    SCHEMES,
+    WIDTHS,
+    bits_per_weight,
+    precisions_of,
+    refusal,
+    unfit,
+)
 
 
 @dataclass
@@ -69,7 +77,23 @@ def refused(quantized: Draft, target: str) -> str | None:
         return "quantized layers" if all_refuse else None
     settings: Any = quantized.settings
     schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
-    return next((scheme.leaves_as for scheme in schemes if refusal(scheme, target)), None)
+    return " and ".join(scheme.leaves_as for scheme in schemes if refusal(scheme, target)) or None
+
+
+def widths_for(quantized: Draft, target: str) -> dict[int, float]:
+    """Return the widths of a step of mixed precision that `target` runs, and the bits a weight each takes.
+
+    Empty where none runs, and where the step has one scheme.
+    """
+    settings: Any = quantized.settings
+    if getattr(settings, "bits", None) is None:
+        return {}
+    made = {width: (scheme, settings.options(scheme.name)) for width, scheme in sorted(WIDTHS.items())}
+    return {
+        width: bits_per_weight(scheme, options)
+        for width, (scheme, options) in made.items()
+        if not refusal(scheme, target) and not unfit(scheme, options, target)
+    }
 
 
 def unfit_options(quantized: Draft, target: str) -> str | None:

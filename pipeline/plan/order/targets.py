@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from smelt.core.artifact import Format
-from smelt.plan.order.draft import Draft, lossy, refused, unfit_options
+from smelt.plan.order.draft import Draft, lossy, refused, unfit_options, widths_for
 from smelt.recipe.errors import Mistakes
 from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
@@ -59,7 +59,8 @@ def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes
         fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
         others = " or ".join(schemes_for(target))
         ways = [f"target: {fit}"] if fit else []
-        ways += [f"quantize with {others}"] if others else []
+        ways += _other_widths(quantized, target)
+        ways += [f"quantize with {others}{_in_place_of(quantized)}"] if others else []
         mistakes.add(
             (*draft.entry.path, "target"),
             f"{runtime} cannot run the {codes} of '{quantized.name}'; give {', or '.join([back, *ways])}.",
@@ -74,6 +75,23 @@ def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes
             (*draft.entry.path, "dtype"),
             f"the scales of '{quantized.name}' would lose digits; give dtype: {kept}.",
         )
+
+
+def _other_widths(quantized: Draft, target: str) -> list[str]:
+    """Return what to write so that `target` runs a step of mixed precision; nothing if nothing does."""
+    runs = widths_for(quantized, target)
+    if len(runs) < 2:
+        return []
+    budget = cast(Any, quantized.settings).bits.budget
+    least, most = min(runs.values()), max(runs.values())
+    beside = (
+        "" if budget is None or least <= budget < most else f" and a budget between {least:g} and {most:g}"
+    )
+    return [f"'{quantized.name}' `bits: {{widths: {[*runs]}}}`{beside}"]
+
+
+def _in_place_of(quantized: Draft) -> str:
+    return " in place of bits" if getattr(quantized.settings, "bits", None) is not None else ""
 
 
 def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> None:

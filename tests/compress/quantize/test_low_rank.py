@@ -200,6 +200,25 @@ def test_errors_of_outputs_look_at_rows_and_are_smaller_there(method, tmp_path):
     }
 
 
+@pytest.mark.parametrize("error", ["weights", "inputs", "outputs"])
+def test_a_pair_that_is_nearest_on_next_to_nothing_is_told(error, tmp_path):
+    source, low_rank = every_family.of_layers("bert", 1), LowRank(rank=2, error=error)
+    rows = {"rows": 1} if error != "weights" else {}
+    settings = QuantizeSettings(**INT4, low_rank=low_rank, **rows)
+    ctx = every_family.run(Quantize(), settings, source, "bert", tmp_path / "few")
+    told = [
+        text for text in ctx.warnings if "what pairs beside codes are nearest in was measured on 8" in text
+    ]
+    assert len(told) == (error != "weights"), ctx.warnings
+    assert all("tells inputs apart badly; raise rows, or name more rows" in text for text in told)
+    if error != "weights":
+        many = every_family.run(
+            Quantize(), settings.model_copy(update={"rows": 8}), source, "bert", tmp_path / "many"
+        )
+        assert many.facts["calibration"]["tokens"] >= 32
+        assert not [text for text in many.warnings if "apart badly" in text]
+
+
 def test_layers_that_stand_in_several_places_have_one_pair(tmp_path):
     shared = every_family.run(
         Share(), ShareSettings(what=["ffn"]), every_family.of_layers("bert", 2), "bert", tmp_path / "shared"

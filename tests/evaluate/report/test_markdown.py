@@ -36,6 +36,18 @@ def test_markdown_tables_are_well_formed_and_hold_the_numbers(report):
     assert "**failed**" in text
 
 
+def test_bits_of_codes_stand_in_a_column_where_a_step_has_codes(report):
+    def column():
+        block = next(b for b in write_markdown(report).split("\n\n") if b.startswith("|"))
+        rows = [cells_of(line) for line in block.splitlines()]
+        return rows[0][-1], [row[-1] for row in rows[2:]]
+
+    assert column()[0] == "M parameters"
+    report["steps"][4]["facts"] = {"bits_per_weight": 4.503}
+    assert column() == ("bits a weight", ["–"] * 4 + ["4.503"] + ["–"] * 5)
+    assert "<dt>bits_per_weight</dt><dd>4.503</dd>" in write_html(report)
+
+
 def test_markdown_escapes_names(report):
     report["steps"][1]["name"] = "a|b <script>*x*"
     report["recipe"]["model"] = "# <b>"

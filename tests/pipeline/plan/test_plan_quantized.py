@@ -76,8 +76,8 @@ def advice(made: Plan) -> list[str]:
         ),
         (
             "[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
-            "4: stages[2].onnx.target: ONNX Runtime on CUDA cannot run the binary codes (MatMulNBits) of"
-            " 'quantize'; give `from: model`, or target: ort-cpu.",
+            "4: stages[2].onnx.target: ONNX Runtime on CUDA cannot run the binary codes (MatMulNBits)"
+            " and dynamic int8 of 'quantize'; give `from: model`, or target: ort-cpu.",
         ),
         (
             "[quantize: {scheme: int8-static}, onnx: {target: ort-cuda}]",
@@ -93,6 +93,22 @@ def advice(made: Plan) -> list[str]:
             "[quantize: {scheme: bnb-int8}, onnx: {target: tensorrt}]",
             "TensorRT cannot run the bnb-int8 products of 'quantize'; give `from: model`, or quantize with"
             " int8-static or int4.",
+        ),
+        (
+            "[quantize: {bits: {budget: 4.5}}, onnx: {target: openvino}]",
+            "4: stages[1].onnx.target: OpenVINO cannot run the int2 codes (MatMulNBits) and int3 codes"
+            " (MatMulNBits) of 'quantize'; give `from: model`, or target: ort-cpu, or 'quantize'"
+            " `bits: {widths: [4, 8]}`, or quantize with int8-static or int8-groupwise or int4 in place of"
+            " bits.",
+        ),
+        (
+            "[quantize: {bits: {budget: 3}}, onnx: {target: openvino}]",
+            "`bits: {widths: [4, 8]}` and a budget between 4.25 and 8.25, or",
+        ),
+        (
+            "[quantize: {bits: {budget: 4.5}}, onnx: {target: tensorrt}]",
+            "of 'quantize'; give `from: model`, or target: ort-cpu, or quantize with int8-static or int4 in"
+            " place of bits.",
         ),
         (
             "[shortlist: {}, quantize: {scheme: bnb-nf4}, onnx: {}]",
@@ -247,3 +263,8 @@ def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
 def test_a_metric_that_the_recipe_scores_is_taken(folder: Path) -> None:
     scored_by(folder, "chrf", "score: {quality: [bleu, chrf]}\n")
     scored_by(folder, "chrf", "")
+
+
+def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(folder: Path) -> None:
+    assert plan(folder, "[quantize: {bits: {budget: 4.5, widths: [4, 8]}}, onnx: {target: openvino}]").steps
+    assert plan(folder, "[quantize: {bits: {budget: 5, widths: [4, 8]}}, onnx: {target: openvino}]").steps

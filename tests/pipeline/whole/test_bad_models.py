@@ -3,9 +3,10 @@
 import json
 import struct
 
+import causal
 import harness
 import pytest
-from refusals import TRANSLATE, refused
+from refusals import RECIPE, TRANSLATE, refused
 
 pytest_plugins = ["refusals"]
 
@@ -110,6 +111,32 @@ def test_a_shape_deep_inside_is_named_before_any_stage_works(home):
     tensors[name] = tensors[name][:-1].copy()
     save_file(tensors, path, metadata={"format": "pt"})
     refused(home, None, f"the tensor '{name}' is [63, 32], and its place is [64, 32].", command="run")
+    assert not (home / "r" / "report.json").exists()
+
+
+LANGUAGE = "model: l\ntask: language-modeling\ndata: {train: t.txt, test: t.txt}\nscore: {latency: false}\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "recipe", "name"),
+    [
+        ("l", LANGUAGE + "stages: [{prune: {keep: 0.5}}]\n", "model.layers.1.mlp.up_proj.weight"),
+        ("l", LANGUAGE + "stages: [{quantize: {scheme: int4}}]\n", "model.layers.1.mlp.up_proj.weight"),
+        ("m", RECIPE, "bert.encoder.layer.1.intermediate.dense.weight"),
+        ("t", TRANSLATE.replace("prune: {keep: 0.5}", "quantize: {}"), "model.decoder.layers.0.fc1.weight"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, folder, recipe, name):
+    from safetensors.torch import load_file, save_file
+
+    causal.model(home / "l", "llama")
+    causal.lines(home / "t.txt", 2)
+    path = home / folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][3, 2] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    said = refused(home, recipe, f"{path}: the tensor '{name}' holds 1 NaN among", command="run")
+    assert ".store" not in said
     assert not (home / "r" / "report.json").exists()
 
 

@@ -78,6 +78,7 @@ class Bench:
             from smelt.core.store.store import Store
             from smelt.execute.display import Display
             from smelt.execute.head import settle_head
+            from smelt.execute.roots.imported import import_root
             from smelt.execute.scoring import Scorer
             from smelt.execute.steps import Workshop
 
@@ -92,7 +93,7 @@ class Bench:
                 store, recipe.task, data, 0, 1, scorer, display, device="cpu", windows=windows
             )
             settled = settle_head(plan, data, scorer.metrics)
-            self._root, _ = self._shop.import_root(settled.folder, settled.head, False)
+            self._root, _ = import_root(self._shop, settled.folder, settled.head, False)
         return self._root
 
     def _step(self, step: Step, above: Mapping[str, Artifact]) -> Artifact:

@@ -2,7 +2,8 @@
 
 `optimum()` returns the environment of a process in which Optimum and transformers 4 are imported, on the
 torch, onnx and onnxruntime that are here (15 MB to fetch), `genai()` that of one
-with onnxruntime-genai on the same onnxruntime. `node()` returns a folder in which Node imports
+with onnxruntime-genai on the same onnxruntime. `gptqmodel()` runs a script beside GPTQModel, on the torch and
+transformers that are here (10 MB to fetch). `node()` returns a folder in which Node imports
 @huggingface/transformers (120 MB to fetch). All skip the test with the reason where that cannot be done.
 """
 
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,12 @@ OPTIMUM = (
     *("requests", "urllib3", "idna", "charset-normalizer", "certifi"),
 )
 GENAI = ("onnxruntime-genai==0.18.0",)
+# as it is: its wheel would be compiled; it asks for a newer torch, and what is used of it needs none
+GPTQMODEL = "gptqmodel==7.7.0"
+_BESIDE_GPTQMODEL = (
+    *("pypcre==0.6.4", "logbar==0.4.15", "device-smi==0.5.7", "tokenicer==0.0.14", "defuser==0.0.28"),
+    *("threadpoolctl==3.8.0", "requests", "urllib3", "idna", "charset-normalizer", "certifi", "pillow"),
+)
 TRITON = ("tritonclient==2.73.0",)
 TRANSFORMERS_JS = "@huggingface/transformers@4.3.1"
 _BASE = Path(__file__).resolve().parents[3] / "build"
@@ -42,6 +50,14 @@ def optimum(script: str, request: dict[str, Any]) -> Any:
     """Run `script` of tests/support/processes beside Optimum; return its answer to `request`."""
     site = _require("optimum", _fetch_optimum, "-".join(OPTIMUM[:3]))
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return _answer([sys.executable, str(Path(__file__).with_name(script))], request, environment)
+
+
+def gptqmodel(script: str, request: dict[str, Any]) -> Any:
+    """Run `script` of tests/support/processes beside GPTQModel; return its answer to `request`."""
+    site = _require("gptqmodel", _fetch_gptqmodel, GPTQMODEL)
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return _answer([sys.executable, str(Path(__file__).with_name(script))], request, environment)
 
 
@@ -118,6 +134,18 @@ def _fetch_genai(folder: Path) -> str | None:
 
 def _fetch_triton(folder: Path) -> str | None:
     return _fetch(TRITON, folder)
+
+
+def _fetch_gptqmodel(folder: Path) -> str | None:
+    """Put the package's own source, as it lies in its archive, beside what it imports."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if problem := _failure([*pip, "--no-binary", "gptqmodel", "--dest", ".", GPTQMODEL], folder):
+        return problem
+    (archive,) = folder.glob("gptqmodel-*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    (folder / archive.name.removesuffix(".tar.gz") / "gptqmodel").rename(folder / "gptqmodel")
+    return _fetch(_BESIDE_GPTQMODEL, folder)
 
 
 def _fetch(packages: tuple[str, ...], folder: Path) -> str | None:

@@ -1,0 +1,51 @@
+"""Are the weights of a model numbers? One NaN among them makes NaN of all that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from smelt.core.errors import InputError
+from smelt.core.files import read_json
+from smelt.families.registry import FAMILIES
+from smelt.runtime.models.places.unread_tensors import is_unread
+from smelt.runtime.models.weight_files import weight_tensors
+
+
+def require_finite_weights(folder: Path) -> None:
+    """Require that the model in `folder` has no weight that is NaN or infinite.
+
+    One tensor is held at a time. What no model reads may hold anything, and what is added to logits may be
+    -inf, which says that a token is never given.
+
+    Raises:
+        InputError: one has; file and tensor are named.
+    """
+    odd = list(_not_finite(folder))
+    if odd:
+        path, name, found = odd[0]
+        more = f", and so do {len(odd) - 1:,} others" if len(odd) > 1 else ""
+        raise InputError(
+            f"{path}: the tensor '{name}' holds {found}{more}. No layer computes with such weights. Copy or"
+            " download the model again; if it was trained to them, take a checkpoint from before."
+        )
+
+
+def _not_finite(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield file and name of each tensor that is not finite, and how many of its values are what."""
+    from safetensors import safe_open
+
+    family = str(read_json(folder / "config.json").get("model_type"))
+    added = FAMILIES[family].logits_bias if family in FAMILIES else None
+    for path, name, _ in weight_tensors(folder):
+        if is_unread(family, name):
+            continue
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if not tensor.is_floating_point() or bool(tensor.float().isfinite().all()):
+            continue
+        nan = int(tensor.float().isnan().sum())
+        infinite = int(tensor.float().isinf().sum()) if name != added else 0
+        counts = [f"{nan:,} NaN"] * bool(nan) + [f"{infinite:,} inf"] * bool(infinite)
+        if counts:
+            yield path, name, f"{' and '.join(counts)} among {tensor.numel():,} numbers"

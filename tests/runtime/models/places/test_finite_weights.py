@@ -1,0 +1,65 @@
+"""Weights that are no numbers are refused by file and tensor; what may be infinite is not."""
+
+import shutil
+from pathlib import Path
+
+import causal
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+
+from smelt.core.errors import InputError
+from smelt.runtime.models.places.finite_weights import require_finite_weights
+from smelt.runtime.models.weight_files import WEIGHTS
+
+UP = "transformer.h.1.mlp.c_fc.weight"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    home = tmp_path_factory.mktemp("models")
+    return {"gpt2": causal.model(home / "gpt2", "gpt2"), "marian": tiny.marian(home / "marian")}
+
+
+def _with(folder: Path, to: Path, **change: float) -> Path:
+    """Copy a model; the first number of each named tensor is another one."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / WEIGHTS)
+    for name, value in change.items():
+        tensors[name].view(-1)[0] = value
+    save_file(tensors, to / WEIGHTS, metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_weight_that_is_no_number_is_named(made, value, tmp_path):
+    folder = _with(made["gpt2"], tmp_path / "m", **{UP: float(value)})
+    kind = value.strip("-").replace("nan", "NaN")
+    with pytest.raises(
+        InputError, match=rf"m/model.safetensors: the tensor '{UP}' holds 1 {kind} among 2,048 n"
+    ):
+        require_finite_weights(folder)
+
+
+def test_others_are_counted(made, tmp_path):
+    names = [f"transformer.h.{at}.mlp.c_fc.weight" for at in (0, 1)]
+    folder = _with(made["gpt2"], tmp_path / "m", **dict.fromkeys(names, float("nan")))
+    with pytest.raises(InputError, match=r"among 2,048 numbers, and so do 1 others\."):
+        require_finite_weights(folder)
+
+
+def test_a_token_that_is_never_given_is_no_error_and_nan_is(made, tmp_path):
+    require_finite_weights(made["marian"])
+    tensors = load_file(made["marian"] / WEIGHTS)
+    assert "final_logits_bias" in tensors
+    require_finite_weights(_with(made["marian"], tmp_path / "never", final_logits_bias=float("-inf")))
+    with pytest.raises(InputError, match="final_logits_bias"):
+        require_finite_weights(_with(made["marian"], tmp_path / "nan", final_logits_bias=float("nan")))
+
+
+def test_what_no_model_reads_may_hold_anything(made, tmp_path):
+    shutil.copytree(made["gpt2"], tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / WEIGHTS)
+    tensors["transformer.h.0.attn.masked_bias"] = tensors[UP].view(-1)[:1] * float("inf")
+    save_file(tensors, tmp_path / "m" / WEIGHTS, metadata={"format": "pt"})
+    require_finite_weights(tmp_path / "m")

@@ -44,6 +44,7 @@ class Bench:
         self, model: Path, data: Path, task: str, split: str, rows: tuple[int, int], threads: int, shelf: Path
     ) -> None:
         self.model, self.threads, self.shelf = model, threads, shelf
+        data = data.resolve()  # what rows name is relative to it
         self.task: Any = task
         self.data = {name: _read(data, name, task) for name in ("train", "validation")}
         whole = _read(data, split, task)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Distill:
-    """Train a student to predict what a teacher predicts, besides the labels.
+    """Train a student to predict what a teacher predicts.
 
     With `student`, the source's layers are thinned out first; without it the source itself is the
     student, which recovers what pruning or factorization lost better than labels alone do, because a

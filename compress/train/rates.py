@@ -33,9 +33,9 @@ def learning_rate_of(config: Mapping[str, Any], what: What = "weights") -> float
     family = find_family(config)
     rate = _UNKNOWN
     if family is not None:
-        width = config.get(family.width)
-        known = family.rate.width is not None and isinstance(width, int) and width > 0
-        rate = family.rate.highest * (family.rate.width / width if known else 1.0)
+        rate, published, width = family.rate.highest, family.rate.width, config.get(family.width)
+        if published is not None and isinstance(width, int) and width > 0:
+            rate *= published / width
     return min(_HIGHEST, _TIMES[what] * rate)
 
 

@@ -19,7 +19,7 @@ from smelt.compress.distill.losses.hidden import hidden_loss
 from smelt.compress.distill.losses.relations import relation_loss
 from smelt.compress.distill.reading import Read, Wanted, places_of, reading
 from smelt.compress.distill.weights import INNER, LossWeights
-from smelt.compress.train.losses import IGNORE
+from smelt.compress.train.losses.of_tokens import IGNORE
 from smelt.compress.train.terms import Over, Term
 from smelt.core.errors import InputError
 from smelt.families.family import Attention, Stack

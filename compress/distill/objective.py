@@ -13,9 +13,9 @@ from smelt.compress.distill.losses.buckets import Buckets, bucket_loss
 from smelt.compress.distill.sentences import vectors_terms
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.teachers.kept import Ask, KeptTeacher
-from smelt.compress.train.classifier_losses import training_loss
+from smelt.compress.train.losses.of_classes import training_loss
+from smelt.compress.train.losses.of_sentences import vectors_of
 from smelt.compress.train.objective import logits_of
-from smelt.compress.train.sentence_losses import vectors_of
 from smelt.compress.train.terms import Objective, Term
 from smelt.core.stage import Context
 from smelt.runtime.models.sentence_model import is_sentence_model

@@ -71,7 +71,7 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
     Raises:
         InputError: no such model can be made, or its tokenizer is another one.
     """
-    from smelt.compress.train.classifier_losses import problem_of
+    from smelt.compress.train.losses.of_classes import problem_of
     from smelt.runtime.models.checkpoint import copy_tokenizer
     from smelt.runtime.models.import_model import import_model
     from smelt.runtime.models.making.new_model import make_model

@@ -26,7 +26,7 @@ def vectors_terms(
         scores: float [B, 1], of pairs.
         parts: the weights.
     """
-    from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss
+    from smelt.compress.train.losses.of_sentences import distance_loss, order_loss, similarity_loss
     from smelt.compress.train.terms import Term
 
     terms = {}

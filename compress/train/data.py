@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from smelt.compress.train.classifier_losses import problem_of
+from smelt.compress.train.losses.of_classes import problem_of
 from smelt.core.data import IMAGES, SIMILARITY, TEXT_TO_TEXT, Example, Split, texts_read
 from smelt.core.files import read_json
 from smelt.core.labels import MULTI, REGRESSION, class_names

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.train.classifier_losses import training_loss
 from smelt.compress.train.data import TensorBatch, inputs_of
-from smelt.compress.train.sentence_losses import order_loss, vectors_of
+from smelt.compress.train.losses.of_classes import training_loss
+from smelt.compress.train.losses.of_sentences import order_loss, vectors_of
 from smelt.compress.train.state import autocast
 from smelt.compress.train.terms import OVER, Objective, Over, counts_of, terms_of, values_of
 from smelt.runtime.models.sentence_model import is_sentence_model

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from smelt.compress.train.losses import IGNORE
+from smelt.compress.train.losses.of_tokens import IGNORE
 
 # labels: what `items_in` counts. inputs: tokens that go in, without padding (an encoder's, a classifier's).
 Over = Literal["labels", "inputs"]

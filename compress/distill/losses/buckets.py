@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smelt.compress.train.losses import in_blocks
+from smelt.compress.train.losses.of_tokens import in_blocks
 
 _FLOOR = -1e4  # of the teacher's log-probabilities, as in `mixed_loss`
 

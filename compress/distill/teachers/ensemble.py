@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compress.train.classifier_losses import problem_of
+from smelt.compress.train.losses.of_classes import problem_of
 from smelt.core.errors import InputError
 from smelt.core.labels import MULTI, REGRESSION, ProblemType
 

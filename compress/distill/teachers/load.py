@@ -190,7 +190,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
 
 
 def _require_same_labels(ours: Any, theirs: Any) -> None:
-    from smelt.compress.train.classifier_losses import problem_of
+    from smelt.compress.train.losses.of_classes import problem_of
 
     if ours.id2label != theirs.id2label:
         raise InputError(

@@ -6,7 +6,7 @@ import torch
 
 from smelt.compress.distill.objective import distill_objective
 from smelt.compress.distill.settings import DistillSettings
-from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss
+from smelt.compress.train.losses.of_sentences import distance_loss, order_loss, similarity_loss
 from smelt.compress.train.terms import total_of
 from smelt.runtime.models.checkpoint import load_model
 

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.finetune import FinetuneSettings
-from smelt.compress.train.classifier_losses import class_sets_loss
 from smelt.compress.train.data import Row
 from smelt.compress.train.loop import run_training
-from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.losses.of_classes import class_sets_loss
+from smelt.compress.train.losses.of_tokens import mixed_loss
 from smelt.compress.train.objective import mean_loss
 from smelt.compress.train.terms import Term, counts_of, total_of, values_of
 

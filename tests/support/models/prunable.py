@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from smelt.compress.factorize.svd import Metric, thin_pair
-from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.losses.of_tokens import mixed_loss
 from smelt.runtime.models.structure import replace_module
 
 

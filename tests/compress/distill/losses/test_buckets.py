@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from smelt.compress.distill.losses.buckets import Buckets, bucket_loss, buckets_of
-from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.losses.of_tokens import mixed_loss
 
 V, K, T = 11, 4, 2.0
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.losses.of_tokens import mixed_loss
 from smelt.core.labels import REGRESSION, ProblemType, problem_type
 
 

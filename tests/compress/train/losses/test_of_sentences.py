@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compress.train.sentence_losses import distance_loss, order_loss, similarity_loss
+from smelt.compress.train.losses.of_sentences import distance_loss, order_loss, similarity_loss
 
 
 def drawn(rows, width, seed=0):

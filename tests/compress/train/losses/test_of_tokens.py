@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.losses.of_tokens import mixed_loss
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_result_does_not_depend_on_the_size_of_the_blocks(case, monkeypatch):
         return mixed_loss(z, labels, teacher, temperature=2.0, logits_weight=1.0, labels_weight=0.5)
 
     whole = gradient_of(run, logits)
-    monkeypatch.setattr("smelt.compress.train.losses._BLOCK_BYTES", 3 * 4 * 11)
+    monkeypatch.setattr("smelt.compress.train.losses.of_tokens._BLOCK_BYTES", 3 * 4 * 11)
     torch.testing.assert_close(gradient_of(run, logits), whole)
 
 

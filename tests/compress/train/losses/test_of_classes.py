@@ -6,8 +6,8 @@ from torch.distributions import Bernoulli, kl_divergence
 from torch.nn import functional as F
 from transformers import BertConfig
 
-from smelt.compress.train.classifier_losses import class_sets_loss, numbers_loss, problem_of, training_loss
-from smelt.compress.train.losses import mixed_loss
+from smelt.compress.train.losses.of_classes import class_sets_loss, numbers_loss, problem_of, training_loss
+from smelt.compress.train.losses.of_tokens import mixed_loss
 from smelt.core.labels import MULTI, REGRESSION, SINGLE
 
 

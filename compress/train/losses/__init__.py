@@ -1,0 +1,1 @@
+"""The losses that trainings share: of tokens, of classes, of sentence vectors."""

@@ -111,7 +111,7 @@ def _of_outputs(
     loss: Tensor | None = None
     if buckets is None or weights.labels:
         loss = training_loss(
-            getattr(model, "module", model).config, found, labels, whole, temperature=settings.softening,
+            getattr(model, "module", model).config, found, labels, whole, temperature=settings.temperature,
             logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels or 0.0,
             reverse_weight=0.0 if buckets else reverse,
             smoothing=settings.label_smoothing if model.training else 0.0, told=told,
@@ -120,7 +120,7 @@ def _of_outputs(
         assert loss is not None
         return loss
     more = bucket_loss(
-        found, labels, buckets, temperature=settings.softening,
+        found, labels, buckets, temperature=settings.temperature,
         logits_weight=weights.logits, reverse_weight=reverse, told=told,
     )  # fmt: skip
     return more if loss is None else loss + more

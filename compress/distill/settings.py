@@ -136,9 +136,7 @@ class DistillSettings(TrainingSettings):
         description="on which rows it learns; data: {unlabelled: FILE} are texts of which the teacher alone"
         " says what they are",
     )
-    temperature: float | None = Field(
-        default=None, gt=0, description="softens both distributions; texts that are written 1.0, else 2.0"
-    )
+    temperature: float = Field(default=1.0, gt=0, description="softens both distributions")
     losses: LossWeights = Field(default=LossWeights(), description="weights of the loss's parts")
     layer_map: LayerMap = Field(
         default="uniform",
@@ -170,26 +168,21 @@ class DistillSettings(TrainingSettings):
     }
 
     def for_task(self, task: Task) -> Self:
-        """Return the same, where temperature and the weight of labels are those of the task.
+        """Return the same, where the weight of labels is that of the task.
 
-        Models that write texts learn from the teacher's distribution alone, at T = 1 (measured:
-        docs/measurements/techniques.md, "A student of 4 + 2 layers"); classifiers from labels too, at T = 2
-        (Sanh et al. 2019, DistilBERT, whose weights are 5 and 2).
+        Models that write texts learn from the teacher's distribution alone, classifiers from labels too
+        (measured: docs/measurements/rates.md). Where nothing of the teacher counts, labels do.
         """
-        writes = task in TEXT_TO_TEXT or task == "language-modeling"
-        said: dict[str, Any] = {}
-        if self.temperature is None:
-            said["temperature"] = 1.0 if writes else 2.0
-        if self.losses.labels is None and task != SIMILARITY:
-            gold = 0.5 if not writes else 0.0 if self.losses.from_teacher() else 1.0
-            labels = gold if self.rows == "train" else 0.0  # the other rows have none
-            said["losses"] = self.losses.model_copy(update={"labels": labels})
-        return self.model_copy(update=said)
-
-    @property
-    def softening(self) -> float:
-        """The temperature, 1.0 where none was given and no task has decided it."""
-        return self.temperature or 1.0
+        if self.losses.labels is not None or task == SIMILARITY:
+            return self
+        teaches = self.losses.from_teacher()
+        labels = 0.5
+        if task in TEXT_TO_TEXT or task == "language-modeling":
+            labels = 0.0 if teaches else 1.0
+        elif teaches and self.rows != "train":  # the other rows have none
+            labels = 0.0
+        weights = {"logits": self.losses.logits, "labels": labels}
+        return self.model_copy(update={"losses": self.losses.model_copy(update=weights)})
 
     @field_validator("student", mode="before")
     @classmethod

@@ -134,7 +134,7 @@ def run_training(
 
     score: of the model as it is at the moment; higher is better. None: the validation loss decides.
     """
-    extension, settings = extension or Extension(), with_rate(settings, model)
+    extension, settings = extension or Extension(), with_rate(settings, model, ctx.say)
     plan = plan_batches(
         rows,
         settings.batch_size,

@@ -79,7 +79,7 @@ def _steps(report: Report) -> str:
             *(cell for size in sizes for cell in _times(row.step, size)),
             _size(row.step, report.base),
             view.millions(row.step.parameters),
-            *([_text(view.bits(row.step))] if bits else []),
+            *([_text(view.bits(row.step, report))] if bits else []),
         ]
         for row in view.rows(report)
     ]

@@ -243,10 +243,13 @@ def coded(report: Report) -> bool:
     return any("bits_per_weight" in step.facts for step in report.steps)
 
 
-def bits(step: Step) -> str:
-    """Return the bits of a coded weight, scales and zero points counted."""
-    found = step.facts.get("bits_per_weight")
-    return MISSING if found is None else _plain(found)
+def bits(step: Step, report: Report) -> str:
+    """Return the bits of a coded weight, scales and zero points counted; codes stay codes in what follows."""
+    steps = {other.name: other for other in report.steps}
+    at: Step | None = step
+    while at is not None and "bits_per_weight" not in at.facts:
+        at = steps.get(at.parent or "")
+    return MISSING if at is None else _plain(at.facts["bits_per_weight"])
 
 
 def ratio_of_size(step: Step, base: Step | None) -> float | None:

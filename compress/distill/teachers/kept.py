@@ -107,7 +107,7 @@ class KeptTeacher:
                 "version": VERSION,
                 "rows": key,
                 "top": self.top if cut else None,
-                "temperature": self.settings.softening if cut else None,
+                "temperature": self.settings.temperature if cut else None,
                 "precision": self._precision,
                 "device": self._device.type,
                 **self.who,
@@ -116,7 +116,7 @@ class KeptTeacher:
                 self.ctx.files(what, lambda to: self._ask_all(rows, to))
             )
             self._run += 0 if there else len(rows)
-            self._open[key] = Said(folder, rows, self.settings.softening)
+            self._open[key] = Said(folder, rows, self.settings.temperature)
         self._parts.append((first, self._open[key]))
         return [replace(row, number=first + at) for at, row in enumerate(rows)]
 
@@ -137,7 +137,7 @@ class KeptTeacher:
             stack.enter_context(autocast(self._precision, self._device))
             stack.callback(self.teacher.to, "cpu")
             self.teacher.to(self._device)
-            writer = stack.enter_context(Writer(folder, rows, self.words, self.top, self.settings.softening))
+            writer = stack.enter_context(Writer(folder, rows, self.words, self.top, self.settings.temperature))
             for done, group in enumerate(groups, start=1):
                 batch = collate([rows[i] for i in group], self.config)
                 there = {name: value.to(self._device) for name, value in batch.items()}

@@ -105,7 +105,7 @@ def as_one(teachers: Sequence[Teacher], student: Any, settings: DistillSettings)
     if len(teachers) == 1:
         return teachers[0].model
     names = [teacher.name for teacher in teachers]
-    return joined([teacher.model for teacher in teachers], names, student, settings.softening)
+    return joined([teacher.model for teacher in teachers], names, student, settings.temperature)
 
 
 def agree_on_words(
@@ -141,7 +141,7 @@ def identity_of(
     }
     if len(teachers) > 1:
         labels = getattr(student.config, "id2label", None)
-        found |= {"averaged_at": settings.softening, "labels": labels and list(labels.values())}
+        found |= {"averaged_at": settings.temperature, "labels": labels and list(labels.values())}
     return found
 
 

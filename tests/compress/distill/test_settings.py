@@ -19,17 +19,18 @@ from smelt.plan.load import load_plan
         ("translation", {}, 1.0, 1.0, 0.0),
         ("summarization", {}, 1.0, 1.0, 0.0),
         ("language-modeling", {}, 1.0, 1.0, 0.0),
-        ("text-classification", {}, 2.0, 1.0, 0.5),
-        ("image-classification", {}, 2.0, 1.0, 0.5),
-        ("sentence-similarity", {}, 2.0, 1.0, None),
+        ("text-classification", {}, 1.0, 1.0, 0.5),
+        ("image-classification", {}, 1.0, 1.0, 0.5),
+        ("sentence-similarity", {}, 1.0, 1.0, None),
         # what is said stays
         ("translation", {"temperature": 3.0, "losses": {"labels": 0.25}}, 3.0, 1.0, 0.25),
         ("text-classification", {"temperature": 1.0, "losses": {"labels": 0}}, 1.0, 1.0, 0.0),
         # without the teacher something has to count; rows without labels have none
         ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
         ("translation", {"losses": {"logits": 0, "hidden": 1}}, 1.0, 0.0, 0.0),
-        ("text-classification", {"rows": "unlabelled"}, 2.0, 1.0, 0.0),
-        ("text-classification", {"rows": "both"}, 2.0, 1.0, 0.0),
+        ("text-classification", {"rows": "unlabelled"}, 1.0, 1.0, 0.0),
+        ("text-classification", {"rows": "unlabelled", "losses": {"logits": 0}}, 1.0, 0.0, 0.5),  # and is refused
+        ("text-classification", {"rows": "both"}, 1.0, 1.0, 0.0),
     ],
 )
 def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_labels_too(

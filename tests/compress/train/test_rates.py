@@ -72,6 +72,10 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     assert rate(Finetune(), FinetuneSettings(**SHORT), eight.out, "whole-codes") == pytest.approx(3.2e-4)
     assert rate(Finetune(), FinetuneSettings(**SHORT, learning_rate=7e-5), source, "said") == 7e-5
     assert rate(Finetune(), FinetuneSettings(**SHORT), coded.out, "few") == 1e-3
+    adapters = FinetuneSettings(**SHORT, lora={"rank": 2})
+    assert rate(Finetune(), adapters, source, "adapters") == 4e-4
+    trained = DistillSettings(**SHORT, student=str(tmp_path / "model"))
+    assert rate(Distill(), trained, source, "trained") == pytest.approx(3.2e-4)
     student = DistillSettings(**SHORT, student={"decoder_layers": 1})
     assert rate(Distill(), student, source, "student") == 1e-3
     assert rate(Distill(), DistillSettings(**SHORT), source, "again") == pytest.approx(3.2e-4)

@@ -31,8 +31,8 @@ class Int8Dynamic(RowCodes):
 
     name: ClassVar[str] = "int8-dynamic"
     summary: ClassVar[str] = (
-        "int8 weights per output channel; activations become uint8 while running, one scale for the tensor of"
-        " the whole batch"
+        "int8 weights per output channel or tensor; activations become uint8 while running, one scale for the"
+        " tensor of the whole batch"
     )
     pays: ClassVar[str] = "from 8 rows at a time on a CPU"
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"

@@ -1,4 +1,4 @@
-"""Scheme int8-static: int8 weights per output channel or tensor, int8 activations with a range found beforehand.
+"""Scheme int8-static: int8 weights per channel or tensor, int8 activations with a range found beforehand.
 
 Weights: parts/rows.py. Activations: symmetric, one scale for all inputs of a product, stored with the codes:
 
@@ -35,7 +35,8 @@ class Int8Static(RowCodes):
 
     name: ClassVar[str] = "int8-static"
     summary: ClassVar[str] = (
-        "int8 weights per output channel; activations become int8 with a range that was found on rows of data"
+        "int8 weights per output channel or tensor; activations become int8 with a range that was found on"
+        " rows of data"
     )
     pays: ClassVar[str] = "TensorRT, OpenVINO; no result depends on its batch"
     source: ClassVar[str] = (

@@ -45,8 +45,8 @@ class Option:
     description: without the names of the schemes, which the help puts before it.
     expected: what to say in place of a list of the allowed values.
     others: what to say of a value that only other schemes allow.
-    later: the scheme was there before it: where it is as by default no structure says it, and what is said to
-        another scheme of the same step, in words that this one does not know, leaves it so.
+    later: the scheme is older: its default may be another, no structure says that, and words for the option
+        that other schemes of a step alone know leave it so.
     """
 
     name: str

@@ -23,5 +23,5 @@ def taken(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def pooled(sums: Tensor, scheme: Scheme, options: Options) -> Tensor:
-    """Return sums over groups, [N, G], as a search of grids compares them: those of all that share a scale."""
+    """Return sums over groups, [N, G], as a search of grids compares them: of all that share a scale."""
     return sums.sum().expand_as(sums) if scheme.whole(options) else sums

@@ -79,7 +79,10 @@ def test_an_option_of_the_vocabularys_scheme_may_be_given():
             {"scheme": "ternary", "granularity": "row", "vocabulary": "int8-dynamic"},
             {"ternary": "row", "int8-dynamic": "channel"},
         ),
-        ({"scheme": "ternary", "vocabulary": "int8-dynamic"}, {"ternary": "group", "int8-dynamic": "channel"}),
+        (
+            {"scheme": "ternary", "vocabulary": "int8-dynamic"},
+            {"ternary": "group", "int8-dynamic": "channel"},
+        ),
     ],
 )
 def test_schemes_with_other_words_for_an_option_take_those_that_they_know(given, taken):

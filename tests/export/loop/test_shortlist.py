@@ -181,7 +181,10 @@ SCALES, BIAS = (DRAW.uniform(0.5, 1, V).astype(np.float32) for _ in range(2))
 @pytest.mark.parametrize(
     ("form", "scales"),
     [
-        *((form, SCALES) for form in ("Gemm", "Gemm by columns", "MatMul", "DynamicQuantizeMatMul", "Integer")),
+        *(
+            (form, SCALES)
+            for form in ("Gemm", "Gemm by columns", "MatMul", "DynamicQuantizeMatMul", "Integer")
+        ),
         *((form, SCALES[0]) for form in ("DynamicQuantizeMatMul", "Integer")),  # one for the whole matrix
     ],
 )

@@ -1,4 +1,4 @@
-"""int8 codes with one scale for a whole matrix: against ONNX Runtime's quantizer and operators, and in graphs."""
+"""int8 codes with one scale for a matrix: against ONNX Runtime's quantizer and operators, and in graphs."""
 
 import numpy as np
 import pytest
@@ -104,7 +104,10 @@ def test_the_graph_holds_a_scalar_where_all_scales_of_a_product_are_one(scheme):
 def test_the_form_of_blocks_repeats_the_scale_and_the_other_node_that_is_timed_has_a_scalar():
     matrix = layer().matrix
     _, plain = matrix.scheme.form_node(matrix, "x", "y")
-    assert {name: list(tensor.shape) for name, tensor in plain.items()} == {"y.columns": [48, 40], "y.scale": []}
+    assert {name: list(tensor.shape) for name, tensor in plain.items()} == {
+        "y.columns": [48, 40],
+        "y.scale": [],
+    }
     before = matrix.dequantize()
     matrix.choose_form("MatMulNBits")
     _, blocks = matrix.scheme.form_node(matrix, "x", "y")

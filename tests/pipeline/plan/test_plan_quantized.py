@@ -139,7 +139,10 @@ def advice(made: Plan) -> list[str]:
             "[quantize: {granularity: group}]",
             "granularity group is not for scheme int8-dynamic; expected one of channel, tensor",
         ),
-        ("[quantize: {granularity: matrix}]", "granularity: expected one of 'channel', 'tensor', 'group', 'row', read 'matrix'"),
+        (
+            "[quantize: {granularity: matrix}]",
+            "granularity: expected one of 'channel', 'tensor', 'group', 'row', read 'matrix'",
+        ),
         ("[quantize: {group_size: 64}]", "group_size means nothing to scheme int8-dynamic; remove it"),
         ("[quantize: {scheme: binary, group_size: 16}]", "binary groups hold 32, 64 or 128 weights"),
         ("[quantize: {scheme: int4, group_size: 48}]", "expected one of 16, 32, 64, 128"),

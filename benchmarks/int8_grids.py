@@ -35,28 +35,12 @@ def rounded(weight: Tensor, grid: str) -> Tensor:
 
 
 def coded(model: Any, grid: str) -> Any:
-    """Return the model in scheme int8-dynamic; with `tensor` all rows of a matrix have its largest scale."""
+    """Return the model in scheme int8-dynamic, with a scale per `channel` or `tensor`."""
     from smelt.compress.quantize.planned import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
-    from smelt.runtime.layers.quantized import is_quantized
 
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    names = {id(p): name for name, p in model.named_parameters()}
-    places = {n: names[id(m.weight)] for n, m in model.named_modules() if hasattr(m, "weight")}
-    quantize_model(model, QuantizeSettings(scheme="int8-dynamic"))
-    for name, module in model.named_modules():
-        if grid == "tensor" and is_quantized(module):
-            one_scale_(module.matrix, weights[places[name]])
+    quantize_model(model, QuantizeSettings.model_validate({"scheme": "int8-dynamic", "granularity": grid}))
     return model
-
-
-def one_scale_(matrix: Any, weight: Tensor) -> None:
-    """Give all rows of an int8 `matrix` the codes of `weight` [N, K] on the scale of its largest value."""
-    from smelt.runtime.schemes.scheme import Codes
-
-    scale = weight.abs().max() / 127
-    codes = (weight / scale).round().clamp(-127, 127).char()
-    matrix.set_(Codes(codes[:, None], {"scales": scale.expand(len(weight), 1).clone()}))
 
 
 @torch.no_grad()

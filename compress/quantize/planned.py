@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.labels import CLASSIFIERS
-from smelt.runtime.schemes.registry import SCHEMES
+from smelt.runtime.schemes.registry import SCHEMES, written
 from smelt.runtime.schemes.scheme import Value
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def quantize_layers(
         weight = layer.weight  # replacing the module may free its memory for another one
         new = quantized(layer, ranges, coder_of(layer))
         first_name, first = done.setdefault(weight, (layer.name, new))
-        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **layer.options}
+        told = written(SCHEMES[layer.scheme], layer.options)
+        edit = {"op": "quantize", "module": layer.name, "scheme": layer.scheme, **told}
         replace_layer(model, edits, layer.name, new, edit)
         if first is not new:
             if layer.observes:  # the first one may be a table, which has no range

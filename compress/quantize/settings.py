@@ -10,7 +10,7 @@ from smelt.compress.quantize.from_schemes.options import VOCABULARY, FromSchemes
 from smelt.compress.quantize.sensitivity.settings import Bits, Budget
 from smelt.core.stage import Settings
 from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight, options_of_all
-from smelt.runtime.schemes.scheme import Value
+from smelt.runtime.schemes.scheme import Option, Value
 
 # among the patterns of `skip`: what is most sensitive
 AUTO = "auto"
@@ -141,12 +141,19 @@ class QuantizeSettings(FromSchemes):
         for scheme in schemes:
             for option in scheme.settings:
                 value = getattr(self, option.name)
-                if not option.allows(value):
+                if not (option.allows(value) or self._said_to_another(option)):
                     allowed = f"expected one of {', '.join(map(str, option.allowed))}"
                     raise ValueError(
                         option.others or f"{option.name} {value} is not for scheme {scheme.name}; {allowed}"
                     )
         return self
+
+    def _said_to_another(self, option: Option) -> bool:
+        """Say whether what a recipe says under an option's name is for another scheme, or not said at all."""
+        said = getattr(self, option.name)
+        others = [one for name in self.schemes() for one in SCHEMES[name].settings if one.name == option.name]
+        heard = any(one.allows(said) for one in others)
+        return option.later and (heard or option.name not in self.model_fields_set)
 
     def _check_bits(self) -> None:
         """Refuse a budget that no choice of widths can have, and settings that choose widths themselves.
@@ -283,4 +290,5 @@ class QuantizeSettings(FromSchemes):
 
     def options(self, scheme: str) -> dict[str, Value]:
         """Return what `scheme` wants to know, as a quantized layer takes it."""
-        return {option.name: getattr(self, option.name) for option in SCHEMES[scheme].settings}
+        said = {option: getattr(self, option.name) for option in SCHEMES[scheme].settings}
+        return {one.name: value if one.allows(value) else one.default for one, value in said.items()}

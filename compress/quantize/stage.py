@@ -31,6 +31,7 @@ class Quantize:
     codes.
 
         - quantize: {scheme: int8-dynamic, skip: ["*.lm_head"]}
+        - quantize: {scheme: int8-dynamic, granularity: tensor}
         - quantize: {scheme: int4, group_size: 32, symmetric: false}
         - quantize: {scheme: int4, method: gptq, clip: mse}
         - quantize: {scheme: int4, method: awq, clip: awq}

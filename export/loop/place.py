@@ -49,6 +49,10 @@ class Constants:
         _copy(node, level, level.names, prefix)
         return level.names[name]
 
+    def scalar(self, name: str) -> bool:
+        """Say whether a constant is stored as one number without axes."""
+        return name in self._tensors and not self._tensors[name].dims
+
     def turned(self, name: str) -> str | None:
         """Return the name of the transpose of a matrix, which may be what it is made of, if there is one."""
         maker = self._made.get(name)

@@ -160,11 +160,15 @@ class Head:
         return b.op("Add", made, self._bias) if self._bias else made
 
     def _taken(self, root: Level, name: str, words: str, axis: int | None) -> str:
-        """Return a constant, of those with an axis of words only what belongs to `words`."""
+        """Return a constant, of those with an axis of words only what belongs to `words`; all of a scalar."""
         b = root.builder
         if axis != 1:
             known = self._constants.bring(name, root, _PREFIX)
-            return known if axis is None else b.op("Gather", known, words, axis=0)
+            return (
+                known
+                if axis is None or self._constants.scalar(name)
+                else b.op("Gather", known, words, axis=0)
+            )
         # whole rows are taken many times as fast as what lies all over the memory
         turned = self._constants.turned(name)
         if turned is not None:

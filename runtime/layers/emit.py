@@ -47,7 +47,7 @@ def dynamic_quantize_matmul(x: Tensor, columns: Tensor, scales: Tensor, bias: Te
     Args:
         x: float32 [..., K].
         columns: int8 [K, N], a constant; its zero point is 0.
-        scales: float32 [N].
+        scales: float32 [N], or [] of all: its kernels are faster then where rows are few.
         bias: float32 [N] or None.
 
     Returns:

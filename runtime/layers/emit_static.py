@@ -28,7 +28,7 @@ def integer_product(x: Tensor, scale: Tensor, columns: Tensor, scales: Tensor, b
         x: float32 [..., K].
         scale: of its codes, float32 scalar, a constant.
         columns: int8 [K, N], a constant; its zero point is 0.
-        scales: float32 [N].
+        scales: float32 [N], or [] of all: its kernels are faster then where rows are few.
         bias: float32 [N] or None.
 
     Returns:

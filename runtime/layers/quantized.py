@@ -19,7 +19,7 @@ from smelt.core.errors import InputError
 from smelt.core.packages import require
 from smelt.core.text import article
 from smelt.runtime.layers import emit
-from smelt.runtime.schemes.registry import check_options, find
+from smelt.runtime.schemes.registry import check_options, decided_by_row, defaults, find, written
 from smelt.runtime.schemes.scheme import Codes, Options, Scheme, Use
 
 
@@ -40,7 +40,7 @@ class Matrix(nn.Module):
         check_options(scheme, options)
         for package, oldest in scheme.packages.items():
             require(package, oldest, f"scheme {scheme.name}")
-        self.scheme, self.width, self.options = scheme, width, dict(options)
+        self.scheme, self.width, self.options = scheme, width, defaults(scheme) | dict(options)
         self.form = ""
         for name, stored in scheme.storage(rows, width, options).items():
             kind: torch.dtype = getattr(torch, stored.dtype)
@@ -95,8 +95,7 @@ class Matrix(nn.Module):
 
     def decided_by_row(self) -> bool:
         """Say whether the codes and scales of a row depend on that row alone."""
-        storage = self.scheme.storage(1, self.width, self.options)
-        return all(stored.by_row or stored.measured for stored in storage.values())
+        return decided_by_row(self.scheme, self.width, self.options)
 
     def has(self, name: str) -> bool:
         """Say whether there is a tensor `name`, stored or in the graph's form."""
@@ -121,7 +120,8 @@ class Matrix(nn.Module):
 
     def said(self) -> str:
         """Return the scheme and its options, for the representation of a layer."""
-        return ", ".join([self.scheme.name, *([str(self.options)] if self.options else [])])
+        told = written(self.scheme, self.options)
+        return ", ".join([self.scheme.name, *([str(told)] if told else [])])
 
 
 class QuantizedLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""Scheme int8-dynamic: int8 weights per output channel, uint8 activations found while running.
+"""Scheme int8-dynamic: int8 weights per output channel or tensor, uint8 activations found while running.
 
 Weights: parts/rows.py. Activations: asymmetric, one scale and zero point for the tensor of the whole batch,
 as the ONNX operator DynamicQuantizeLinear (opset 11) defines it (parts/integers.py). A product may leave in
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.runtime.schemes.parts import blocks, groups
-from smelt.runtime.schemes.parts.rows import RowCodes, columns_of, exact_product
-from smelt.runtime.schemes.scheme import Coded, Options, Use
+from smelt.runtime.schemes.parts.rows import GRANULARITY, ONE, RowCodes, columns_of, exact_product, scales_of
+from smelt.runtime.schemes.scheme import Coded, Option, Options, Use
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +31,12 @@ class Int8Dynamic(RowCodes):
 
     name: ClassVar[str] = "int8-dynamic"
     summary: ClassVar[str] = (
-        "int8 weights per output channel; activations become uint8 while running, one scale for the tensor of"
-        " the whole batch"
+        "int8 weights per output channel or tensor; activations become uint8 while running, one scale for the"
+        " tensor of the whole batch"
     )
     pays: ClassVar[str] = "from 8 rows at a time on a CPU"
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
+    settings: ClassVar[tuple[Option, ...]] = (GRANULARITY,)
     one_scale: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
     leaves_as: ClassVar[str] = "dynamic int8"
@@ -77,7 +78,7 @@ class Int8Dynamic(RowCodes):
 
         if matrix.form == blocks.FORM:
             return blocks.emit_product(matrix, x, bias)
-        return emit.dynamic_quantize_matmul(x, columns_of(matrix), matrix.tensor("scales"), bias)
+        return emit.dynamic_quantize_matmul(x, columns_of(matrix), scales_of(matrix), bias)
 
     def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
         """Return the codes as the form wants them."""
@@ -104,7 +105,7 @@ class Int8Dynamic(RowCodes):
         if matrix.form == blocks.FORM:
             rows, _, size = tensors[f"{y}.blocks"].shape
             layout = {"K": matrix.width, "N": rows, "bits": 8, "block_size": size, "accuracy_level": 4}
-        else:
+        elif f"{y}.{ONE}" not in tensors:
             tensors[f"{y}.scales"] = matrix.tensor("scales")
         name = matrix.form or _FORM
         node = helper.make_node(name, [x, *tensors], [y], domain="com.microsoft", **layout)

@@ -1,4 +1,4 @@
-"""Scheme int8-static: int8 weights per output channel, int8 activations with a range found beforehand.
+"""Scheme int8-static: int8 weights per channel or tensor, int8 activations with a range found beforehand.
 
 Weights: parts/rows.py. Activations: symmetric, one scale for all inputs of a product, stored with the codes:
 
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.runtime.schemes.parts.rows import RowCodes, columns_of, exact_product
-from smelt.runtime.schemes.scheme import Coded, Options, Stored
+from smelt.runtime.schemes.parts.rows import GRANULARITY, RowCodes, columns_of, exact_product, scales_of
+from smelt.runtime.schemes.scheme import Coded, Option, Options, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +35,15 @@ class Int8Static(RowCodes):
 
     name: ClassVar[str] = "int8-static"
     summary: ClassVar[str] = (
-        "int8 weights per output channel; activations become int8 with a range that was found on rows of data"
+        "int8 weights per output channel or tensor; activations become int8 with a range that was found on"
+        " rows of data"
     )
     pays: ClassVar[str] = "TensorRT, OpenVINO; no result depends on its batch"
     source: ClassVar[str] = (
         "ONNX operator QuantizeLinear-13 (github.com/onnx/onnx, docs/Operators.md); Jacob et al. 2018,"
         " arXiv:1712.05877"
     )
+    settings: ClassVar[tuple[Option, ...]] = (GRANULARITY,)
     observes: ClassVar[bool] = True
     one_scale: ClassVar[bool] = True
     row_by_row: ClassVar[bool] = True
@@ -92,9 +94,10 @@ class Int8Static(RowCodes):
         """Emit QuantizeLinear and MatMulIntegerToFloat, or MatMul between explicit Q/DQ pairs."""
         from smelt.runtime.layers import emit_static
 
-        scale, scales = matrix.tensor(INPUT_SCALE), matrix.tensor("scales")
+        scale = matrix.tensor(INPUT_SCALE)
         if target == _FUSED:
-            return emit_static.integer_product(x, scale, columns_of(matrix), scales, bias)
+            return emit_static.integer_product(x, scale, columns_of(matrix), scales_of(matrix), bias)
+        scales = matrix.tensor("scales")  # as many as rows, whatever the granularity: no kernel asks
         return emit_static.explicit_product(x, scale, matrix.tensor("columns"), scales, bias)
 
     def emit_lookup(self, matrix: Coded, ids: Tensor, target: str) -> Tensor:

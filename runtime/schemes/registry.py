@@ -66,14 +66,16 @@ def check_options(scheme: Scheme, options: Options) -> None:
     """Check what a stored structure, or a caller, tells `scheme`.
 
     Raises:
-        InputError: an option that the scheme does not have, one that is missing, or a value that it refuses.
+        InputError: an option that the scheme does not have, one that is missing though it was always there,
+            or a value that it refuses.
     """
     names = [option.name for option in scheme.settings]
-    if set(options) != set(names):
+    needed = {option.name for option in scheme.settings if not option.later}
+    if not needed <= set(options) <= set(names):
         takes = ", ".join(names) or "no options"
         raise InputError(f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.")
     for option in scheme.settings:
-        value = options[option.name]
+        value = options.get(option.name, option.default)
         if not option.allows(value):
             expected = option.expected or f"one of {', '.join(map(str, option.allowed))}"
             raise InputError(f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.")
@@ -82,6 +84,18 @@ def check_options(scheme: Scheme, options: Options) -> None:
 def defaults(scheme: Scheme) -> dict[str, Any]:
     """Return the options of `scheme` where a recipe gives none."""
     return {option.name: option.default for option in scheme.settings}
+
+
+def written(scheme: Scheme, options: Options) -> dict[str, Value]:
+    """Return what a structure says of `options`: all but those that came later and are as by default."""
+    plain = {option.name: option.default for option in scheme.settings if option.later}
+    return {name: value for name, value in options.items() if name not in plain or value != plain[name]}
+
+
+def decided_by_row(scheme: Scheme, width: int, options: Options) -> bool:
+    """Say whether the codes and scales of a row of K = `width` inputs depend on that row alone."""
+    stored = scheme.storage(1, width, options).values()
+    return not scheme.whole(options) and all(one.by_row or one.measured for one in stored)
 
 
 def options_of_all() -> dict[str, list[tuple[Scheme, Option]]]:

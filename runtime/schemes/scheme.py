@@ -40,11 +40,13 @@ def graphs_for(target: str) -> str:
 class Option:
     """A setting of a scheme, by the same name in recipes, in `structure.json` and in `options`.
 
-    Schemes may share an option (same default, same description) and allow other values of it.
+    Schemes may share an option (same default unless it came later, same description), with other values.
 
     description: without the names of the schemes, which the help puts before it.
     expected: what to say in place of a list of the allowed values.
     others: what to say of a value that only other schemes allow.
+    later: the scheme is older: its default may be another, no structure says that, and words for the option
+        that other schemes of a step alone know leave it so.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Option:
     description: str
     expected: str = ""
     others: str = ""
+    later: bool = False
 
     def allows(self, value: object) -> bool:
         """Say whether `value` is one of the allowed ones; true is no 1."""
@@ -188,6 +191,10 @@ class Scheme(Protocol):
 
     def group(self, width: int, options: Options) -> int:
         """Return g for a matrix of K = `width` inputs."""
+
+    def whole(self, options: Options) -> bool:
+        """Say whether all weights of a matrix share one scale, so that no row is decided alone."""
+        return False
 
     def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
         """Return the grid on which `groups` lie best without a look at data.

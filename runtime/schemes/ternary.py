@@ -22,6 +22,7 @@ from smelt.runtime.schemes.binary import Binary
 from smelt.runtime.schemes.int4 import Int4
 from smelt.runtime.schemes.parts import forms
 from smelt.runtime.schemes.parts import groups as parts
+from smelt.runtime.schemes.parts.rows import SHARED
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
 if TYPE_CHECKING:
@@ -32,9 +33,7 @@ _DIGITS = 5
 # tables by the bits of the codes that they give
 _TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits", 8: "BytesOfDigits"}
 _ROW = "row"
-GRANULARITY = Option(
-    "granularity", "group", ("group", _ROW), "what shares a scale: a group of inputs or a row"
-)
+GRANULARITY = Option("granularity", "group", ("group", _ROW), SHARED)
 
 
 class Ternary(Scheme):

@@ -37,8 +37,6 @@ def test_rows_of_a_matrix_have_one_scale_per_tensor(grid: str, scales: list[floa
 
     layer = nn.Linear(3, 2)
     layer.weight.data = WEIGHT.clone()
-    new = quantize_module(layer, "int8-dynamic")
-    if grid == "tensor":
-        int8_grids.one_scale_(new.matrix, WEIGHT)
+    new = quantize_module(layer, "int8-dynamic", {"granularity": grid})
     torch.testing.assert_close(new.matrix.tensor("scales"), torch.tensor(scales))
     torch.testing.assert_close(new.matrix.dequantize(), int8_grids.rounded(WEIGHT, grid))

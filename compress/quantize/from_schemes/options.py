@@ -17,8 +17,11 @@ VOCABULARY = f"scheme of embeddings and head; unless given, {', '.join([*_OTHERS
 
 
 def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
-    """Return type and field of an option that these schemes have."""
-    option = found[0][1]
+    """Return type and field of an option that these schemes have.
+
+    Where one came later with another default, keys of before have that of those who had it first.
+    """
+    option = next((one for _, one in found if not one.later), found[0][1])
     values = {value: None for _, one in found for value in one.allowed}
     kind: Any = bool if all(isinstance(value, bool) for value in values) else Literal[tuple(values)]
     narrower: dict[tuple[Value, ...], list[str]] = {}
@@ -26,7 +29,12 @@ def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
         if len(one.allowed) < len(values):
             narrower.setdefault(one.allowed, []).append(scheme.name)
     text = f"{', '.join(scheme.name for scheme, _ in found)}: {option.description}"
-    notes = [f"{', '.join(names)}: {', '.join(map(str, allowed))}" for allowed, names in narrower.items()]
+    own = {scheme.name: one.default for scheme, one in found if one.default != option.default}
+    notes = [
+        f"{', '.join(names)}: {', '.join(map(str, allowed))}"
+        + (f", unless given {own[names[0]]}" if names[0] in own else "")
+        for allowed, names in narrower.items()
+    ]
     return kind, Field(default=option.default, description=f"{text} ({'; '.join(notes)})" if notes else text)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.compress.quantize.coding import round_to_nearest
-from smelt.compress.quantize.methods.chosen import taken
+from smelt.compress.quantize.methods.chosen import pooled, taken
 from smelt.runtime.schemes.parts.groups import groups_of
 from smelt.runtime.schemes.scheme import Codes, Grid, Options, Scheme
 
@@ -115,6 +115,6 @@ def clipped(product: Product, moment: Tensor) -> Codes:
 
 
 def _group_errors(groups: Tensor, grid: Grid, own: Tensor, scheme: Scheme, options: Options) -> Tensor:
-    """Return |(Q(W) - W) X|^2 of each group, [N, G]."""
+    """Return |(Q(W) - W) X|^2 of all that share a scale, [N, G]."""
     off = scheme.values(scheme.nearest(groups, grid, options), grid, options) - groups
-    return (torch.einsum("ngi,gij->ngj", off, own) * off).sum(dim=-1)
+    return pooled((torch.einsum("ngi,gij->ngj", off, own) * off).sum(dim=-1), scheme, options)

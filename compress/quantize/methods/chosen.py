@@ -1,9 +1,11 @@
-"""Of two grids the better one, group by group."""
+"""Of two grids the better one, group by group; or for the whole matrix where that has one scale."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from smelt.runtime.schemes.scheme import Options, Scheme
 
 
 def taken(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -18,3 +20,8 @@ def taken(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
         better.reshape(*better.shape, *[1] * (new.dim() - better.dim())) if new.dim() > 1 else better[:, 0]
     )
     return torch.where(there, new, old)
+
+
+def pooled(sums: Tensor, scheme: Scheme, options: Options) -> Tensor:
+    """Return sums over groups, [N, G], as a search of grids compares them: of all that share a scale."""
+    return sums.sum().expand_as(sums) if scheme.whole(options) else sums

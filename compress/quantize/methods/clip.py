@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smelt.compress.quantize.methods.chosen import taken
+from smelt.compress.quantize.methods.chosen import pooled, taken
 from smelt.runtime.schemes.scheme import Grid, Options, Scheme
 
 _STEPS, _PARTS, _POWER = 80, 100, 2.4
@@ -44,17 +44,20 @@ def percentile_grid(percentile: float, groups: Tensor, width: int, scheme: Schem
         scheme: whose grid it is.
         options: of it.
     """
+    size = groups.shape[1] * groups.shape[2]
+    given, whole = groups, scheme.whole(options)
+    groups = groups.reshape(1, 1, -1) if whole else groups
     ordered = groups.abs().sort(dim=-1, descending=True).values  # what fills up comes last
     counts = torch.full(groups.shape[1:2], groups.shape[2])
-    counts[-1] -= groups.shape[1] * groups.shape[2] - width
+    counts[-1] -= (size - width) * (len(given) if whole else 1)
     place = ((counts - 1) * (1 - percentile / 100)).to(ordered)  # from the largest on
     low = place.floor().long()
     pair = [ordered.gather(-1, at.expand(len(groups), -1)[..., None]) for at in (low, place.ceil().long())]
     ends = pair[0] + (pair[1] - pair[0]) * (place - low)[:, None]
-    return scheme.fit(groups.clamp(-ends, ends), width, options)
+    return scheme.fit(given.clamp(-ends, ends), width, options)
 
 
 def _errors(groups: Tensor, grid: Grid, scheme: Scheme, options: Options) -> Tensor:
-    """Return the sum of |error|^2.4 of each group, [N, G]."""
+    """Return the sum of |error|^2.4 of all that share a scale, [N, G]."""
     off = scheme.values(scheme.nearest(groups, grid, options), grid, options) - groups
-    return off.abs_().pow_(_POWER).sum(dim=-1)
+    return pooled(off.abs_().pow_(_POWER).sum(dim=-1), scheme, options)

@@ -32,7 +32,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.runtime.models.structure import keeps_zeros
 from smelt.runtime.schemes.parts.groups import groups_of
-from smelt.runtime.schemes.registry import find
+from smelt.runtime.schemes.registry import decided_by_row, find
 from smelt.runtime.schemes.scheme import Codes, Options, Scheme
 
 _COLUMNS = 128  # whose errors reach the rest at once
@@ -190,8 +190,7 @@ class GptqWork:
     def _rows_at_once(self, layer: Planned) -> int:
         """Return how many rows of a layer are decided at once: all, but of a vocabulary's, which are many."""
         count, width = (int(size) for size in layer.module.weight.shape)
-        storage = find(layer.scheme).storage(1, width, layer.options)
-        apart = all(stored.by_row or stored.measured for stored in storage.values())
+        apart = decided_by_row(find(layer.scheme), width, layer.options)
         return max(1, _AT_ONCE // width) if apart and layer.weight not in self.beside else count
 
     def _inverse(self, layer: Planned, seen: InputStatistics) -> Tensor:

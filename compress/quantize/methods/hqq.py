@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smelt.compress.quantize.methods.chosen import taken
+from smelt.compress.quantize.methods.chosen import pooled, taken
 from smelt.runtime.schemes.scheme import Grid, Options, Scheme
 
 NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
@@ -80,8 +80,8 @@ def _fitted(
         zeros = (grid["zeros"].float() + moved).round().clamp(0, _most(scheme, grid, options))
         steps = steps + (grid["zeros"].float() - zeros)[..., None] * there
         found["zeros"] = zeros.to(grid["zeros"].dtype)
-    length = (steps * steps).sum(dim=-1)
-    fitted = (target * steps).sum(dim=-1) / length
+    length = pooled((steps * steps).sum(dim=-1), scheme, options)
+    fitted = pooled((target * steps).sum(dim=-1), scheme, options) / length
     found["scales"] = fitted.where((length > 0) & fitted.isfinite() & (fitted != 0), scales)
     return found
 
@@ -99,6 +99,6 @@ def _stored(scheme: Scheme, groups: Tensor, width: int, options: Options) -> str
 
 
 def _errors(groups: Tensor, grid: Grid, there: Tensor, scheme: Scheme, options: Options) -> Tensor:
-    """Return the sum of |error| of each group, [N, G]."""
+    """Return the sum of |error| of all that share a scale, [N, G]."""
     off = scheme.values(scheme.nearest(groups, grid, options), grid, options) - groups
-    return off.abs_().mul_(there).sum(dim=-1)
+    return pooled(off.abs_().mul_(there).sum(dim=-1), scheme, options)

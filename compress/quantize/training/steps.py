@@ -112,7 +112,8 @@ class Steps(nn.Module):
         self._kind: torch.dtype = getattr(torch, stored.filed or stored.dtype)
         grid = matrix.decided().grid
         self.register_buffer("first", grid["scales"].detach().clone())
-        self.log = nn.Parameter(torch.zeros_like(self.first))
+        self.whole = matrix.scheme.whole(matrix.options)  # then one step learns for all rows
+        self.log = nn.Parameter(torch.zeros_like(self.first[:1] if self.whole else self.first))
         low, high = self._ends(grid)
         self.span = float(torch.as_tensor(high - low).max())
         self.largest = self.span if "zeros" in grid else float(torch.as_tensor(high).max())  # Q_P
@@ -170,7 +171,7 @@ class Steps(nn.Module):
             matrix.set_range_(float(self.range.scale().detach() * self.range.high))
 
     def moved(self) -> Tensor:
-        """Return by which factor each scale is another than at first, float32 [N, G]."""
+        """Return by which factor each scale is another than at first, float32 [N, G], or [1, G] of all."""
         return self.log.detach().exp()
 
     def _grid(self, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -179,7 +180,7 @@ class Steps(nn.Module):
         def taken(part: Tensor) -> Tensor:
             return part if rows is None else F.embedding(rows, part)
 
-        scales = taken(self.first) * taken(self.log).exp()
+        scales = taken(self.first) * (self.log if self.whole else taken(self.log)).exp()
         scales = straight_through(scales, scales.to(self._kind).float())
         if self.offset is None:
             return scales, None
@@ -192,10 +193,11 @@ class Steps(nn.Module):
         return ends
 
     def _share(self, groups: Tensor) -> Tensor:
-        """Return 1 / sqrt(N Q_P) for each group of a row, [G]; what fills up the last one does not count."""
+        """Return 1 / sqrt(N Q_P) for each group, [G]; what fills up the last one of a row does not count."""
         counts = groups.new_full((groups.shape[1],), float(groups.shape[2]))
         counts[-1] -= groups.shape[1] * groups.shape[2] - self.matrix.width
-        return (counts * self.largest).rsqrt()
+        rows = len(self.first) if self.whole else 1
+        return (counts * rows * self.largest).rsqrt()
 
 
 def _as_stored(scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:

@@ -1,7 +1,10 @@
-"""What schemes with int8 weights and one scale per output channel share: codes, storage, lookups.
+"""What schemes with int8 weights and one scale per output channel, or one for all, share.
 
-Weights: symmetric, scale = amax / 127 of a row; value = code * scale. Products of codes are summed in int32,
-then y = (scale of activations * weight scale) * sum + bias.
+Weights: symmetric, scale = amax / 127 of a row, or of the whole matrix; value = code * scale. Products of
+codes are summed in int32, then y = (scale of activations * weight scale) * sum + bias.
+
+One scale for a matrix is stored for each of its rows all the same, so that matrices which become one product
+(queries, keys and values) can keep theirs. It leaves for ONNX Runtime as one number where all are equal.
 
 Shapes: N = outputs (rows), K = inputs (columns).
 """
@@ -10,10 +13,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Options, Scheme, Stored, Use
+from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SHARED = "what shares a scale: a group of a row's inputs, a row (an output channel), or the tensor of all"
+_TENSOR = "tensor"
+GRANULARITY = Option("granularity", "channel", ("channel", _TENSOR), SHARED, later=True)
+# the name in a graph of the scale that a whole matrix has
+ONE = "scale"
 
 
 class RowCodes(Scheme):
@@ -23,9 +32,14 @@ class RowCodes(Scheme):
         """Return K: a row has one scale."""
         return width
 
+    def whole(self, options: Options) -> bool:
+        """Say whether the granularity is the tensor."""
+        return options.get(GRANULARITY.name) == _TENSOR
+
     def fit(self, groups: Tensor, width: int, options: Options) -> Grid:
-        """Let the largest magnitude of a row be 127; rows of zeros get scale 1."""
+        """Let the largest magnitude of a row, or of all, be 127; where all is zero the scale is 1."""
         amax = groups.abs().amax(dim=-1)
+        amax = amax.max().expand_as(amax) if self.whole(options) else amax
         return {"scales": (amax / 127).where(amax > 0, 1.0)}
 
     def nearest(self, groups: Tensor, grid: Grid, options: Options) -> Tensor:
@@ -59,11 +73,15 @@ class RowCodes(Scheme):
     def graph_tensors(self, matrix: Coded, use: Use) -> dict[str, Tensor]:
         """Return the codes as [K, N], as matrix products of ONNX want them; for lookups scales as [N, 1].
 
-        So the scales that a lookup reads have a name of their own in the graph.
+        So the scales that a lookup reads have a name of their own in the graph. One that all rows have is a
+        scalar.
         """
-        if use == "product":
-            return {"columns": matrix.tensor("codes").detach().t().contiguous()}
-        return {"lookup": matrix.tensor("scales").detach()[:, None].clone()}
+        scales = matrix.tensor("scales").detach()
+        alike = self.whole(matrix.options) and bool(scales.eq(scales[0]).all())
+        if use == "lookup":
+            return {"lookup": scales[0].clone() if alike else scales[:, None].clone()}
+        found = {"columns": matrix.tensor("codes").detach().t().contiguous()}
+        return found | {ONE: scales[0].clone()} if alike else found
 
 
 def columns_of(matrix: Coded) -> Tensor:
@@ -79,12 +97,17 @@ def columns_of(matrix: Coded) -> Tensor:
     return emit.transposed(matrix.tensor("codes")) if matrix.has("lookup") else matrix.tensor("columns")
 
 
+def scales_of(matrix: Coded) -> Tensor:
+    """Return the scales of a product in a graph for ONNX Runtime's CPU: float32 [N], or one for all, []."""
+    return matrix.tensor(ONE if matrix.has(ONE) else "scales")
+
+
 def looked_up(matrix: Coded, ids: Tensor, codes: Tensor) -> Tensor:
     """Return rows of `codes`, int8 [N, K], times their scales, float32 [..., K]."""
     from torch.nn import functional as F
 
     scales = matrix.tensor("lookup") if matrix.has("lookup") else matrix.tensor("scales")[:, None]
-    return F.embedding(ids, codes).float() * F.embedding(ids, scales)
+    return F.embedding(ids, codes).float() * (F.embedding(ids, scales) if scales.dim() else scales)
 
 
 def exact_product(node: Any, x: str, codes: str, scales: str, zero: str = "", bias: str = "") -> list[Any]:
@@ -94,7 +117,7 @@ def exact_product(node: Any, x: str, codes: str, scales: str, zero: str = "", bi
         node: which they stand for.
         x: the name of its activations, float32 [..., K].
         codes: of its weights, int8 [K, N].
-        scales: float32 [N].
+        scales: float32 [N], or [] of all.
         zero: of the weights' zero points; empty where they are 0.
         bias: float32 [N]; empty where there is none.
     """

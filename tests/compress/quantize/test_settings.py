@@ -33,6 +33,15 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
     ("given", "message"),
     [
         ({"group_size": 64}, "group_size means nothing to scheme int8-dynamic; remove it"),
+        (
+            {"granularity": "group"},
+            "granularity group is not for scheme int8-dynamic; expected one of channel, tensor",
+        ),
+        (
+            {"scheme": "ternary", "granularity": "tensor", "vocabulary": "int8-dynamic"},
+            "granularity tensor is not for scheme ternary; expected one of group, row",
+        ),
+        ({"scheme": "int4", "granularity": "tensor"}, "granularity means nothing to scheme int4; remove it"),
         ({"scheme": "binary", "symmetric": False}, "symmetric means nothing to scheme binary; remove it"),
         (
             {"scheme": "binary", "group_size": 16},
@@ -57,3 +66,32 @@ def test_what_a_scheme_does_not_know_is_refused(given, message):
 def test_an_option_of_the_vocabularys_scheme_may_be_given():
     settings = QuantizeSettings(scheme="binary", vocabulary="int4", symmetric=False)
     assert settings.options("int4")["symmetric"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({}, {"int8-dynamic": "channel"}),
+        ({"granularity": "tensor"}, {"int8-dynamic": "tensor"}),
+        ({"scheme": "int8-static", "granularity": "tensor"}, {"int8-static": "tensor"}),
+        ({"scheme": "binary", "granularity": "tensor"}, {"int8-dynamic": "tensor"}),
+        (
+            {"scheme": "ternary", "granularity": "row", "vocabulary": "int8-dynamic"},
+            {"ternary": "row", "int8-dynamic": "channel"},
+        ),
+        (
+            {"scheme": "ternary", "vocabulary": "int8-dynamic"},
+            {"ternary": "group", "int8-dynamic": "channel"},
+        ),
+    ],
+)
+def test_schemes_with_other_words_for_an_option_take_those_that_they_know(given, taken):
+    settings = QuantizeSettings(**given)
+    assert {name: settings.options(name)["granularity"] for name in taken} == taken
+
+
+def test_keys_of_before_stay_where_an_option_came_later():
+    """All settings are written down, and `granularity: group` was when it was ternary's alone."""
+    for scheme in ("int8-dynamic", "int8-static", "int4"):
+        assert QuantizeSettings(scheme=scheme).model_dump()["granularity"] == "group"
+    assert QuantizeSettings(granularity="tensor").model_dump()["granularity"] == "tensor"

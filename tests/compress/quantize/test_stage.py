@@ -5,8 +5,9 @@ import transformers
 
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
+from smelt.core.files import read_json
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.layers.quantized import Matrix, QuantizedEmbedding, QuantizedLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.edits.apply import apply_edits
 
@@ -59,6 +60,22 @@ def test_quantized_model_survives_the_disk_and_stays_close(marian, tmp_path):
     after, _ = load_model(tmp_path / "out")
     difference = (harness.logits(after) - harness.logits(before)).abs().mean() / harness.logits(before).std()
     assert 0 < difference < 0.05
+
+
+def test_one_scale_for_each_matrix_survives_the_disk_and_the_default_is_not_written(marian, tmp_path):
+    for name, given in (("rows", {}), ("whole", {"granularity": "tensor"})):
+        run(marian, tmp_path / name, **given)
+        edits = [e for e in read_json(tmp_path / name / "structure.json")["edits"] if e["op"] == "quantize"]
+        assert all(set(e) == {"op", "module", "scheme", *given} for e in edits)
+        model, _ = load_model(tmp_path / name)
+        scales = [m.scales for m in model.modules() if isinstance(m, Matrix) and len(m.scales) > 1]
+        assert len(scales) > 30
+        assert all((one.unique().numel() == 1) == bool(given) for one in scales)
+    before = load_model(marian)[0]
+    off = (harness.logits(model) - harness.logits(before)).abs().mean() / harness.logits(before).std()
+    assert 0 < off < 0.05
+    assert isinstance(model.model.encoder.layers[0].fc1.up, QuantizedLinear)
+    assert model.lm_head.matrix.options == {"granularity": "tensor"}
 
 
 def test_codes_of_tied_matrices_are_stored_once(marian, tmp_path):

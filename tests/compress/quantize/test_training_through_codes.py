@@ -176,13 +176,16 @@ def test_an_int8_model_in_training_computes_what_it_will_compute(tmp_path):
         assert not model(ids).logits.allclose(expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("alone", [True, False, "tensor"])
 def test_rows_that_are_looked_up_train_as_parts_of_the_whole_table(alone):
     torch.manual_seed(0)
     weight = torch.randn(6, 32)
     weight[5] *= 10  # which decides the one scale of a whole matrix, and is not looked up
-    matrix = schemes.filled("int8-dynamic", weight) if alone else schemes.per_tensor(weight).matrix
-    assert matrix.decided_by_row() == alone
+    if alone == "tensor":
+        matrix = schemes.filled("int8-dynamic", weight, granularity="tensor")
+    else:
+        matrix = schemes.filled("int8-dynamic", weight) if alone else schemes.per_tensor(weight).matrix
+    assert matrix.decided_by_row() == (alone is True)
     latent = LatentEmbedding(QuantizedEmbedding(32, None, matrix), nn.Parameter(weight.clone()))
     ids = torch.tensor([[0, 2], [2, 1]])
     assert latent(ids).equal(matrix.dequantize()[ids])

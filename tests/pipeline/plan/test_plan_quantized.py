@@ -135,6 +135,14 @@ def advice(made: Plan) -> list[str]:
             " or give `from: model`.",
         ),
         ("[quantize: {scheme: binary, symmetric: false}]", "symmetric means nothing to scheme binary"),
+        (
+            "[quantize: {granularity: group}]",
+            "granularity group is not for scheme int8-dynamic; expected one of channel, tensor",
+        ),
+        (
+            "[quantize: {granularity: matrix}]",
+            "granularity: expected one of 'channel', 'tensor', 'group', 'row', read 'matrix'",
+        ),
         ("[quantize: {group_size: 64}]", "group_size means nothing to scheme int8-dynamic; remove it"),
         ("[quantize: {scheme: binary, group_size: 16}]", "binary groups hold 32, 64 or 128 weights"),
         ("[quantize: {scheme: int4, group_size: 48}]", "expected one of 16, 32, 64, 128"),

@@ -85,7 +85,9 @@ STAGES = {
     "shortlist": ["shortlist: {per_token: 3, frequent: 6}"],
     "int8-dynamic": ["quantize: {scheme: int8-dynamic}"],
     "int8-static": ["quantize: {scheme: int8-static, rows: 8, damage_rows: 1}"],
-    "int8-smooth": ["quantize: {scheme: int8-static, smooth: 0.5, rows: 8, damage_rows: 1}"],
+    "int8-smooth": [
+        "quantize: {scheme: int8-static, granularity: tensor, smooth: 0.5, rows: 8, damage_rows: 1}"
+    ],
     "int8-groupwise": ["quantize: {scheme: int8-groupwise, group_size: 32, symmetric: false}"],
     "int4": ["quantize: {scheme: int4, group_size: 32}"],
     "awq": ["quantize: {scheme: int4, group_size: 32, method: awq, clip: awq, rows: 4}"],

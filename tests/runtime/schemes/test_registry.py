@@ -16,6 +16,7 @@ from smelt.runtime.schemes.registry import (
     refusal,
     targets_of,
     unfit,
+    written,
 )
 from smelt.runtime.schemes.scheme import GRAPHS_OF
 
@@ -34,7 +35,8 @@ def test_what_is_no_scheme_is_refused_with_those_that_there_are(word):
 
 def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
     for found in options_of_all().values():
-        assert len({(option.default, option.description) for _, option in found}) == 1
+        assert len({option.description for _, option in found}) == 1
+        assert len({option.default for _, option in found if not option.later}) <= 1
         assert all(option.allows(option.default) for _, option in found)
 
 
@@ -51,7 +53,9 @@ def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
             {"bits": 3},
             "scheme int4 cannot be made with .* it takes group_size, symmetric, accuracy_l",
         ),
-        ("int8-dynamic", {"group_size": 64}, "cannot be made with .* it takes no options"),
+        ("int8-dynamic", {"group_size": 64}, "cannot be made with .* it takes granularity"),
+        ("int8-dynamic", {"granularity": "group"}, "granularity 'group'; expected one of channel, tensor"),
+        ("bnb-int8", {"granularity": "tensor"}, "cannot be made with .* it takes no options"),
     ],
 )
 def test_options_that_no_matrix_has_are_refused(scheme, change, message):
@@ -64,11 +68,20 @@ def test_an_option_that_is_missing_is_refused():
         check_options(find("int4"), {"group_size": 64})
 
 
+def test_an_option_that_came_later_may_be_missing_and_is_written_where_it_is_no_default():
+    scheme = find("int8-dynamic")
+    check_options(scheme, {})
+    assert written(scheme, defaults(scheme)) == {}
+    assert written(scheme, {"granularity": "tensor"}) == {"granularity": "tensor"}
+    assert written(find("ternary"), defaults(find("ternary"))) == defaults(find("ternary"))
+
+
 @pytest.mark.parametrize(
     ("scheme", "options", "bits"),
     [
         ("int8-dynamic", {}, 8 + 32 / 1024),
         ("int8-static", {}, 8 + 32 / 1024),
+        ("int8-dynamic", {"granularity": "tensor"}, 8 + 32 / 1024),  # stored for each row all the same
         ("int4", {"group_size": 64, "symmetric": True}, 4.25),
         ("int4", {"group_size": 32, "symmetric": False}, 4 + 16 / 32 + 4 / 32),
         ("int8-groupwise", {"group_size": 128, "symmetric": True}, 8 + 16 / 128),

@@ -127,6 +127,7 @@ CASES: dict[str, Case] = {
     ),
     "shortlist marian": Case("shortlist", "marian", LISTED),
     "quantize marian, int8": Case("quantize", "marian"),
+    "quantize marian, int8 of one scale": Case("quantize", "marian", {"granularity": "tensor"}),
     "quantize marian, int8-static": Case("quantize", "marian", STATIC),
     "quantize gpt2, int8-static of the worst float": Case("quantize", "gpt2", STATIC | {"skip": "auto"}),
     "quantize gpt2, int8-static smoothed": Case("quantize", "gpt2", STATIC | {"smooth": 0.5}),
@@ -158,6 +159,7 @@ CASES: dict[str, Case] = {
     "onnx gpt2": Case("onnx", "gpt2"),
     "onnx marian, int8": Case("onnx", "marian", {}, (("quantize", {}),)),
     "onnx marian, shortlist": Case("onnx", "marian", {}, (("shortlist", LISTED),)),
+    "onnx marian, int8 of one scale": Case("onnx", "marian", {}, (("quantize", {"granularity": "tensor"}),)),
     "onnx marian, int8-static": Case("onnx", "marian", {}, (("quantize", STATIC),)),
     "onnx bert, int8-static for TensorRT": Case(
         "onnx", "bert", {"target": "tensorrt"}, (("quantize", STATIC),)

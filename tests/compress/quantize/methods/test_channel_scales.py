@@ -107,3 +107,19 @@ def test_it_is_the_clip_search_of_auto_clip(name):
             cut += at > 0
             torch.testing.assert_close(result[row, inside], best, rtol=1e-4, atol=1e-5)
     assert cut  # where nothing was cut off, nothing was compared
+
+
+def test_one_scale_for_a_matrix_is_cut_off_by_the_output_of_all_its_rows():
+    x, (w, _) = drawn()
+    options = {"granularity": "tensor"}
+    best, least, at = 0.0, np.inf, 0
+    for step in range(10):
+        scale = float(w.abs().max()) * (1 - step / 20) / 127
+        tried = (w / scale).round().clamp(-127, 127) * scale
+        error = float(((x.double() @ (tried - w).T.double()) ** 2).sum())
+        if error < least:
+            best, least, at = scale, error, step
+    found = clipped(Product(w, find("int8-dynamic"), options), x.T @ x).grid["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(best, rel=1e-5)
+    assert at

@@ -76,3 +76,24 @@ def test_of_a_hundred_percent_nothing_is_cut_off():
     plain = nearest_on(plain_fit, weight, find("int4"), options)
     whole = nearest_on(partial(percentile_grid, 100.0), weight, find("int4"), options)
     assert whole.codes.equal(plain.codes)
+
+
+def test_one_scale_for_a_matrix_is_shrunk_to_the_least_error_of_all_its_weights():
+    torch.manual_seed(0)
+    weight, scheme, options = torch.randn(40, 400), find("int8-dynamic"), {"granularity": "tensor"}
+    w, best = weight.double().numpy(), (np.inf, 0.0)
+    for i in range(80):
+        scale = np.abs(w).max() * (1 - i / 100) / 127
+        error = (np.abs(np.clip(np.round(w / scale), -127, 127) * scale - w) ** 2.4).sum()
+        best = min(best, (error, scale))
+    found = nearest_on(searched_grid, weight, scheme, options).grid["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
+    assert best[1] < 0.999 * np.abs(w).max() / 127  # else nothing was compared
+
+
+def test_a_percentile_is_that_of_the_whole_matrix_where_it_has_one_scale():
+    weight, scheme, options = drawn(6, 40), find("int8-dynamic"), {"granularity": "tensor"}
+    found = nearest_on(partial(percentile_grid, 97.0), weight, scheme, options).grid["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(np.percentile(weight.abs().numpy(), 97.0) / 127, rel=1e-3)

@@ -245,6 +245,16 @@ def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_rows_that_share_a_scale_are_decided_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)
+    made = QuantizeSettings(granularity="tensor", method="gptq", rows=8)
+    ctx = every_family.run(Quantize(), made, every_family.of_layers("llama", 2), "llama", tmp_path / "out")
+    stored = load_file(ctx.out / "model.safetensors")
+    scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
+    assert len(scales) > 7
+    assert all(one.unique().numel() == 1 for one in scales)
+
+
 def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, monkeypatch):
     moments, alive, real = [], [], module.inverse_factor
 

@@ -92,3 +92,21 @@ def test_a_group_of_zeros_stays_one():
     zeros = torch.zeros(2, 1, 64)
     found = half_quadratic_grid(zeros, 64, scheme, options)
     assert scheme.values(scheme.nearest(zeros, found, options), found, options).equal(zeros)
+
+
+def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
+    weight, scheme, options = drawn(6, 40) * 40, find("int8-dynamic"), {"granularity": "tensor"}
+    w = weight.double().numpy()
+    scale = start = np.abs(w).max() / 127
+    best, beta = (np.inf, 0.0), 10.0
+    for _ in range(21):
+        codes = np.clip(np.round(w / scale), -127, 127)
+        off = w - codes * scale
+        best = min(best, (np.abs(off).sum(), scale))
+        part = np.sign(off) * np.maximum(np.abs(off) - np.maximum(np.abs(off), 1e-30) ** -0.3 / beta, 0)
+        scale = ((w - part) * codes).sum() / (codes * codes).sum()
+        beta *= 1.01
+    found = nearest_on(half_quadratic_grid, weight, scheme, options).grid["scales"]
+    assert found.unique().numel() == 1
+    assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
+    assert best[1] != start

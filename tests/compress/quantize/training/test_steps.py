@@ -151,3 +151,29 @@ def test_a_row_of_zeros_stays_one_and_harms_nothing():
     assert out[1].eq(0).all()
     assert bool(torch.isfinite(steps.log.grad).all())
     assert bool(torch.isfinite(given.grad).all())
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_a_matrix_with_one_scale_learns_one_step(scheme):
+    """Equation 3 summed over all weights, times 1 / sqrt(N Q_P), N being their number."""
+    torch.manual_seed(0)
+    matrix = schemes.filled(scheme, torch.randn(3, 64) * 0.05, granularity="tensor")
+    steps = Steps(matrix)
+    steps.first.fill_(2.0**-5)
+    v = points(steps.first.numpy(), -127, 127, 64)
+    upstream = np.random.default_rng(0).normal(size=v.shape)
+    weight = torch.tensor(v.reshape(3, 64), requires_grad=True)
+    out = steps.fake(weight)
+    out.backward(torch.tensor(upstream.reshape(3, 64), dtype=torch.float32))
+    values, of_v, of_s = lsq(v, steps.first.numpy(), -127, 127, upstream)
+    assert out.detach().numpy() == pytest.approx(values.reshape(3, 64), rel=1e-5, abs=1e-7)
+    assert weight.grad.numpy() == pytest.approx(of_v.reshape(3, 64), abs=1e-6)
+    assert steps.log.shape == (1, 1)
+    assert float(steps.log.grad) == pytest.approx(2.0**-5 * of_s.sum() / np.sqrt(3 * 64 * 127), rel=2e-4)
+    with torch.no_grad():
+        steps.log.fill_(0.2)
+    seen = steps.fake(weight).detach()
+    fill_(matrix, weight.detach(), steps.coder())
+    assert matrix.dequantize().equal(seen)
+    assert matrix.scales.unique().numel() == 1
+    assert float(matrix.scales[0]) == pytest.approx(2.0**-5 * np.exp(0.2), rel=1e-5)

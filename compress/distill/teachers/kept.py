@@ -137,7 +137,9 @@ class KeptTeacher:
             stack.enter_context(autocast(self._precision, self._device))
             stack.callback(self.teacher.to, "cpu")
             self.teacher.to(self._device)
-            writer = stack.enter_context(Writer(folder, rows, self.words, self.top, self.settings.temperature))
+            writer = stack.enter_context(
+                Writer(folder, rows, self.words, self.top, self.settings.temperature)
+            )
             for done, group in enumerate(groups, start=1):
                 batch = collate([rows[i] for i in group], self.config)
                 there = {name: value.to(self._device) for name, value in batch.items()}

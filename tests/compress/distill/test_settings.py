@@ -29,7 +29,13 @@ from smelt.plan.load import load_plan
         ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
         ("translation", {"losses": {"logits": 0, "hidden": 1}}, 1.0, 0.0, 0.0),
         ("text-classification", {"rows": "unlabelled"}, 1.0, 1.0, 0.0),
-        ("text-classification", {"rows": "unlabelled", "losses": {"logits": 0}}, 1.0, 0.0, 0.5),  # and is refused
+        (
+            "text-classification",
+            {"rows": "unlabelled", "losses": {"logits": 0}},
+            1.0,
+            0.0,
+            0.5,
+        ),  # and is refused
         ("text-classification", {"rows": "both"}, 1.0, 1.0, 0.0),
     ],
 )

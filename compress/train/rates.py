@@ -11,10 +11,10 @@ from smelt.families.registry import find_family
 What = Literal["weights", "adapters", "few bits", "student"]
 # Of a family that smelt does not know.
 _UNKNOWN = 5e-5
-# How many times as fast as all weights of a whole model, and the most that is taken. Adapters: Schulman et al.
-# 2025, LoRA Without Regret, and Hu et al. 2021 (2e-4 for GPT-3, 4e-4 for RoBERTa). Through codes of fewer than four
-# bits a weight has to cross to another code; the layers of a student that writes fit less well together than
-# those of an encoder, which learns best as fast as a whole one (docs/measurements/rates.md).
+# How many times as fast as all weights of a whole model, and the most that is taken. Adapters: Schulman et
+# al. 2025, LoRA Without Regret, and Hu et al. 2021 (2e-4 for GPT-3, 4e-4 for RoBERTa). Through codes of fewer
+# than four bits a weight has to cross to another code; the layers of a student that writes fit less well
+# together than those of an encoder, which learns best as fast as a whole one (docs/measurements/rates.md).
 _TIMES: dict[What, tuple[float, float]] = {
     "weights": (1.0, 1e-3), "adapters": (10.0, 4e-4), "few bits": (10.0, 1e-3), "student": (10.0, 1e-3),
 }  # fmt: skip

@@ -31,6 +31,7 @@ ROOMS: dict[str, str] = {
     "compress/share": "test_layers::test_groups_are_neighbours",
     "compress/shortlist": "test_word_table",
     "compress/sparsify": "test_pattern test_wanda test_sparsegpt",
+    "compress/train": "test_terms test_memory",
     "compress/train/losses": "test_of_tokens test_of_classes",
     "compress/train/stored": "test_resume::test_the_time_between_checkpoints_is_no_part_of_what_a_step_is",
     "compress/vocabulary": "test_kept",

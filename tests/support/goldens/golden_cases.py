@@ -64,8 +64,12 @@ CASES: dict[str, Case] = {
     "finetune bert": Case("finetune", "bert", TRAINING | {"schedule": "cosine", "ema": 0.8}),
     "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"accumulate": 2}),
     "distill marian": Case("distill", "marian", TRAINING | LABELS_TOO),
-    "distill bert, half of its layers": Case("distill", "bert", TRAINING | {"student": {"layers": 1}}),
-    "distill bert, inside": Case("distill", "bert", TRAINING | {"losses": INSIDE, "layer_map": {0: 0, 2: 1}}),
+    "distill bert, half of its layers": Case(
+        "distill", "bert", TRAINING | {"temperature": 2.0, "student": {"layers": 1}}
+    ),
+    "distill bert, inside": Case(
+        "distill", "bert", TRAINING | {"temperature": 2.0, "losses": INSIDE, "layer_map": {0: 0, 2: 1}}
+    ),
     "distill marian, through codes": Case(
         "distill", "marian", TRAINING | LABELS_TOO, (("quantize", BINARY),)
     ),

@@ -151,6 +151,6 @@ def test_parts_of_the_loss_fit_the_task_and_the_rows(losses, task, expected):
 
 
 def test_what_is_not_said_of_vectors_changes_no_key():
-    said = DistillSettings(losses={"logits": 2.0}).model_dump(mode="json")
+    said = DistillSettings(losses={"logits": 2.0}).for_task("text-classification").model_dump(mode="json")
     assert said["losses"] == {"logits": 2.0, "labels": 0.5}
     assert DistillSettings(losses={"scores": 0.5}).model_dump(mode="json")["losses"]["scores"] == 0.5

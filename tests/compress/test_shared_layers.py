@@ -74,7 +74,9 @@ def _own(linear):
 
 def test_pruning_by_taylor_counts_all_places_of_a_head(tmp_path):
     source = share("bert", tmp_path / "shared", groups=1)
-    ctx = every_family.run(Prune(), PruneSettings(keep=0.5, rows=4), source, "bert", tmp_path / "pruned")
+    ctx = every_family.run(
+        Prune(), PruneSettings(what=["heads"], keep=0.5, rows=4), source, "bert", tmp_path / "pruned"
+    )
     assert list(ctx.facts["kept_heads"].values()) == [2]
     model, _ = load_model(ctx.out)
     heads = [model.get_submodule(b.attentions[0].name).num_attention_heads for b in blocks_of(model)]
@@ -122,7 +124,7 @@ def test_pairs_that_are_shared_are_cut_once(tmp_path):
     pairs = every_family.run(
         Factorize(), FactorizeSettings(method="svd", aim="size", rank=4), source, "marian", tmp_path / "pairs"
     ).out
-    settings = PruneSettings(importance="magnitude")
+    settings = PruneSettings(what=["heads", "ffn"], keep=0.5, importance="magnitude")
     pruned = every_family.run(Prune(), settings, pairs, "marian", tmp_path / "pruned").out
     model, _ = load_model(pruned)
     assert_first_two_are_one(model)

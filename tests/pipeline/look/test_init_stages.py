@@ -78,7 +78,7 @@ def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(tmp_path, models,
     _, path = init_recipe(str(model), [rows(tmp_path / "rows", task)], str(tmp_path / "r.yaml"), task)
     settings = load_plan(path).step("small").settings
     assert settings.losses.labels == labels
-    assert settings.temperature == (2.0 if labels else 1.0)
+    assert settings.temperature == 1.0
 
 
 @pytest.mark.parametrize(

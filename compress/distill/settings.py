@@ -173,7 +173,7 @@ class DistillSettings(TrainingSettings):
         Models that write texts learn from the teacher's distribution alone, classifiers from labels too
         (measured: docs/measurements/rates.md). Where nothing of the teacher counts, labels do.
         """
-        if self.losses.labels is not None or task == SIMILARITY:
+        if self.losses.labels is not None or self.phases is not None or task == SIMILARITY:
             return self
         teaches = self.losses.from_teacher()
         labels = 0.5

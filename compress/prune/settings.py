@@ -141,7 +141,10 @@ class PruneSettings(Settings):
     def _of_what_goes(self) -> Self:
         for kind in ("heads", "ffn"):
             if kind not in self.what and getattr(self, f"keep_{kind}") is not None:
-                raise ValueError(f"keep_{kind} means nothing where what does not name {kind}")
+                raise ValueError(
+                    f"keep_{kind} means nothing where what does not name {kind}; it is"
+                    f" [{', '.join(self.what)}]. Write what: [heads, ffn], or leave keep_{kind} out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,15 @@ def test_models_that_write_learn_from_the_teacher_alone_and_classifiers_from_lab
     assert decided.for_task(task) == decided  # nothing is decided twice
 
 
+def test_losses_of_phases_are_theirs_alone():
+    phased = DistillSettings.model_validate(
+        {"phases": [{"losses": {"hidden": 1}}, {"losses": {"logits": 1}}]}
+    )
+    decided = phased.for_task("text-classification")
+    assert decided == phased
+    assert [training.losses.labels for training in decided.trainings()] == [0.0, 0.0]
+
+
 def test_a_plan_holds_what_the_task_decides(tmp_path):
     tiny.marian(tmp_path / "model")
     tiny.pairs(tmp_path / "rows.jsonl")

@@ -203,7 +203,10 @@ def test_all_mistakes_of_a_recipe_come_at_once_and_nothing_else(home):
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("prune: {what: [ffn], keep_heads: 0.5}", "keep_heads means nothing where what does not name heads; it is [ffn]."),
+        (
+            "prune: {what: [ffn], keep_heads: 0.5}",
+            "means nothing where what does not name heads; it is [ffn].",
+        ),
         ("factorize: {include: []}", "include: expected a list of at least 1 (each a text), read []."),
         (
             "factorize: {rank: 4, ratio: 0.5}",

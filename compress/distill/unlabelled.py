@@ -39,11 +39,13 @@ def check_unlabelled(
         part = "scores" if task == SIMILARITY else "labels"
         weight = training.losses.of_vectors()["scores"] if task == SIMILARITY else training.losses.labels
         if weight:
+            teaches = task == SIMILARITY or training.losses.from_teacher()
+            mend = f"losses: {{{part}: 0}}, which leaves" if teaches else "losses: {logits: 1.0}, which is"
             found.append(
                 (
                     f"{place}.{part}",
-                    f"its weight is {weight:g}, and the rows of {origin} have no {part}; write"
-                    f" losses: {{{part}: 0}}, which leaves what the teacher says.",
+                    f"its weight is {weight:g}, and the rows of {origin} have no {part}; write {mend} what"
+                    " the teacher says.",
                 )
             )
     return found

@@ -120,9 +120,11 @@ Latent: TypeAlias = LatentLinear | LatentEmbedding
 
 
 def trains_few_bits(model: nn.Module) -> bool:
-    """Return whether weights of `model` train through codes of fewer than four bits."""
-    schemes = [module.home.matrix.scheme for module in model.modules() if isinstance(module, Latent)]
-    return any(scheme.trained or 0 < scheme.bits < 4 for scheme in schemes)
+    """Return whether most weights that train through codes have fewer than four bits."""
+    latent = [module for module in model.modules() if isinstance(module, Latent)]
+    schemes = [(module.home.matrix.scheme, module.weight.numel()) for module in latent]
+    few = sum(count for scheme, count in schemes if scheme.trained or 0 < scheme.bits < 4)
+    return 2 * few > sum(count for _, count in schemes)
 
 
 def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:

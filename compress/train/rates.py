@@ -40,7 +40,8 @@ def learning_rate_of(config: Mapping[str, Any], what: What = "weights") -> float
     if what == "student" and (family is None or family.kind == "encoder"):
         what = "weights"
     times, highest = _TIMES[what]
-    return min(highest, times * rate)
+    plain = min(rate, _TIMES["weights"][1])
+    return max(plain, min(highest, times * rate))
 
 
 def with_rate(settings: TrainingSettings, model: Any, say: Callable[[str], None]) -> TrainingSettings:

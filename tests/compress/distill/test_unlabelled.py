@@ -53,7 +53,8 @@ def test_an_embedder_learns_on_single_texts_beside_pairs(tmp_path):
     [
         ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels",
              "is 0.5, and the rows of texts have no labels"),
-        ({"losses": {"logits": 0}}, "text-classification", "losses.labels", "write losses: {logits: 1.0}, which"),
+        ({"losses": {"logits": 0}}, "text-classification", "losses.labels",
+             "write losses: {logits: 1.0}, which"),
         ({"losses": {"scores": 1}}, "sentence-similarity", "losses.scores", "have no scores"),
         ({"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]}, "text-classification",
          "phases.1.losses.labels", "its weight is 1"),

@@ -46,10 +46,11 @@ def import_root(shop: Workshop, source: Path, head: Head, fresh: bool) -> tuple[
         out.mkdir()
         problem, names = labels or (None, None)
         notes = import_model(source, out, names, shop.seed, problem, head.sentences)
-        require_finite_weights(source)
+        new_head = bool(labels) and not has_classifier(config)
+        require_finite_weights(source, new_head, bool(head.sentences))
         write_text_rules(out, rules)
         facts = {**_facts(source, out, coded), **rules.model_dump(exclude_defaults=True), **shop.remembered}
-        if labels and not has_classifier(config):
+        if new_head:
             facts["new_head"] = True  # random, so nothing can learn from it
         manifest = Manifest(
             key=key,

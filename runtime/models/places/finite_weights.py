@@ -14,16 +14,21 @@ from smelt.runtime.models.weight_files import weight_tensors
 _STRETCH = 2**22  # numbers
 
 
-def require_finite_weights(folder: Path) -> None:
+def require_finite_weights(folder: Path, new_head: bool = False, embeds: bool = False) -> None:
     """Require that the model in `folder` has no weight that is NaN or infinite.
 
     One tensor is held at a time. What no model reads may hold anything, and what is added to logits may be
     -inf, which says that a token is never given.
 
+    Args:
+        folder: of the model.
+        new_head: it gets another head than it was trained with, which is not read.
+        embeds: it becomes a sentence embedder, which reads no head and no pooler.
+
     Raises:
         InputError: one has; file and tensor are named.
     """
-    odd = list(_not_finite(folder))
+    odd = list(_not_finite(folder, new_head, embeds))
     if odd:
         path, name, found = odd[0]
         more = f", and so do {len(odd) - 1:,} others" if len(odd) > 1 else ""
@@ -33,14 +38,14 @@ def require_finite_weights(folder: Path) -> None:
         )
 
 
-def _not_finite(folder: Path) -> Iterator[tuple[Path, str, str]]:
+def _not_finite(folder: Path, new_head: bool, embeds: bool) -> Iterator[tuple[Path, str, str]]:
     """Yield file and name of each tensor that is not finite, and how many of its values are what."""
     from safetensors import safe_open
 
     family = str(read_json(folder / "config.json").get("model_type"))
     added = FAMILIES[family].logits_bias if family in FAMILIES else None
     for path, name, _ in weight_tensors(folder):
-        if is_unread(family, name):
+        if is_unread(family, name, new_head, embeds):
             continue
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)

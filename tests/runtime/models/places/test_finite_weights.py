@@ -6,6 +6,7 @@ from pathlib import Path
 import causal
 import pytest
 import tiny
+import transformers
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -63,3 +64,14 @@ def test_what_no_model_reads_may_hold_anything(made, tmp_path):
     tensors["transformer.h.0.attn.masked_bias"] = tensors[UP].view(-1)[:1] * float("inf")
     save_file(tensors, tmp_path / "m" / WEIGHTS, metadata={"format": "pt"})
     require_finite_weights(tmp_path / "m")
+
+
+def test_a_pooler_counts_where_it_is_read(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path / "whole")
+    folder = _with(tmp_path / "whole", tmp_path / "m", **{"pooler.dense.weight": float("nan")})
+    require_finite_weights(folder, embeds=True)  # a sentence embedder
+    with pytest.raises(InputError, match=r"pooler\.dense\.weight"):
+        require_finite_weights(folder)  # a classifier

@@ -171,15 +171,15 @@ class DistillSettings(TrainingSettings):
         """Return the same, where the weight of labels is that of the task.
 
         Models that write texts learn from the teacher's distribution alone, classifiers from labels too
-        (measured: docs/measurements/rates.md). Where nothing of the teacher counts, labels do.
+        (measured: docs/measurements/rates.md). Where nothing that the teacher says counts, labels do, so that
+        what is written is trained too beside losses that look inside.
         """
         if self.losses.labels is not None or self.phases is not None or task == SIMILARITY:
             return self
-        teaches = self.losses.from_teacher()
         labels = 0.5
         if task in TEXT_TO_TEXT or task == "language-modeling":
-            labels = 0.0 if teaches else 1.0
-        elif teaches and self.rows != "train":  # the other rows have none
+            labels = 0.0 if self.losses.logits or self.losses.reverse_logits else 1.0
+        elif self.rows != "train" and self.losses.from_teacher():  # the other rows have none
             labels = 0.0
         weights = {"logits": self.losses.logits, "labels": labels}
         return self.model_copy(update={"losses": self.losses.model_copy(update=weights)})

@@ -22,8 +22,8 @@ class LossWeights(Settings):
     labels: float | None = Field(
         default=None,
         ge=0,
-        description="of the cross-entropy with the labels; 0 for texts that are written (1.0 where nothing of"
-        " the teacher counts), 0.5 for classes",
+        description="of the cross-entropy with the labels; 0 for texts that are written (1.0 where no"
+        " logits count), 0.5 for classes",
     )
     embedding: float | None = Field(
         default=None,

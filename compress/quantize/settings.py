@@ -128,6 +128,10 @@ class QuantizeSettings(FromSchemes):
     def _one_word(cls, value: Any) -> Any:
         return [value] if value == AUTO else value
 
+    @property
+    def _who(self) -> str:
+        return f"scheme {self.scheme}" if self.bits is None else "the schemes of bits (mixed precision)"
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self._check_bits()
@@ -137,7 +141,7 @@ class QuantizeSettings(FromSchemes):
         used = {option.name for scheme in schemes for option in scheme.settings}
         for name in options_of_all():
             if name in self.model_fields_set and name not in used:
-                raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
+                raise ValueError(f"{name} means nothing to {self._who}; remove it")
         for scheme in schemes:
             for option in scheme.settings:
                 value = getattr(self, option.name)
@@ -192,7 +196,7 @@ class QuantizeSettings(FromSchemes):
         counted = {"range": self.observes, "percentile": self.observes or self.clip == "percentile"}
         for name, means in counted.items():
             if name in given and not means:
-                raise ValueError(f"{name} means nothing to scheme {self.scheme}; remove it")
+                raise ValueError(f"{name} means nothing to {self._who}; remove it")
         if self.smooth is not None and not SCHEMES[self.scheme].one_scale:
             raise ValueError(
                 f"smooth is for schemes whose activations share one scale ({_SMOOTHED}), and"

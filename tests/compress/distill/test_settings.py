@@ -27,7 +27,7 @@ from smelt.plan.load import load_plan
         ("text-classification", {"temperature": 1.0, "losses": {"labels": 0}}, 1.0, 1.0, 0.0),
         # without the teacher something has to count; rows without labels have none
         ("translation", {"losses": {"logits": 0}}, 1.0, 0.0, 1.0),
-        ("translation", {"losses": {"logits": 0, "hidden": 1}}, 1.0, 0.0, 0.0),
+        ("translation", {"losses": {"logits": 0, "hidden": 1}}, 1.0, 0.0, 1.0),
         ("text-classification", {"rows": "unlabelled"}, 1.0, 1.0, 0.0),
         (
             "text-classification",

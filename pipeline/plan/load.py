@@ -17,10 +17,11 @@ from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
 from smelt.plan.order.coded import codes_lost
+from smelt.plan.order.rates import unsaid_rates
 from smelt.plan.order.tuned import idle_tune
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
-from smelt.plan.untrained import check_new_head, check_untrained
+from smelt.plan.untrained import check_new_head, check_untrained, config_file, read_outline
 from smelt.plan.warnings import data_warnings, decoding_warnings
 from smelt.recipe.errors import touches
 from smelt.recipe.inputs import Untrained
@@ -78,8 +79,12 @@ def make_plan(
     doubts += decoding_warnings(read, folder) if folder else []
     config = read_config(folder)[0] if folder and not from_graph else {}
     doubts += codes_lost(steps, config)
-    floats = isinstance(read.model, Untrained) or (folder is not None and not coded_model(folder, config))
+    coded = coded_model(folder, config) if folder and not from_graph else None
+    floats = isinstance(read.model, Untrained) or (folder is not None and not coded)
     doubts += [] if from_graph else idle_tune(steps, floats)
+    if isinstance(read.model, Untrained):
+        config = read_outline(config_file(read.model, read.base))[0]
+    checker.notes += unsaid_rates(steps, config, coded)
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,

@@ -1,0 +1,98 @@
+"""The learning rates that a plan tells are those that its trainings take."""
+
+import json
+
+import causal
+import coded
+import harness
+import pytest
+import tiny
+
+RECIPE = """\
+model: model
+task: translation
+data: {train: rows.jsonl, test: rows.jsonl}
+stages:
+STAGES
+score: {latency: false}
+"""
+SHORT = "max_steps: 1, batch_size: 2, precision: fp32, evals: 0"
+CUT = "student: {encoder_layers: 1, decoder_layers: 1}"
+
+
+def note(said):
+    """Return the note on learning rates in what the plan says, as one line; empty for none."""
+    lines = " ".join(line.strip() for line in said.splitlines())
+    _, found, rest = lines.partition("learning rate where none is said: ")
+    return rest.partition(" warning ")[0].partition(" note ")[0].strip() if found else ""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    tiny.marian(tmp_path / "model")
+    tiny.pairs(tmp_path / "rows.jsonl")
+
+    def write(*stages):
+        text = RECIPE.replace("STAGES", "\n".join(f"  - {stage}" for stage in stages))
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
+    """32 wide: 2e-5 of 512 is 3.2e-4; ten times as much would be more than the highest."""
+    path = recipe(
+        f"finetune: {{{SHORT}}}", "quantize: {scheme: int2, vocabulary: int2}",
+        f"distill: {{{SHORT}}}\n    name: through",
+        f"distill: {{{SHORT}, {CUT}}}\n    name: shallow\n    from: finetune",
+    )  # fmt: skip
+    said = note(harness.smelt("plan", path, code=0).stdout)
+    assert said == (
+        "finetune 0.00032 (weights); through 0.001 (through fewer than four bits); shallow 0.001 (student)"
+    )
+    harness.smelt("run", path, "--out", tmp_path / "out", code=0)
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    took = {step["name"]: step["facts"].get("training", {}).get("learning_rate") for step in report["steps"]}
+    assert took["finetune"] == pytest.approx(3.2e-4)
+    assert (took["through"], took["shallow"]) == (1e-3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (["finetune: {learning_rate: 1.0e-3}"], ""),
+        (["distill: {phases: [{losses: {logits: 1.0}, learning_rate: 1.0e-3}]}"], ""),
+        (["distill: {phases: [{losses: {logits: 1.0}}]}"], "distill 0.00032 (weights)"),
+        (["finetune: {lora: {}}"], "finetune 0.0004 (adapters)"),
+        # the embedding may be most of it, in four bits
+        (
+            ["quantize: {scheme: int2}", "distill"],
+            "distill 0.001 (through fewer than four bits), 0.00032 (weights) where most weights have more",
+        ),
+        (["quantize: {scheme: int4}", "distill"], "distill 0.00032 (weights)"),
+        (
+            ["quantize: {scheme: int2, vocabulary: int2}", "finetune: {lora: {}}"],
+            "finetune 0.0004 (adapters)",
+        ),
+        # how wide the model is then follows from what goes
+        (["prune: {what: [width], keep: 0.5}", "finetune"], ""),
+        (["prune: {keep: 0.5}", "finetune"], "finetune 0.00032 (weights)"),
+        (["distill: {student: other}", "finetune"], ""),
+    ],
+)  # fmt: skip
+def test_each_is_of_what_trains(recipe, tmp_path, stages, said):
+    tiny.marian(tmp_path / "other")
+    assert note(harness.smelt("plan", recipe(*stages), code=0).stdout) == said
+
+
+def test_a_checkpoint_of_codes_and_a_config_alone_have_theirs(tmp_path):
+    coded.gptq(causal.model(tmp_path / "float", "llama"), tmp_path / "model", symmetric=False)
+    causal.lines(tmp_path / "rows.txt", 1)
+    text = RECIPE.replace("translation", "language-modeling").replace("STAGES", "  - finetune")
+    text = text.replace("rows.jsonl}", "rows.txt, windows: {length: 32}}").replace("rows.jsonl", "rows.txt")
+    for model in ("model: model", "model: {config: model, tokenizer: model}"):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text.replace("model: model", model), encoding="utf-8")
+        assert note(harness.smelt("plan", path, code=0).stdout) == "finetune 0.001 (weights)"

@@ -13,9 +13,7 @@ from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import SCHEMES
 
 
-def unsaid_rates(
-    steps: Sequence[Step], config: Mapping[str, Any], coded: CodedModel | None
-) -> Iterator[str]:
+def unsaid_rates(steps: Sequence[Step], config: Mapping[str, Any], coded: CodedModel | None) -> Iterator[str]:
     """Yield a note on the trainings that say no learning rate, with the one that each takes.
 
     Nothing where that is known when the step begins, and told by the log then: below a step that makes the

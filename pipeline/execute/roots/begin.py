@@ -12,6 +12,7 @@ from smelt.execute.head import settle_head
 from smelt.execute.lengths import require_lengths
 from smelt.execute.roots.foreign import begin_with_graph
 from smelt.execute.roots.imported import import_root
+from smelt.execute.roots.named import require_finite_models
 from smelt.execute.roots.untrained import start
 from smelt.plan.warnings import decoding_warnings
 
@@ -50,11 +51,13 @@ def begin(
         fresh: make it anew, also where the store has it.
 
     Raises:
-        InputError: model, labels, scores and metrics do not fit each other; a text is too long (`strict`).
+        InputError: model, labels, scores and metrics do not fit each other; a text is too long (`strict`);
+            weights of a model are no numbers.
     """
     recipe, model, graph = plan.recipe, plan.recipe.model, plan.foreign
     if graph is not None and graph.texts is None:
         return Begun(*begin_with_graph(shop, graph, data, fresh), shop, scorer)
+    require_finite_models(plan)
     settled = settle_head(plan, data, scorer.metrics)
     scorer = replace(scorer, metrics=settled.metrics)
     shop = replace(shop, validation=scorer)

@@ -40,6 +40,7 @@ def require_finite_weights(folder: Path, new_head: bool = False, embeds: bool = 
 
 def _not_finite(folder: Path, new_head: bool, embeds: bool) -> Iterator[tuple[Path, str, str]]:
     """Yield file and name of each tensor that is not finite, and how many of its values are what."""
+    import torch
     from safetensors import safe_open
 
     family = str(read_json(folder / "config.json").get("model_type"))
@@ -56,7 +57,8 @@ def _not_finite(folder: Path, new_head: bool, embeds: bool) -> Iterator[tuple[Pa
         if all(bool(part.float().isfinite().all()) for part in parts):
             continue
         nan = sum(int(part.float().isnan().sum()) for part in parts)
-        infinite = sum(int(part.float().isinf().sum()) for part in parts) if name != added else 0
+        inf = torch.isposinf if name == added else torch.isinf
+        infinite = sum(int(inf(part.float()).sum()) for part in parts)
         counts = [f"{nan:,} NaN"] * bool(nan) + [f"{infinite:,} inf"] * bool(infinite)
         if counts:
             yield path, name, f"{' and '.join(counts)} among {tensor.numel():,} numbers"

@@ -1,6 +1,7 @@
 """Model folders that are none: refused in words before any work."""
 
 import json
+import shutil
 import struct
 
 import causal
@@ -138,6 +139,35 @@ def test_weights_that_are_no_numbers_are_named_in_the_users_own_folder(home, fol
     said = refused(home, recipe, f"{path}: the tensor '{name}' holds 1 NaN among", command="run")
     assert ".store" not in said
     assert not (home / "r" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "tensor", "new_head"),
+    [
+        ("teacher: {model: other}", "bert.encoder.layer.1.intermediate.dense.weight", False),
+        ("teacher: [{model: m}, {model: other}]", "classifier.weight", False),
+        ("student: other", "bert.encoder.layer.1.intermediate.dense.weight", True),
+    ],
+)
+def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, setting, tensor, new_head):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(home / "m", home / "other")
+    path = home / "other" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[tensor][0, 2] = float("nan")
+    if new_head:  # which is drawn anew: what the file has of one is not read
+        config = json.loads((home / "other" / "config.json").read_text())
+        (home / "other" / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+        tensors["classifier.weight"][0, 0] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    stages = f"stages:\n  - prune: {{}}\n  - distill: {{{setting}, max_steps: 1}}\n"
+    recipe = RECIPE[: RECIPE.index("stages:")] + stages + "score: {latency: false}\n"
+    line = recipe.splitlines().index(next(row for row in recipe.splitlines() if "distill" in row)) + 1
+    said = refused(home, recipe, f"step 'distill': {path}: the tensor '{tensor}' holds 1 NaN", command="run")
+    assert f"recipe.yaml:{line}: " in said
+    assert "others" not in said
+    assert not (home / "r").exists() or not list((home / "r").glob("artifacts/prune"))
 
 
 @pytest.mark.parametrize(

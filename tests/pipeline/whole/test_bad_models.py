@@ -156,10 +156,13 @@ def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, 
     path = home / "other" / "model.safetensors"
     tensors = load_file(path)
     tensors[tensor][0, 2] = float("nan")
-    if new_head:  # which is drawn anew: what the file has of one is not read
+    if new_head:  # which is drawn anew: what the file has of the one before is not read
         config = json.loads((home / "other" / "config.json").read_text())
-        (home / "other" / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
-        tensors["classifier.weight"][0, 0] = float("inf")
+        (home / "other" / "config.json").write_text(
+            json.dumps(config | {"architectures": ["BertForMaskedLM"]})
+        )
+        tensors["cls.predictions.bias"] = tensors.pop("classifier.bias") * float("inf")
+        del tensors["classifier.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
     stages = f"stages:\n  - prune: {{}}\n  - distill: {{{setting}, max_steps: 1}}\n"
     recipe = RECIPE[: RECIPE.index("stages:")] + stages + "score: {latency: false}\n"

@@ -31,6 +31,8 @@ _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+# `- distill`, which a line below makes a text of several lines
+_BARE_ITEM = re.compile(r"\s*- (?P<word>[\w-]+)\s*(#.*)?")
 _NULL = ("", "~", "null", "Null", "NULL")
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
@@ -97,7 +99,7 @@ def parse_yaml(text: str, name: str) -> Document:
         if node is not None:
             document.value = _Builder(document).build(node, (), 0)
     except yaml.MarkedYAMLError as error:
-        raise InputError(_yaml_message(name, error)) from error
+        raise InputError(_yaml_message(name, text, error)) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise InputError(
@@ -119,13 +121,17 @@ def _too_deep(name: str) -> str:
     return f"{name}: nested more than {MAX_DEPTH} levels deep, so it is not a recipe."
 
 
-def _yaml_message(name: str, error: yaml.MarkedYAMLError) -> str:
+def _yaml_message(name: str, text: str, error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"{name}:{mark.line + 1}" if mark else name
     problem = error.problem or "cannot be parsed"
     if error.context:
         problem = f"{problem} ({error.context})"
     hint = " Indent with spaces, not tabs." if "'\\t'" in problem else ""
+    above = text.splitlines()[mark.line - 1] if mark and mark.line else ""
+    nested = problem.startswith("mapping values") or "<block mapping start>" in problem
+    if nested and (item := _BARE_ITEM.fullmatch(above)):
+        hint = f" With something below it, the line above ends with a colon: `- {item['word']}:`."
     return f"{where}: not valid YAML: {problem}.{hint}"
 
 

@@ -65,7 +65,7 @@ def make_model(
         settings["label2id"] = {name: i for i, name in enumerate(labels)}
         settings["problem_type"] = problem
     kind = str(values["model_type"])
-    transformers.set_seed(seed)
+    torch.manual_seed(seed)  # transformers' set_seed imports its trainer, and peft and bitsandbytes with it
     try:
         config = transformers.AutoConfig.for_model(kind, **settings)
         if sentences is None:

@@ -1,5 +1,8 @@
 """Models with random weights: the class's own, and a config that agrees with the tokenizer."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import tiny
@@ -53,6 +56,21 @@ def test_weights_are_those_that_the_class_draws_with_the_seed(tmp_path):
         assert torch.equal(ours, theirs), name
     other, _ = made(tmp_path / "b", "bert", labels=["a", "b"], seed=4)
     assert not torch.equal(load_model(other)[0].classifier.weight, model.classifier.weight)
+
+
+def test_no_trainer_is_imported_for_a_model(tmp_path):
+    """Which is 2 s, and a line on the terminal where bitsandbytes is installed (peft imports it)."""
+    words = tiny.bert(tmp_path / "words")
+    code = (
+        "import sys; from pathlib import Path; from smelt.core.files import read_json\n"
+        "from smelt.runtime.models.making.new_model import make_model\n"
+        f"words, out = Path({str(words)!r}), Path({str(tmp_path / 'out')!r}); out.mkdir()\n"
+        "config = read_json(words / 'config.json')\n"
+        "make_model(config, words, out, task='text-classification', seed=1, labels=[], problem=None)\n"
+        "print({'peft', 'bitsandbytes', 'transformers.trainer_utils'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n", "")
 
 
 def test_a_list_of_words_that_lies_beside_the_tokenizer_stays_behind(tmp_path):

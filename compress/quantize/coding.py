@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smelt.compress.quantize.training.straight_through import straight_through
 from smelt.core.errors import InputError
+from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.layers.quantized import (
     Matrix,
     QuantizedEmbedding,
@@ -121,13 +122,19 @@ def quantize_module(
     return new.train(module.training)
 
 
-def coded_bits(model: nn.Module) -> float:
-    """Return the bits of a coded weight with its part of scales and zero points, each matrix counted once.
+def coded_bits(model: nn.Module, stored: int = 4) -> float:
+    """Return the bits of a coded weight with its part of all that is stored of it, each matrix counted once.
+
+    That is scales, zero points and codebooks, and the pair of low rank beside it.
 
     Args:
         model: with at least one quantized layer.
+        stored: bytes of a float weight in the file.
     """
     matrices = {id(m.matrix): m.matrix for m in model.modules() if is_quantized(m)}
-    bits = 8 * matrix_bytes(nn.ModuleList(matrices.values()))
+    pairs = {
+        id(p): p for m in model.modules() if isinstance(m, AdaptedLinear) for p in m.adapter.parameters()
+    }
+    found = matrix_bytes(nn.ModuleList(matrices.values())) + stored * sum(p.numel() for p in pairs.values())
     weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
-    return round(bits / weights, 3)
+    return round(8 * found / weights, 3)

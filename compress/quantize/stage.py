@@ -62,7 +62,7 @@ class Quantize:
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
@@ -102,6 +102,7 @@ class Quantize:
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block, where each code is the same so."""
         from smelt.compress.quantize.block_by_block import open_large, quantize_blocks
+        from smelt.compress.quantize.methods.hqq import few_for_hqq
         from smelt.compress.quantize.planned import plan_layers, unused_patterns
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import load_model, save_model
@@ -116,6 +117,7 @@ class Quantize:
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
         layers = plan_layers(model, settings)
+        ctx.warnings.extend(few_for_hqq(settings.schemes()) if settings.method == "hqq" else [])
         with threads(ctx.threads):
             new = (
                 quantize_blocks(streamed, layers, src, settings, ctx)
@@ -127,8 +129,9 @@ class Quantize:
         kept = unused_patterns(model, settings.patterns)
         if kept:
             ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
-        ctx.facts.update(facts_of(model), bytes_before=weight_bytes(src.path))
-        ctx.warnings.extend(codes_that_save_nothing(model, stored_types(src.path).common.itemsize))
+        stored = stored_types(src.path).common.itemsize
+        ctx.facts.update(facts_of(model, stored), bytes_before=weight_bytes(src.path))
+        ctx.warnings.extend(codes_that_save_nothing(model, stored))
         written = (
             streamed.finish(edits + new) if streamed else save_model(model, edits + new, ctx.out, src.path)
         )
@@ -160,11 +163,11 @@ def _help_of(scheme: Scheme) -> str:
     return f"{scheme.name}: {scheme.summary}{tables}{needs}."
 
 
-def facts_of(model: Any) -> dict[str, Any]:
-    """Return what the report should tell of a quantized model.
+def facts_of(model: Any, stored: int) -> dict[str, Any]:
+    """Return what the report should tell of a quantized model, of which a float weight takes `stored` bytes.
 
-    `bits_per_weight` counts codes, scales and zero points of the quantized matrices, each once;
-    `padded_layers` are those whose last group is filled up, because their inputs are no multiple of it.
+    `bits_per_weight` counts codes, scales, zero points and pairs of low rank of the quantized matrices, each
+    once; `padded_layers` are those whose last group is filled up, their inputs being no multiple of it.
     """
     from torch import nn
 
@@ -182,7 +185,7 @@ def facts_of(model: Any) -> dict[str, Any]:
             n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in beside
         ],
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
-        "bits_per_weight": coded_bits(model),
+        "bits_per_weight": coded_bits(model, stored),
     }
 
 

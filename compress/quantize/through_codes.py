@@ -45,6 +45,7 @@ from smelt.runtime.layers.quantized import (
     keep_scale,
 )
 from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.stored_dtype import stored_types
 from smelt.runtime.models.structure import Edit, replace_module
 
 
@@ -210,7 +211,7 @@ def _weight(floats: nn.Module, model: nn.Module, name: str) -> Tensor:
 def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSettings, ctx: Context) -> None:
     """Write a trained model into `ctx.out`, its codes decided, and beside it the float weights behind them.
 
-    `ctx.facts["latent_bytes"]` says how large these are.
+    `ctx.facts["latent_bytes"]` says how large these are, `ctx.facts["bits_per_weight"]` what codes take.
 
     Args:
         model: as `load_trainable` gave it, trained; afterwards its quantized layers are back.
@@ -221,6 +222,8 @@ def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSet
     """
     weights = settle(model, ctx)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src, settings.dtype))
+    if any(is_quantized(module) for module in model.modules()):
+        ctx.facts["bits_per_weight"] = coded_bits(model, stored_types(ctx.out).common.itemsize)
     if weights and settings.keeps_weights:
         ctx.facts["latent_bytes"] = write_latents(weights, ctx.out)
 
@@ -228,8 +231,7 @@ def save_trained(model: Any, edits: list[Edit], src: Path, settings: TrainingSet
 def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
     """Decide codes and scales from the trained weights, and put the quantized layers back in place.
 
-    `ctx.facts["codes_changed"]` says which fraction of all codes is another than before, and
-    `ctx.facts["bits_per_weight"]` what they take with their scales.
+    `ctx.facts["codes_changed"]` says which fraction of all codes is another than before.
 
     Returns:
         The float weights of each matrix, float32 [N, K], by the first name of a layer with it.
@@ -245,7 +247,6 @@ def settle(model: nn.Module, ctx: Context) -> dict[str, Tensor]:
         changed = sum(int((now[place] != before[place]).sum()) for place in before)
         total = sum(codes.numel() for codes in before.values())
         ctx.facts["codes_changed"] = round(changed / max(1, total), 4)
-        ctx.facts["bits_per_weight"] = coded_bits(model)
     return dict(weights.values())
 
 

@@ -83,7 +83,7 @@ def last_digits(model):
 
 
 def test_last_digits_that_become_other_codes_are_no_difference(tmp_path, monkeypatch):
-    """int8-groupwise rounds the activations of its products to codes; what one of them moves is far above 1e-4."""
+    """Products of int8-groupwise round activations to codes; what one of these moves is far above 1e-4."""
     path = graph_of("bert", "model", tmp_path, "groupwise")
     before = tmp_path / "before.onnx"
     shutil.copyfile(path, before)

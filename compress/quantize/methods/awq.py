@@ -145,6 +145,7 @@ def _warn(rows: CalibrationRows, places: Sequence[Place], unreached: list[str], 
     widest = max((int(place.coded[0].module.in_features) for place in places), default=0)
     if rows.tokens < widest:
         ctx.warnings.append(
-            f"quantize: {rows.tokens} tokens of {rows.origin} are few for layers of {widest} inputs;"
-            " raise rows, or name more with data: {calibration: FILE}"
+            f"quantize: {rows.tokens} tokens of {rows.origin} are few for layers of {widest} inputs:"
+            " what is chosen may fit these rows alone, and be worse than nearest on others; raise rows, or"
+            " name more with data: {calibration: FILE}"
         )

@@ -64,11 +64,11 @@ def gptq_codes(
         ValueError: the second moment cannot be inverted.
     """
     size = scheme.group(weight.shape[1], options)
-    grid = fit(groups_of(weight, size), weight.shape[1], scheme, options)
     assert found.second is not None
     factor = (inverse_factor(found)[0] if inverse is None else inverse).to(weight)
     left = weight.clone()
-    left[:, found.second.diagonal() == 0] = 0.0  # never fed anything
+    left[:, found.second.diagonal() == 0] = 0.0  # never fed anything; before grids, as in the published code
+    grid = fit(groups_of(left, size), weight.shape[1], scheme, options)
     codes = scheme.nearest(groups_of(left, size), grid, options)
     for start in range(0, left.shape[1], _COLUMNS):
         end = min(start + _COLUMNS, left.shape[1])
@@ -143,6 +143,7 @@ class GptqWork:
         self.beside: dict[int, LowRank] = {}
         self.pairs: dict[int, Joint] = {}
         self.left: dict[str, float] = {}
+        self.unfed: dict[str, int] = {}
         self.damped: dict[str, float] = {}
         self.unreached: list[str] = []
         self.widest = 0
@@ -184,6 +185,8 @@ class GptqWork:
         parts = [self._part(layer, rows, seen, inverse) for rows in weight.split(self._rows_at_once(layer))]
         error, plain = sum(part[1] for part in parts), sum(part[2] for part in parts)
         self.left[layer.name] = error / plain if plain > 0 else 1.0
+        if unfed := int((seen.squares == 0).sum()):
+            self.unfed[layer.name] = unfed
         self.codes[layer.weight] = _joined([part[0] for part in parts])
         self.widest = max(self.widest, weight.shape[1])
 
@@ -247,6 +250,8 @@ class GptqWork:
     def tell(self) -> None:
         """Say in the facts and warnings what was done."""
         self.ctx.facts["gptq_error"] = {name: float(f"{value:.3g}") for name, value in self.left.items()}
+        if self.unfed:
+            self.ctx.facts["gptq_unfed"] = self.unfed
         if self.damped:
             most = max(self.damped, key=lambda name: self.damped[name])
             self.ctx.warnings.append(
@@ -260,7 +265,8 @@ class GptqWork:
         if self.rows.tokens < self.widest:
             self.ctx.warnings.append(
                 f"quantize: {self.rows.tokens} tokens of {self.rows.origin} are few for layers of"
-                f" {self.widest} inputs; raise rows, or name more with data: {{calibration: FILE}}"
+                f" {self.widest} inputs: what is chosen may fit these rows alone, and be worse than nearest"
+                " on others; raise rows, or name more with data: {calibration: FILE}"
             )
 
 

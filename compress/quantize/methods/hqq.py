@@ -1,4 +1,4 @@
-"""HQQ: grids by half-quadratic splitting, without data; outliers count less than in a squared error.
+"""HQQ with a scale that is fitted: grids by half-quadratic splitting, without data.
 
 Badri & Shaji 2023, Half-Quadratic Quantization of Large Machine Learning Models
 (https://mobiusml.github.io/hqq_blog/), and its published code (hqq/core/optimize.py): the error
@@ -12,10 +12,14 @@ fits the zero point alone, which it keeps as a float:
 
     zero = mean(codes - (W - E) / scale)
 
-A zero point that is stored as an integer is rounded, which takes back nearly all that this gains, and a
-symmetric scheme has none. So the scale is fitted too, by the same least squares:
+A zero point that is stored as an integer is rounded, which takes back all that this gains, and a symmetric
+scheme has none. So the scale is fitted too, by the same least squares:
 
     scale = <W - E, u> / <u, u>        u = codes - zero
+
+With these constants E is 0 for errors below 0.17, so for all that weights of networks have: what is left,
+here and in the published code, is the least squares. They cut ends of the range off, which at two bits costs
+more than it gains (docs/quantize.md#hqq).
 
 Of each group the grid with the least mean |error| is taken, the scheme's own among them.
 
@@ -24,13 +28,26 @@ Shapes: N = outputs, G = groups, g = inputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from smelt.compress.quantize.methods.chosen import pooled, taken
+from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Grid, Options, Scheme
 
 NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
+
+
+def few_for_hqq(schemes: Iterable[str]) -> list[str]:
+    """Return a warning where codes of two bits are among `schemes`, by name."""
+    few = [name for name in schemes if SCHEMES[name].bits == 2]
+    return [
+        f"quantize: method: hqq fits scales, which cuts ends of ranges off; in {name} that costs more than it"
+        " gains (docs/quantize.md#hqq). Take nearest, or gptq where there are rows"
+        for name in few
+    ]
 
 
 def half_quadratic_grid(groups: Tensor, width: int, scheme: Scheme, options: Options) -> Grid:
@@ -75,8 +92,7 @@ def _fitted(
     scales = grid["scales"]
     steps = (values / scales[..., None]).where(scales[..., None] != 0, 0.0) * there
     if "zeros" in grid:
-        wanted = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * there
-        moved = (steps - wanted).sum(dim=-1) / there.sum(dim=-1)
+        moved = moved_zeros(target, steps, scales, there)
         zeros = (grid["zeros"].float() + moved).round().clamp(0, _most(scheme, grid, options))
         steps = steps + (grid["zeros"].float() - zeros)[..., None] * there
         found["zeros"] = zeros.to(grid["zeros"].dtype)
@@ -84,6 +100,19 @@ def _fitted(
     fitted = pooled((target * steps).sum(dim=-1), scheme, options) / length
     found["scales"] = fitted.where((length > 0) & fitted.isfinite() & (fitted != 0), scales)
     return found
+
+
+def moved_zeros(target: Tensor, steps: Tensor, scales: Tensor, there: Tensor) -> Tensor:
+    """Return how far the zero points, [N, G], are to move: the mean of codes - target / scale.
+
+    Args:
+        target: float32 [N, G, g], to be fitted.
+        steps: likewise, codes - zero.
+        scales: [N, G].
+        there: [G, g], 1 for weights, 0 for what fills up.
+    """
+    wanted = (target / scales[..., None]).where(scales[..., None] != 0, 0.0) * there
+    return (steps - wanted).sum(dim=-1) / there.sum(dim=-1)
 
 
 def _most(scheme: Scheme, grid: Grid, options: Options) -> int:

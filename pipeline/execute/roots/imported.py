@@ -75,10 +75,11 @@ def _facts(source: Path, out: Path, coded: bool) -> dict[str, Any]:
     from smelt.runtime.models.licence import licence_of
     from smelt.runtime.models.making.empty_model import empty_model
     from smelt.runtime.models.places.parameters import count_parameters
+    from smelt.runtime.models.stored_dtype import stored_types
 
     facts: dict[str, Any] = {"parameters": count_parameters(out)}
     if coded:
-        facts["bits_per_weight"] = coded_bits(empty_model(out)[0])
+        facts["bits_per_weight"] = coded_bits(empty_model(out)[0], stored_types(out).common.itemsize)
     if (licence := licence_of(source)) is not None:
         facts["licence"] = licence  # what `smelt package` tells of it
     return facts

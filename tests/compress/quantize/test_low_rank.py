@@ -1,5 +1,7 @@
 """Pairs beside codes against the papers' formulas, written out in numpy, and as a part of the stage."""
 
+import math
+
 import every_family
 import harness
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import torch
 import what_follows
 from pydantic import ValidationError
+from safetensors import safe_open
 
 from smelt.compress.calibration.statistics import empty_statistics
 from smelt.compress.factorize.svd import Metric
@@ -19,7 +22,8 @@ from smelt.compress.quantize.through_codes import put_latent
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.core.stage import needs_of
 from smelt.runtime.layers.adapted import AdaptedLinear
-from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.layers.quantized import Matrix
+from smelt.runtime.models.checkpoint import copy_tokenizer, load_model
 from smelt.runtime.models.structure import read_edits
 from smelt.runtime.schemes.registry import defaults, find
 
@@ -153,6 +157,29 @@ def test_at_full_rank_the_model_is_the_float_one_but_for_head_and_tables(family,
     assert facts["weights"] == sum(p.numel() for m in pairs for p in m.adapter.parameters())
     assert all(left[0] < 1e-6 for left in facts["error_left"].values())
     assert any("take what their codes save" in said for said in ctx.warnings)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("fp32", 4), ("fp16", 2)])
+def test_bits_a_weight_have_the_pairs_as_the_file_does(dtype, bytes_each, tmp_path):
+    source = every_family.of_layers("bart", 2)
+    half = tmp_path / "half"
+    load_model(source)[0].to(getattr(torch, {"fp32": "float32", "fp16": "float16"}[dtype])).save_pretrained(
+        half
+    )
+    copy_tokenizer(source, half)
+    plain, pairs = (
+        every_family.run(
+            Quantize(), QuantizeSettings(**INT4, low_rank=low_rank), half, "bart", tmp_path / name
+        )
+        for name, low_rank in {"plain": None, "pairs": LowRank(rank=3)}.items()
+    )
+    with safe_open(pairs.out / "model.safetensors", "pt") as file:
+        thin = [file.get_slice(name) for name in file.keys() if ".adapter." in name]  # noqa: SIM118
+        taken = bytes_each * sum(math.prod(part.get_shape()) for part in thin)
+    matrices = [module for module in harness.model_of(pairs).modules() if isinstance(module, Matrix)]
+    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices)
+    added = pairs.facts["bits_per_weight"] - plain.facts["bits_per_weight"]
+    assert added == pytest.approx(8 * taken / weights, abs=2e-3)
 
 
 def test_no_rank_is_plain_and_the_key_is_that_of_before(tmp_path):

@@ -14,6 +14,7 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.coding import coded_bits
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.quantize.through_codes import put_latent
@@ -25,6 +26,7 @@ from smelt.core.data import Columns
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.adapted import AdaptedLinear
+from smelt.runtime.layers.quantized import Matrix
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.places.parameters import count_parameters
@@ -188,6 +190,12 @@ def test_beside_codes_adapters_train_and_stay_and_lose_nothing(tmp_path, rows, c
     before, model = load_model(source)[0], harness.model_of(ctx)
     assert ctx.facts["lora"]["beside_codes"] == ctx.facts["lora"]["layers"] == 32
     assert "latent_weights" not in ctx.facts
+    pairs = [m.adapter for m in load_model(ctx.out)[0].modules() if isinstance(m, AdaptedLinear)]
+    thin = sum(p.numel() for pair in pairs for p in pair.parameters())
+    matrices = [m for m in load_model(source)[0].modules() if isinstance(m, Matrix)]
+    weights = sum(len(m.codes) * m.width for m in matrices)
+    codes = coded_bits(load_model(source)[0])
+    assert ctx.facts["bits_per_weight"] == pytest.approx(codes + 32 * thin / weights, abs=2e-3)
     floats = sum(p.numel() for p in load_model(tmp_path / "model")[0].parameters())
     kept = ctx.facts["lora"]["optimizer_bytes_of_all_weights"]
     assert 0.9 * 12 * floats < kept <= 12 * floats  # but for tables of positions, which never train

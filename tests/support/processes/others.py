@@ -3,7 +3,8 @@
 `optimum()` returns the environment of a process in which Optimum and transformers 4 are imported, on the
 torch, onnx and onnxruntime that are here (15 MB to fetch), `genai()` that of one
 with onnxruntime-genai on the same onnxruntime. `gptqmodel()` runs a script beside GPTQModel, on the torch and
-transformers that are here (10 MB to fetch). `node()` returns a folder in which Node imports
+transformers that are here (10 MB to fetch). `hqq()` is the search for zero points of HQQ's package (0.1 MB to
+fetch). `node()` returns a folder in which Node imports
 @huggingface/transformers (120 MB to fetch). All skip the test with the reason where that cannot be done.
 """
 
@@ -40,6 +41,7 @@ _BESIDE_GPTQMODEL = (
     *("pypcre==0.6.4", "logbar==0.4.15", "device-smi==0.5.7", "tokenicer==0.0.14", "defuser==0.0.28"),
     *("threadpoolctl==3.8.0", "requests", "urllib3", "idna", "charset-normalizer", "certifi", "pillow"),
 )
+HQQ = "hqq==0.2.8.post1"  # likewise: of its source one file is read, which imports torch alone
 TRITON = ("tritonclient==2.73.0",)
 TRANSFORMERS_JS = "@huggingface/transformers@4.3.1"
 _BASE = Path(__file__).resolve().parents[3] / "build"
@@ -70,8 +72,18 @@ def genai() -> dict[str, str]:
 def triton_schema() -> Any:
     """Return Triton's own module of model_config.proto, as its client ships it (30 kB of 0.2 MB to fetch)."""
     site = _require("triton", _fetch_triton, TRITON[0])
-    path = site / "tritonclient" / "grpc" / "model_config_pb2.py"  # alone: the package around it wants grpc
-    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+    # alone: the package around it wants grpc
+    return _module(site / "tritonclient" / "grpc" / "model_config_pb2.py")
+
+
+def hqq() -> Any:
+    """Return the module of HQQ's package that searches zero points."""
+    return _module(_require("hqq", _fetch_hqq, HQQ) / "hqq" / "core" / "optimize.py")
+
+
+def _module(path: Path) -> Any:
+    """Return the module that the file `path` is, without the package around it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -137,15 +149,25 @@ def _fetch_triton(folder: Path) -> str | None:
 
 
 def _fetch_gptqmodel(folder: Path) -> str | None:
-    """Put the package's own source, as it lies in its archive, beside what it imports."""
+    """Put the package's own source beside what it imports."""
+    return _fetch_source(GPTQMODEL, folder) or _fetch(_BESIDE_GPTQMODEL, folder)
+
+
+def _fetch_hqq(folder: Path) -> str | None:
+    return _fetch_source(HQQ, folder)
+
+
+def _fetch_source(package: str, folder: Path) -> str | None:
+    """Put a package into `folder` as it lies in the archive of its source; return why that cannot be done."""
+    name = package.partition("==")[0]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    if problem := _failure([*pip, "--no-binary", "gptqmodel", "--dest", ".", GPTQMODEL], folder):
+    if problem := _failure([*pip, "--no-binary", name, "--dest", ".", package], folder):
         return problem
-    (archive,) = folder.glob("gptqmodel-*.tar.gz")
+    (archive,) = folder.glob(f"{name}-*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    (folder / archive.name.removesuffix(".tar.gz") / "gptqmodel").rename(folder / "gptqmodel")
-    return _fetch(_BESIDE_GPTQMODEL, folder)
+    (folder / archive.name.removesuffix(".tar.gz") / name).rename(folder / name)
+    return None
 
 
 def _fetch(packages: tuple[str, ...], folder: Path) -> str | None:

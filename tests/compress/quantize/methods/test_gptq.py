@@ -1,5 +1,7 @@
 """GPTQ against its paper's equations with inverses written out, and as a part of the stage."""
 
+import json
+import shutil
 import weakref
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ import pytest
 import tiny
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from smelt.compress.calibration.inverse import inverse_factor
 from smelt.compress.calibration.rows import calibration_rows
@@ -51,13 +53,14 @@ def by_the_equations(weight, x, scheme, options):
     """Column by column, with the inverse of what is left of H each time (equations 2 and 3 of the paper)."""
     k = weight.shape[1]
     size = scheme.group(k, options)
-    grid = round_to_nearest(weight, scheme, options).grid
     h = 2 * x.double().numpy().T @ x.double().numpy() / len(x)
     dead = np.diag(h) == 0
     h[dead, dead] = 1
     h += 0.01 * np.diag(h).mean() * np.eye(k)
     new, values = weight.double().numpy().copy(), np.zeros(weight.shape)
     new[:, dead] = 0
+    # grids of groups are those of what is left, as in fasterquant with static_groups
+    grid = round_to_nearest(torch.tensor(new, dtype=torch.float32), scheme, options).grid
     for j in range(k):
         inverse = np.linalg.inv(h[j:, j:])
         group = {name: t[:, j // size : j // size + 1] for name, t in grid.items()}
@@ -94,6 +97,7 @@ def test_it_is_what_the_equations_of_the_paper_give(name, monkeypatch):
 
 def test_an_input_that_is_never_fed_moves_nothing():
     weight, x, _ = drawn()
+    weight[:, 3] = 50 * weight.abs().max()  # which would leave the rest of its group one step
     x[:, 3] = 0
     found = empty_statistics(40, second=True)
     found.see(x)
@@ -297,6 +301,25 @@ def test_few_rows_are_said(tmp_path):
     made = QuantizeSettings(scheme="int4", method="gptq", rows=1)
     ctx = every_family.run(Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / "out")
     assert any("tokens of" in text and "are few for layers of" in text for text in ctx.warnings)
+    assert "gptq_unfed" not in ctx.facts
+
+
+def test_inputs_that_no_row_feeds_are_counted(tmp_path):
+    """Behind a ReLU: neurons that no row wakes; their columns become 0."""
+    folder = every_family.of_layers("bart", 1)
+    shutil.copytree(folder, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    config = json.loads((tmp_path / "m" / "config.json").read_text()) | {"activation_function": "relu"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    tensors["model.encoder.layers.0.fc1.bias"][[1, 5]] = -1e4
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    made = QuantizeSettings(scheme="int4", method="gptq", rows=8)
+    ctx = every_family.run(Quantize(), made, tmp_path / "m", "bart", tmp_path / "out")
+    told = ctx.facts["gptq_unfed"]["model.encoder.layers.0.fc2"]
+    values = harness.model_of(ctx).model.encoder.layers[0].fc2.matrix.values()
+    unfed = (values == 0).all(dim=0)
+    assert told == int(unfed.sum())
+    assert bool(unfed[[1, 5]].all())
 
 
 def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():

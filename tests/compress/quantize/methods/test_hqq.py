@@ -1,11 +1,15 @@
 """HQQ against the loop of its published code, with the least squares for scale or zero point written out."""
 
+import every_family
 import numpy as np
+import others
 import pytest
 import torch
 
 from smelt.compress.quantize.coding import nearest_on, plain_fit
-from smelt.compress.quantize.methods.hqq import half_quadratic_grid, shrunk
+from smelt.compress.quantize.methods.hqq import half_quadratic_grid, moved_zeros, shrunk
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
 from smelt.runtime.schemes.registry import SCHEMES, defaults, find
 
 HEAVY = torch.distributions.StudentT(3.0)
@@ -23,6 +27,44 @@ def test_the_operator_is_that_of_the_published_code():
     np.testing.assert_allclose(shrunk(torch.tensor(x), 2.0).numpy(), wanted, rtol=1e-5)
     assert float(shrunk(torch.zeros(1), 2.0)) == 0.0
     assert (wanted != 0).any()
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["int4", "int2"])
+@pytest.mark.parametrize("large", [0.02, 40.0])  # as weights are, and where the norm lets errors go
+def test_zero_points_are_those_of_the_published_code_before_they_are_rounded(name, large):
+    """Turn by turn, the scale held, as it holds it."""
+    scheme, groups, there = find(name), drawn(6, 3, 64) * large, torch.ones(3, 64)
+    options = defaults(scheme) | {"symmetric": False, "group_size": 64}
+    grid = scheme.fit(groups, 192, options)
+    scales, zeros, theirs = grid["scales"], grid["zeros"].float(), grid["zeros"].float()[..., None]
+    published, beta, let_go = others.hqq(), 10.0, 0
+    for _ in range(20):
+        now = grid | {"zeros": zeros}
+        values = scheme.values(
+            (groups / scales[..., None] + zeros[..., None]).round().clamp(0, scheme.most), now, options
+        )
+        left = shrunk(groups - values, beta)
+        let_go += int((left != 0).sum())
+        zeros = zeros + moved_zeros(groups - left, values / scales[..., None], scales, there)
+        step = published.optimize_weights_proximal_legacy_step
+        theirs = step(groups, 1 / scales[..., None], theirs, [0, scheme.most], beta, 0.7, -1)[2]
+        torch.testing.assert_close(zeros, theirs[..., 0], rtol=1e-5, atol=1e-5)
+        beta *= 1.01
+    assert bool(let_go) == (large > 1)
+    assert float((zeros - grid["zeros"]).abs().max()) > (1e-3 if large > 1 else 0.1)
+
+
+def test_two_bits_are_warned_of(tmp_path):
+    def warned(**settings):
+        made = QuantizeSettings(method="hqq", **settings)
+        ctx = every_family.run(
+            Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / str(settings)
+        )
+        return [text for text in ctx.warnings if "method: hqq fits scales" in text]
+
+    assert len(warned(scheme="int2")) == 1
+    assert warned(scheme="int3") == []
 
 
 def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():

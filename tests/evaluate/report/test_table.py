@@ -27,6 +27,23 @@ def test_table_fits_and_holds_the_numbers(report, width):
     assert lines[-1] == "status: gate-failed"
 
 
+def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
+    assert "bits" not in table(report)
+    report["steps"][5]["facts"] = {"bits_per_weight": 4.503}
+    lines = table(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(one for one in lines if one.startswith("step")).split()[-2:] == ["MB", "bits"]
+    for name, end in (("quantize", ["24.4", "4.503"]), ("onnx-int8", ["25.1", "4.503"])):  # codes stay codes
+        assert next(one for one in lines if name in one).split()[-2:] == end
+    assert next(one for one in lines if one.startswith("model")).split()[-1] == "–"
+    assert "batch 1, bits of a coded weight," in " ".join(lines)
+    report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
+    report["steps"][6]["parent"], report["frontier"] = "q" * 40, []
+    narrow = table(report).splitlines()
+    assert "bits" not in "".join(narrow)
+    assert next(one for one in narrow if one.startswith("step")).split()[-2:] == ["speed-up", "MB"]
+
+
 def test_table_can_be_plain_ascii(report):
     assert table(report, ascii_only=True).isascii()
 

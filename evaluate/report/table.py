@@ -102,13 +102,17 @@ def _cut(text: str, room: int) -> str:
 
 
 def _warned(report: Report) -> list[str]:
-    """Return the first warnings about steps, each once, and whom the others are about."""
+    """Return the first warnings about steps, each once, and whom the others are about.
+
+    Those about texts that were cut come after all others.
+    """
     about: dict[str, list[str]] = {}
     for step in report.steps:
         for text in step.warnings:
             about.setdefault(text, []).append(f"'{step.name}'")
-    said = [f"warning: {', '.join(names)}: {text}" for text, names in about.items()]
-    left = dict.fromkeys(name for names in [*about.values()][_MOST_WARNINGS:] for name in names)
+    ordered = notes.grave_first(about)
+    said = [f"warning: {', '.join(about[text])}: {text}" for text in ordered]
+    left = dict.fromkeys(name for text in ordered[_MOST_WARNINGS:] for name in about[text])
     more = len(said) - _MOST_WARNINGS
     return said[:_MOST_WARNINGS] + (
         [f"the report has {more} more warning{'s' * (more > 1)}, about {', '.join(left)}"] if left else []

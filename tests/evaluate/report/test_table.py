@@ -3,6 +3,7 @@
 import pytest
 from sample_report import sample
 
+from smelt.evaluate.report.markdown import write_markdown
 from smelt.evaluate.report.table import table
 
 
@@ -64,3 +65,25 @@ def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(r
     assert "odd" not in text
     report["steps"][3]["warnings"] = []
     assert "more warning" not in table(report)
+
+
+def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
+    for step in report["steps"]:
+        step["warnings"] = []
+    report["steps"][1]["warnings"] = [
+        "finetune: train: 1,204 texts of 9,000 rows were cut at 32 tokens",
+        "1 of 9 texts was longer than the model's limit and was cut",
+    ]
+    report["steps"][2]["warnings"] = [
+        "quantize: the rows: 1 text of 8 rows was cut at 32 tokens",
+        "the pairs take what their codes save",
+        "5 of 9 outputs (55.6 %) did not end within 3 tokens (max_new_tokens) and were cut",
+        "skip: no layer is named *.nosuch.*",
+    ]
+    first, second = (report["steps"][i]["name"] for i in (1, 2))
+    text = " ".join(table(report).split())
+    places = [text.index(word) for word in ("the pairs take", "5 of 9 outputs", "skip: no layer")]
+    assert places == sorted(places)
+    assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
+    markdown = write_markdown(report)
+    assert markdown.index("skip: no layer") < markdown.index("1 text of 8 rows")

@@ -15,7 +15,7 @@ _GRAPHS = {"fp32": "float32", "fp16": "float16"}
 
 
 def float_dtype(artifact: Artifact) -> str | None:
-    """Return the type of most of the weights that are no codes; None where there are none or it does not tell.
+    """Return the type of most of the weights that are no codes; None where none is left or it does not tell.
 
     The scales of codes are not counted: they come with the codes, whatever the model was stored in. A graph
     or an engine says it in its `facts`.

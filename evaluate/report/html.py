@@ -44,7 +44,6 @@ def write_html(report: Mapping[str, Any]) -> str:
         bars=_bars(checked),
         verdict=_verdict,
         badge=lambda status: _BADGES.get(status, "plain"),
-        dotted=_dotted,
     )
     return text
 
@@ -69,13 +68,6 @@ def _template() -> Any:
 def _shown(value: object) -> object:
     """Return a text with its control and direction characters as escapes; what is markup already stays."""
     return printable(value) if type(value) is str else value
-
-
-def _dotted(name: str) -> object:
-    """Return a dotted name as markup whose lines may end behind each dot: browsers would cut words."""
-    from markupsafe import Markup
-
-    return Markup(".<wbr>").join(printable(name).split("."))
 
 
 def _verdict(difference: Difference | None, higher_is_better: bool) -> str:

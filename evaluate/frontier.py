@@ -13,6 +13,7 @@ def frontier(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) ->
     smallest batch size that any step was timed with: the paired one, as in the headline and the table.
     A step is out where it lacks either, where its times were disturbed, or where nobody would deploy it
     (`deployable`: false). A step is dominated where another is at least as good in both and better in one.
+    Where disturbance leaves the baseline alone, nothing was compared and there is no front.
 
     Args:
         steps: entries of report.json's `steps`.
@@ -36,14 +37,16 @@ def axes(steps: Sequence[Mapping[str, Any]]) -> tuple[str | None, int | None]:
 def _points(steps: Sequence[Mapping[str, Any]], baseline: str | None) -> dict[str, tuple[float, float]]:
     """Return (quality, higher is better; speed-up) by step name."""
     metric, batch_size = axes(steps)
-    points = {}
+    points: dict[str, tuple[float, float]] = {}
+    disturbed = False
     for step in steps:
         score = (step.get("quality") or {}).get(metric)
         rows = [row for row in step.get("latency") or [] if row["batch_size"] == batch_size]
         if not score or not rows or step.get("deployable") is False:
             continue
-        speed, calm = rows[0].get("speedup"), rows[0].get("stable") is not False
-        if speed is not None and (calm or step["name"] == baseline):
+        speed, counts = rows[0].get("speedup"), rows[0].get("stable") is not False or step["name"] == baseline
+        disturbed |= speed is not None and not counts
+        if speed is not None and counts:
             sign = 1 if score["higher_is_better"] else -1
             points[step["name"]] = (sign * score["value"], speed)
-    return points
+    return {} if disturbed and set(points) <= {baseline} else points

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import Gate, Report, Step
+
+# how a stage that reads texts, and a score, say that some were too long
+_CUT = re.compile(r"\btexts?\b.* (was|were) cut( at \d+ tokens)?$")
+
+
+def grave_first(warnings: Iterable[str]) -> list[str]:
+    """Return warnings with those about texts that were cut last: what a step made is of more weight."""
+    return sorted(warnings, key=lambda text: bool(_CUT.search(text)))
 
 
 def notes(report: Report) -> list[tuple[str, str, str]]:
@@ -25,7 +36,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
         ]
         rows = [f"at batch {r.batch_size}: {r.reason}" for r in step.latency if r.stable is False]
         found += [(step.name, "disturbed", f"times {'; '.join(rows)}")] if rows else []
-        found += [(step.name, "warning", text) for text in step.warnings]
+        found += [(step.name, "warning", text) for text in grave_first(step.warnings)]
         if step.earlier:
             found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
     return found

@@ -19,6 +19,8 @@ _MOST_WARNINGS = 3
 def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
     """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
 
+    Where weights are codes and no name is cut for it, with the bits of a coded weight.
+
     Args:
         report: a report.json.
         width: columns of the terminal; at least 60 are used.
@@ -33,17 +35,31 @@ def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) 
     sizes = view.batch_sizes(checked)
     head = [view.label(metric) if metric else "quality", "diff", "p50 ms", "speed-up", "MB"]
     lines = [(row, _cells(row.step, metric, sizes)) for row in view.rows(checked)]
-    widths = [max([len(head[i]), *(len(cells[i]) for _, cells in lines if cells)]) for i in range(len(head))]
-    room = max(_NARROWEST_NAME, width - sum(widths) - 2 * len(widths))
     names = [row.branch + row.step.name for row, _ in lines]
-    room = min(room, max([len("step"), *map(len, names)]))
+    longest = max([len("step"), *map(len, names)])
+    with_bits = [(row, [*cells, view.bits(row.step, checked)] if cells else []) for row, cells in lines]
+    bits = view.coded(checked) and longest <= width - _taken([*head, "bits"], with_bits)
+    if bits:  # no name is cut for them, the report has them too
+        head, lines = [*head, "bits"], with_bits
+    widths = _widths(head, lines)
+    room = min(max(_NARROWEST_NAME, width - _taken(head, lines)), longest)
     title = _line("step", room, head, widths)
     text = [*_headline(checked, width), title, "─" * len(title)]
     for name, (row, cells) in zip(names, lines, strict=True):
         text.append(_line(name, room, cells, widths) if cells else _unmeasured(name, row.step, room, width))
-    text += ["", *_legend(checked, metric, sizes, width)]
+    text += ["", *_legend(checked, metric, sizes, bits, width)]
     joined = "\n".join(line.rstrip() for line in text)
     return joined.translate(_ASCII).encode("ascii", "replace").decode() if ascii_only else joined
+
+
+def _widths(head: list[str], lines: list[tuple[view.Row, list[str]]]) -> list[int]:
+    """Return the width of each column of figures."""
+    return [max([len(head[i]), *(len(cells[i]) for _, cells in lines if cells)]) for i in range(len(head))]
+
+
+def _taken(head: list[str], lines: list[tuple[view.Row, list[str]]]) -> int:
+    """Return what the columns of figures take, with the blanks before each."""
+    return sum(_widths(head, lines)) + 2 * len(head)
 
 
 def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
@@ -86,20 +102,24 @@ def _cut(text: str, room: int) -> str:
 
 
 def _warned(report: Report) -> list[str]:
-    """Return the first warnings about steps, each once, and whom the others are about."""
+    """Return the first warnings about steps, each once, and whom the others are about.
+
+    Those about texts that were cut come after all others.
+    """
     about: dict[str, list[str]] = {}
     for step in report.steps:
         for text in step.warnings:
             about.setdefault(text, []).append(f"'{step.name}'")
-    said = [f"warning: {', '.join(names)}: {text}" for text, names in about.items()]
-    left = dict.fromkeys(name for names in [*about.values()][_MOST_WARNINGS:] for name in names)
+    ordered = notes.grave_first(about)
+    said = [f"warning: {', '.join(about[text])}: {text}" for text in ordered]
+    left = dict.fromkeys(name for text in ordered[_MOST_WARNINGS:] for name in about[text])
     more = len(said) - _MOST_WARNINGS
     return said[:_MOST_WARNINGS] + (
         [f"the report has {more} more warning{'s' * (more > 1)}, about {', '.join(left)}"] if left else []
     )
 
 
-def _legend(report: Report, metric: str | None, sizes: list[int], width: int) -> list[str]:
+def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, width: int) -> list[str]:
     parts = []
     if report.baseline:
         parts.append(f"diff and speed-up against '{report.baseline}'")
@@ -107,6 +127,8 @@ def _legend(report: Report, metric: str | None, sizes: list[int], width: int) ->
         parts.append("* p < 0.05")
     if sizes:
         parts.append(f"batch {sizes[0]}")
+    if bits:
+        parts.append("bits of a coded weight")
     if n := view.sample_text(report):
         parts.append(n)
     if any(row.stable is False for step in report.steps for row in step.latency):

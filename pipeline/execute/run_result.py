@@ -85,16 +85,18 @@ def _form(report: Mapping[str, Any], name: str) -> str:
 def step_to_ship(report: Mapping[str, Any]) -> str | None:
     """Return the smallest step that any machine with ONNX Runtime runs, of those that are worth having.
 
-    Where no times say which are (none were taken, or all were disturbed), it is of those that are not
-    significantly worse than the baseline, else it is the best. None where no step left for it.
+    Where no times say which are (none were taken, or all but the baseline's were disturbed), it is of those
+    that are not significantly worse than the baseline, else it is the best. A step that fails a gate is named
+    only where all do. None where no step left for it.
     """
     there = [
         step
         for step in report["steps"]
         if step["artifact"] and step["format"] == "onnx" and step["target"] == "ort-cpu"
     ]
-    worth = [step for step in there if step["name"] in report["frontier"]]
-    worth = worth or [step for step in there if not _is_worse(step)] or _best(there)
+    kept = [s for s in there if all(gate["passed"] is not False for gate in s.get("gates") or [])] or there
+    worth = [step for step in kept if step["name"] in report["frontier"]]
+    worth = worth or [step for step in kept if not _is_worse(step)] or _best(kept)
     if not worth:
         return None
     return str(min(worth, key=lambda step: step["size_bytes"])["name"])

@@ -1,3 +1,5 @@
+import pytest
+
 from smelt.evaluate.frontier import axes, frontier
 
 
@@ -55,6 +57,15 @@ def test_what_nobody_would_deploy_beats_nobody():
 def test_disturbed_steps_are_out_and_the_baseline_is_not():
     steps = [step("model", 40, 1, stable=False), step("fast", 39, 138, stable=False), step("onnx", 39, 2)]
     assert frontier(steps, "model") == ["model", "onnx"]
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_a_baseline_that_disturbance_left_alone_is_no_front(stable):
+    base = step("onnx", 40, 1, stable=stable)
+    fast, slow = step("int4", 39, 3, stable=False), step("int8", 39, 0.9, stable=False)
+    assert frontier([base, fast, slow], "onnx") == []
+    assert frontier([base, {"name": "skipped"}], "onnx") == ["onnx"]  # nothing else was there to be timed
+    assert frontier([base, fast, step("int8", 39, 0.9)], "onnx") == ["onnx"]  # int8 is beaten
 
 
 def test_nothing_measured_gives_an_empty_front():

@@ -27,6 +27,16 @@ def test_type_is_that_of_most_floats_over_all_files(tmp_path):
     assert float_dtype(_artifact(tmp_path, [{"codes": np.ones(9, np.uint8)}])) is None
 
 
+def test_scales_of_codes_are_no_weights_of_the_model(tmp_path):
+    codes = {"q.matrix.codes": np.ones(99, np.uint8), "q.matrix.zeros": np.ones(9, np.uint8)}
+    scales = {"q.matrix.scales": np.ones(9, np.float16)}  # a shard may end between the two
+    assert float_dtype(_artifact(tmp_path, [codes, scales])) is None
+    bias = {"q.bias": np.ones(2, np.float32), "norm.scales": np.ones(2, np.float32)}
+    assert float_dtype(_artifact(tmp_path, [codes, scales | bias])) == "float32"
+    halves = {"norm.scales": np.ones(3, np.float16), "q.bias": np.ones(2, np.float32)}
+    assert float_dtype(_artifact(tmp_path, [codes, scales | halves])) == "float16"
+
+
 def test_file_that_is_no_part_of_the_artifact_is_not_looked_at(tmp_path):
     save_file({"x": np.ones(999, np.float16)}, tmp_path / "stray.safetensors")
     assert float_dtype(_artifact(tmp_path, [{"b": np.ones(3, np.float32)}])) == "float32"

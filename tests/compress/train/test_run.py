@@ -24,6 +24,7 @@ from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split
 from smelt.core.errors import InputError, RunError
 from smelt.core.rows.examples import read_split
+from smelt.evaluate.report.notes import grave_first
 from smelt.runtime.models.checkpoint import load_model
 
 WORDS = ["good", "bad", "red", "blue", "dog", "cat"]
@@ -289,6 +290,7 @@ def test_cut_rows_are_counted(classifier, tmp_path):
     ctx = context(tmp_path, "text-classification", {"train": long})
     Finetune()(classifier, FinetuneSettings(max_steps=1, precision="fp32"), ctx)
     assert ctx.warnings == ["finetune: train: 1 text of 5 rows was cut at 16 tokens"]
+    assert grave_first([*ctx.warnings, "else"]) == ["else", *ctx.warnings]  # a report knows these words
 
 
 def test_auto_precision_never_kills_the_process(monkeypatch):

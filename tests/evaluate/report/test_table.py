@@ -3,6 +3,7 @@
 import pytest
 from sample_report import sample
 
+from smelt.evaluate.report.markdown import write_markdown
 from smelt.evaluate.report.table import table
 
 
@@ -27,6 +28,23 @@ def test_table_fits_and_holds_the_numbers(report, width):
     assert lines[-1] == "status: gate-failed"
 
 
+def test_bits_of_codes_are_shown_where_no_name_is_cut_for_them(report):
+    assert "bits" not in table(report)
+    report["steps"][5]["facts"] = {"bits_per_weight": 4.503}
+    lines = table(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(one for one in lines if one.startswith("step")).split()[-2:] == ["MB", "bits"]
+    for name, end in (("quantize", ["24.4", "4.503"]), ("onnx-int8", ["25.1", "4.503"])):  # codes stay codes
+        assert next(one for one in lines if name in one).split()[-2:] == end
+    assert next(one for one in lines if one.startswith("model")).split()[-1] == "–"
+    assert "batch 1, bits of a coded weight," in " ".join(lines)
+    report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
+    report["steps"][6]["parent"], report["frontier"] = "q" * 40, []
+    narrow = table(report).splitlines()
+    assert "bits" not in "".join(narrow)
+    assert next(one for one in narrow if one.startswith("step")).split()[-2:] == ["speed-up", "MB"]
+
+
 def test_table_can_be_plain_ascii(report):
     assert table(report, ascii_only=True).isascii()
 
@@ -47,3 +65,25 @@ def test_the_first_warnings_about_steps_are_said_and_whom_the_others_are_about(r
     assert "odd" not in text
     report["steps"][3]["warnings"] = []
     assert "more warning" not in table(report)
+
+
+def test_what_a_step_made_is_said_before_texts_that_were_cut(report):
+    for step in report["steps"]:
+        step["warnings"] = []
+    report["steps"][1]["warnings"] = [
+        "finetune: train: 1,204 texts of 9,000 rows were cut at 32 tokens",
+        "1 of 9 texts was longer than the model's limit and was cut",
+    ]
+    report["steps"][2]["warnings"] = [
+        "quantize: the rows: 1 text of 8 rows was cut at 32 tokens",
+        "the pairs take what their codes save",
+        "5 of 9 outputs (55.6 %) did not end within 3 tokens (max_new_tokens) and were cut",
+        "skip: no layer is named *.nosuch.*",
+    ]
+    first, second = (report["steps"][i]["name"] for i in (1, 2))
+    text = " ".join(table(report).split())
+    places = [text.index(word) for word in ("the pairs take", "5 of 9 outputs", "skip: no layer")]
+    assert places == sorted(places)
+    assert f"the report has 3 more warnings, about '{first}', '{second}'" in text
+    markdown = write_markdown(report)
+    assert markdown.index("skip: no layer") < markdown.index("1 text of 8 rows")

@@ -5,6 +5,7 @@ import shlex
 import pytest
 import sample_report
 
+from smelt.evaluate.frontier import frontier
 from smelt.execute.run_result import Result, step_to_ship, summary_lines
 
 
@@ -52,6 +53,22 @@ def judged(name, size, value, p_value, higher=True, difference=-1.0):
 def test_without_times_what_is_significantly_worse_is_not_named(steps, expected):
     assert step_to_ship({"steps": steps, "frontier": []}) == expected
     assert step_to_ship({"steps": steps, "frontier": [steps[0]["name"]]}) == steps[0]["name"]
+
+
+def test_a_step_that_fails_a_gate_is_named_only_where_all_do():
+    steps = [judged("whole", 9, 38.2, 1.0), judged("fails", 2, 38.0, 0.6), judged("good", 5, 38.1, 0.7)]
+    steps[1]["gates"], steps[2]["gates"] = [{"passed": True}, {"passed": False}], [{"passed": None}]
+    assert step_to_ship({"steps": steps, "frontier": []}) == "good"
+    assert step_to_ship({"steps": steps, "frontier": ["whole", "fails"]}) == "whole"
+    assert step_to_ship({"steps": steps[1:2], "frontier": []}) == "fails"
+
+
+def test_disturbed_times_name_what_a_run_without_times_would():
+    steps = [judged("onnx", 9, 38.2, 1.0), judged("bad", 2, 31.3, 0.002), judged("good", 5, 38.0, 0.6)]
+    row = {"batch_size": 1, "speedup": 1.0}
+    for one, stable in zip(steps, (True, False, False), strict=True):
+        one["latency"] = [{**row, "stable": stable}]
+    assert step_to_ship({"steps": steps, "frontier": frontier(steps, "onnx")}) == "good"
 
 
 def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):

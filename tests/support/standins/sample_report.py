@@ -185,7 +185,7 @@ def unscored():
 class Outline(HTMLParser):
     """Collects tags, attributes and text, and checks that tags close in order."""
 
-    VOID = frozenset({"meta", "br", "rect", "circle", "path", "line"})
+    VOID = frozenset({"meta", "br", "rect", "circle", "path", "line", "wbr"})
 
     def __init__(self, text):
         super().__init__()

@@ -72,7 +72,7 @@ def choose_widths(
         assert chosen is not None
     else:
         chosen = _within_drop(found, widths, total, asked, whole, trial, ctx)
-        told = {"metric": trial.metric, "scores": trial.told}
+        told = {"metric": trial.metric, "score_of_floats": trial.of_floats, "scores": trial.told}
     picked = {unit.name: widths[at] for unit, at in zip(units, chosen.picks, strict=True)}
     ctx.facts["mixed"] = {
         "average_bits": round(chosen.cost / total, 3),
@@ -93,7 +93,10 @@ def _damage(units: Sequence[Unit]) -> dict[str, dict[str, float]]:
 
 
 class _Trial:
-    """Scores whole models on validation data. told: average bits and scores, in the order of trying."""
+    """Scores whole models on validation data.
+
+    of_floats: what the float model has. told: average bits and scores, in the order of trying.
+    """
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class _Trial:
         self.src, self.settings, self.coder_of, self.ctx = src, settings, coder_of, ctx
         assert settings.bits is not None
         self.metric = settings.bits.metric or ""
+        self.of_floats: float | None = None
         self.told: list[dict[str, float]] = []
 
     def whole(self) -> float:
@@ -117,7 +121,12 @@ class _Trial:
                 f"quantize: bits: metric '{self.metric}' is not among those that this recipe scores: {known}."
                 f"{nearest(self.metric, scores)} Add it to score: {{quality: [...]}}, or give a budget."
             )
+        self.of_floats = self._sign() * scores[self.metric]
         return float(scores[self.metric])
+
+    def _sign(self) -> int:
+        """Return -1 where less is better, whose scores come turned round."""
+        return -1 if self.metric in self.ctx.turned else 1
 
     def score(self, picks: Sequence[int], average: float) -> float:
         """Return the score of the model whose matrices have `picks` bits."""
@@ -130,8 +139,7 @@ class _Trial:
         with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space:
             save_model(model, edits + new, Path(space), self.src.path)
             scores = self.ctx.score(candidate(Path(space), self.src, self.ctx))
-        sign = -1 if self.metric in self.ctx.turned else 1
-        self.told.append({"average_bits": round(average, 3), self.metric: sign * scores[self.metric]})
+        self.told.append({"average_bits": round(average, 3), self.metric: self._sign() * scores[self.metric]})
         return float(scores[self.metric])
 
 

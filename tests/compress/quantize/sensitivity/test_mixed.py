@@ -157,13 +157,15 @@ def test_the_fewest_bits_that_keep_the_score_are_taken(tmp_path):
     worse = [s for s in told["scores"] if s["bleu"] < 5]
     assert worse  # fewer bits were tried, and lost more
     assert all(told["average_bits"] > s["average_bits"] for s in worse)
-    assert told["metric"] == "bleu"
+    assert (told["metric"], told["score_of_floats"]) == ("bleu", 8.0)
     assert min(s["average_bits"] for s in told["scores"] if s["bleu"] >= 5) == told["average_bits"]
 
 
 def test_scores_are_told_as_they_are_where_less_is_better(tmp_path):
     ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
-    assert {s["bleu"] < 0 for s in ctx.facts["mixed"]["scores"]} == {True}  # the stand-in is turned round
+    told = ctx.facts["mixed"]
+    assert {s["bleu"] < 0 for s in told["scores"]} == {True}  # the stand-in is turned round
+    assert told["score_of_floats"] == -8.0
 
 
 def test_what_even_the_widest_codes_lose_is_said(tmp_path):

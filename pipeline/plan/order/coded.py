@@ -97,11 +97,17 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
     if coded is not None:
         used = tuple(coded.schemes)
         left[ROOT] = _Coded(used[0], used)
+    known = {ROOT}  # what goes on from a mistake is not judged: nobody knows its codes
     for step in steps:
         settings: Any = step.settings
         if step.stage == "quantize":
-            left[step.name] = _made_by(settings)
+            if not step.wrong:
+                known.add(step.name)
+                left[step.name] = _made_by(settings)
             continue
+        if step.parent not in known:
+            continue
+        known.add(step.name)
         codes = getattr(settings, "codes", None)
         other = getattr(getattr(settings, "student", None), "other", False)
         before = None if other else left.get(step.parent)

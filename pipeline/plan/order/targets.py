@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from smelt.core.artifact import Format
-from smelt.plan.order.draft import Draft, lossy, refused, unfit_options, widths_for
+from smelt.plan.order.draft import Draft, lossy, refused, schemes_of, unfit_options, widths_for
 from smelt.recipe.errors import Mistakes
 from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
@@ -96,12 +96,14 @@ def _in_place_of(quantized: Draft) -> str:
 
 def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> None:
     """A graph of the whole search takes only some rows of the output layer, which not all codes allow."""
-    settings: Any = quantized.settings if quantized else None
     wanted: Any = draft.settings
-    if settings is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
+    if quantized is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
         return
-    scheme = SCHEMES.get(getattr(settings, "table_scheme", ""))
-    if quantized is not None and scheme is not None and settings.head and not scheme.by_word:
+    settings: Any = quantized.settings
+    if schemes_of(quantized) is None or not settings.head:
+        return
+    scheme = SCHEMES[settings.table_scheme]
+    if not scheme.by_word:
         mistakes.add(
             draft.entry.path,
             f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"

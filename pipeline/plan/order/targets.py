@@ -57,10 +57,8 @@ def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes
     runtime, back = _RUNTIMES.get(target, target), f"`from: {quantized.parent or ROOT}`"
     if codes := refused(quantized, target):
         fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
-        others = " or ".join(schemes_for(target))
         ways = [f"target: {fit}"] if fit else []
-        ways += _other_widths(quantized, target)
-        ways += [f"quantize with {others}{_in_place_of(quantized)}"] if others else []
+        ways += _other_widths(quantized, target) + _other_schemes(quantized, target)
         mistakes.add(
             (*draft.entry.path, "target"),
             f"{runtime} cannot run the {codes} of '{quantized.name}'; give {', or '.join([back, *ways])}.",
@@ -90,8 +88,22 @@ def _other_widths(quantized: Draft, target: str) -> list[str]:
     return [f"'{quantized.name}' `bits: {{widths: {[*runs]}}}`{beside}"]
 
 
-def _in_place_of(quantized: Draft) -> str:
-    return " in place of bits" if getattr(quantized.settings, "bits", None) is not None else ""
+def _other_schemes(quantized: Draft, target: str) -> list[str]:
+    """Return the schemes that `target` runs, as what to write; nothing if there are none.
+
+    Where it runs the linear layers as they are, those of the vocabulary alone.
+    """
+    settings: Any = quantized.settings
+    others = schemes_for(target)
+    if not others or schemes_of(quantized) is None:
+        return []
+    if settings.bits is not None:
+        return [f"quantize with {' or '.join(others)} in place of bits"]
+    if settings.scheme in others:
+        tables = [name for name in others if SCHEMES[name].tables]
+        return [f"'{quantized.name}' `vocabulary: {' or '.join(tables)}`"]
+    named = settings.vocabulary is not None and settings.vocabulary not in others
+    return [f"quantize with {' or '.join(others)}{', without `vocabulary`' if named else ''}"]
 
 
 def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> None:

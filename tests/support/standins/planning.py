@@ -40,6 +40,8 @@ class _OnnxSettings(Settings):
 
 class _QuantizeSettings(_TrainSettings):
     scheme: ClassVar[str] = "int8-dynamic"
+    bits: ClassVar[None] = None
+    vocabulary: ClassVar[None] = None
 
     def schemes(self) -> tuple[str, ...]:
         return ("int8-dynamic",)

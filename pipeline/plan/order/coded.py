@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smelt.look.coded_model import CodedModel
+from smelt.plan.order.targets import RUNTIMES
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.models.coded.said import coding_of
@@ -38,7 +39,7 @@ def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[
             ways = [f"give target: {' or '.join(coded.targets)}"] if coded.targets else []
             yield (
                 step.name,
-                f"{target} cannot run the {codes} of the model ({coded.said});"
+                f"{RUNTIMES[str(target)]} cannot run the {codes} of the model ({coded.said});"
                 f" {', or '.join([*ways, f'start from {coded.again}'])}.",
             )
 

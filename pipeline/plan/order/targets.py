@@ -11,7 +11,8 @@ from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
 from smelt.runtime.schemes.scheme import TARGETS
 
-_RUNTIMES = {
+# what the targets of `onnx` are called in sentences
+RUNTIMES = {
     "ort-cpu": "ONNX Runtime",
     "ort-cuda": "ONNX Runtime on CUDA",
     "tensorrt": "TensorRT",
@@ -54,7 +55,7 @@ def check_target(
 
 def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes) -> None:
     """Say where a target does not run the codes of `quantized`, their options, or such a file of them."""
-    runtime, back = _RUNTIMES.get(target, target), f"`from: {quantized.parent or ROOT}`"
+    runtime, back = RUNTIMES[target], f"`from: {quantized.parent or ROOT}`"
     if codes := refused(quantized, target):
         fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
         ways = [f"target: {fit}"] if fit else []

@@ -8,6 +8,9 @@ import pytest
 import tiny
 from planning import mistakes, plan
 
+from smelt.plan.order.targets import RUNTIMES
+from smelt.runtime.schemes.scheme import TARGETS
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -58,3 +61,7 @@ def test_a_target_without_any_scheme_names_none(folder: Path) -> None:
     [told] = mistakes(folder, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
     targets = "ort-cpu or tensorrt or openvino or ort-tensorrt-rtx"
     assert told.endswith(f"give `from: model`, or target: {targets}.")
+
+
+def test_every_target_has_a_name() -> None:
+    assert set(RUNTIMES) == set(TARGETS)

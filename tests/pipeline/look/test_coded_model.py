@@ -54,7 +54,10 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
             "prune: {}",
             "prune works on floats, and the weights of the model are int3 and int4 codes; start from",
         ),
-        ("onnx: {target: openvino}", "OpenVINO cannot run the int3 codes (MatMulNBits) of the model (int3 and int4)"),
+        (
+            "onnx: {target: openvino}",
+            "OpenVINO cannot run the int3 codes (MatMulNBits) of the model (int3 and int4)",
+        ),
         ("finetune: {codes: {split: true}}", "those before it are int3"),
         ("finetune: {codes: {scales: lsq}}", ""),
         ("onnx: {tune: true}", ""),

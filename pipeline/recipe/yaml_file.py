@@ -49,8 +49,8 @@ class Document:
     """A YAML text as plain Python, where each part of it stands, and what is wrong with it.
 
     lines: the line (from 1) of each key or list item, by its path such as ("stages", 1, "prune").
-    mistakes: (path, message) of duplicate keys, of keys that are not words, of odd values. replaced: the paths
-    of values that are none (not finite, too large), in whose place others stand.
+    mistakes: (path, message) of duplicate keys, of keys that are not words, of odd values. replaced: the
+    paths of values that are none (not finite, too large), in whose place others stand.
     """
 
     name: str

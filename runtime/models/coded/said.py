@@ -167,7 +167,7 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
 def _require_alone(said: Mapping[str, Any]) -> None:
     """Require that the model computes with its codes and nothing beside them.
 
-    Both words are GPTQModel's (quantization/config.py); under its `meta` stands nothing that a model computes.
+    Both words are GPTQModel's (quantization/config.py); what stands under its `meta` computes nothing.
 
     Raises:
         InputError: an adapter belongs to it, or what some layers are fed is rounded too.

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from smelt.compress.quantize.from_schemes.options import VOCABULARY, FromSchemes, TableScheme
 from smelt.compress.quantize.sensitivity.settings import Bits, Budget
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight, options_of_all
+from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight, options_of_all, worded
 from smelt.runtime.schemes.scheme import Option, Value
 
 # among the patterns of `skip`: what is most sensitive
@@ -146,10 +146,10 @@ class QuantizeSettings(FromSchemes):
             for option in scheme.settings:
                 value = getattr(self, option.name)
                 if not (option.allows(value) or self._said_to_another(option)):
-                    allowed = f"expected one of {', '.join(map(str, option.allowed))}"
-                    raise ValueError(
-                        option.others or f"{option.name} {value} is not for scheme {scheme.name}; {allowed}"
-                    )
+                    said, *allowed = map(worded, (value, *option.allowed))
+                    who = f"codes of {scheme.bits} bits" if self.bits else f"scheme {scheme.name}"
+                    expected = f"expected one of {', '.join(allowed)}"
+                    raise ValueError(option.others or f"{option.name} {said} is not for {who}; {expected}")
         return self
 
     def _said_to_another(self, option: Option) -> bool:

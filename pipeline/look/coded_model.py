@@ -29,10 +29,9 @@ class CodedModel:
 
     def refused_by(self, target: str) -> str | None:
         """Return what of the codes no graph for `target` can hold; None where it can hold all."""
-        for name, options in self.schemes.items():
-            if refusal(SCHEMES[name], target) or unfit(SCHEMES[name], options, target):
-                return SCHEMES[name].leaves_as
-        return None
+        known = ((SCHEMES[name], options) for name, options in self.schemes.items())
+        words = [one.leaves_as for one, own in known if refusal(one, target) or unfit(one, own, target)]
+        return " and ".join(words) or None
 
     @property
     def targets(self) -> list[str]:

@@ -41,11 +41,12 @@ class Mistakes:
 
     def add(self, path: Where, message: str, line: int | None = None) -> None:
         """Note that `message` holds for the value at `path` (from there its line is found)."""
-        line = line or self.line(path)
-        words = dotted(path)
         source = self._override(path)
+        if line is None and source is None and path in self.document.replaced:
+            return  # what stands there is not what was written, and that was said
+        line = line or self.line(path)
         start = f"--set {source}" if source else f"{self.document.name}:{line}"
-        text = f"{start}: {words}: {message}" if words else f"{start}: {message}"
+        text = ": ".join(part for part in (start, dotted(path), message) if part)
         if (line, text) not in self._found:
             self._found.append((line, text))
 
@@ -260,8 +261,7 @@ def _words(part: Schema | None, root: Schema | None) -> list[Any]:
 
 
 def _expectation(part: Schema | None, root: Schema | None) -> str:
-    phrases = [_phrase(branch, root) for branch in _branches(part, root)]
-    return " or ".join(dict.fromkeys(p for p in phrases if p))
+    return " or ".join(dict.fromkeys(filter(None, (_phrase(b, root) for b in _branches(part, root)))))
 
 
 def _phrase(part: Schema, root: Schema | None) -> str:

@@ -18,7 +18,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class StageEntry:
-    """A step as it was written. index: its place in the list. name: None where none was given."""
+    """A step as it was written.
+
+    index: its place in the list. name: None where none was given. settled: whether its settings are some at
+    all; what cannot be read stands in `settings` as none.
+    """
 
     index: int
     word: str
@@ -27,6 +31,7 @@ class StageEntry:
     parent: str | None = None
     optional: bool = False
     line: int = 1
+    settled: bool = True
 
     @property
     def path(self) -> Where:
@@ -82,7 +87,8 @@ def read_entry(item: Any, index: int, mistakes: Mistakes) -> StageEntry | None:
 def _entry(item: dict[str, Any], word: str, index: int, mistakes: Mistakes) -> StageEntry:
     path: Where = ("stages", index)
     settings = {} if item[word] is None else item[word]
-    if not isinstance(settings, dict):
+    settled = isinstance(settings, dict)
+    if not settled:
         mistakes.add((*path, word), f"expected a mapping of settings, read {shown(settings)}.")
         settings = {}
     parent, optional = item.get("from"), item.get("optional", False)
@@ -93,7 +99,7 @@ def _entry(item: dict[str, Any], word: str, index: int, mistakes: Mistakes) -> S
         mistakes.add((*path, "optional"), f"expected true or false, read {shown(optional)}.")
         optional = False
     name = _name(item.get("name"), (*path, "name"), mistakes)
-    return StageEntry(index, word, settings, name, parent, optional, mistakes.line(path))
+    return StageEntry(index, word, settings, name, parent, optional, mistakes.line(path), settled)
 
 
 def _name(value: Any, path: Where, mistakes: Mistakes) -> str | None:

@@ -49,7 +49,8 @@ class Document:
     """A YAML text as plain Python, where each part of it stands, and what is wrong with it.
 
     lines: the line (from 1) of each key or list item, by its path such as ("stages", 1, "prune").
-    mistakes: (path, message) of duplicate keys, of keys that are not words, of odd values.
+    mistakes: (path, message) of duplicate keys, of keys that are not words, of odd values. replaced: the
+    paths of values that are none (not finite, too large), in whose place others stand.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Document:
     text: str = ""
     lines: dict[Where, int] = field(default_factory=dict)
     mistakes: list[tuple[Where, str, int]] = field(default_factory=list)
+    replaced: set[Where] = field(default_factory=set)
 
 
 def read_yaml(path: Path) -> Document:
@@ -185,7 +187,7 @@ class _Builder:
         # the resolver gives every untagged scalar the tag of texts; only plain style may be a number
         self._expect_tag(node, path, "str")
         if any("\ud800" <= c <= "\udfff" for c in text):
-            self._note(path, "half of a surrogate pair is not a character.", line)
+            self._replace(path, "half of a surrogate pair is not a character.", line)
             return ""
         if node.style is not None:
             return text
@@ -197,7 +199,7 @@ class _Builder:
         if text in _BOOL:
             return _BOOL[text]
         if _NOT_FINITE.match(text):
-            self._note(path, f"expected a finite number, read {text}.", line)
+            self._replace(path, f"expected a finite number, read {text}.", line)
             return 0.0
         if _INT.match(text) or _FLOAT.match(text):
             return self._number(text, path, line)
@@ -209,7 +211,7 @@ class _Builder:
         if _INT.match(text) and abs(number) < MAX_WHOLE:
             return int(digits)
         if _INT.match(text) or not math.isfinite(number):
-            self._note(path, f"this number is too large: {text[:40]}.", line)
+            self._replace(path, f"this number is too large: {text[:40]}.", line)
             return 0
         return number
 
@@ -220,6 +222,10 @@ class _Builder:
                 f"the tag {node.tag[:60]!r} is not used in recipes. Remove it.",
                 node.start_mark.line + 1,
             )
+
+    def _replace(self, path: Where, message: str, line: int) -> None:
+        self.document.replaced.add(path)
+        self._note(path, message, line)
 
     def _note(self, path: Where, message: str, line: int) -> None:
         self.document.mistakes.append((path, message, line))

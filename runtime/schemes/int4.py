@@ -28,7 +28,7 @@ class Int4(AffineGroups):
     bits: ClassVar[int] = 4
     name: ClassVar[str] = "int4"
     summary: ClassVar[str] = "4-bit weights, one scale per group of inputs"
-    pays: ClassVar[str] = "single texts on a CPU; small files"
+    pays: ClassVar[str] = "models that write, one text at a time; OpenVINO; small files"
     settings: ClassVar[tuple[Option, ...]] = (
         parts.GROUP_SIZE,
         replace(SYMMETRIC, allowed=(*SYMMETRIC.allowed, POSITIVE)),

@@ -34,7 +34,7 @@ class Int8Dynamic(RowCodes):
         "int8 weights per output channel or tensor; activations become uint8 while running, one scale for the"
         " tensor of the whole batch"
     )
-    pays: ClassVar[str] = "from 8 rows at a time on a CPU"
+    pays: ClassVar[str] = "a CPU, for one text and for many"
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
     settings: ClassVar[tuple[Option, ...]] = (GRANULARITY,)
     one_scale: ClassVar[bool] = True

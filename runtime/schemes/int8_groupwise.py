@@ -20,7 +20,7 @@ class Int8Groupwise(AffineGroups):
     bits: ClassVar[int] = 8
     name: ClassVar[str] = "int8-groupwise"
     summary: ClassVar[str] = "8-bit weights, one scale per group of inputs"
-    pays: ClassVar[str] = "single texts on a CPU"
+    pays: ClassVar[str] = "models that write, one text at a time; OpenVINO"
     refused: ClassVar[Mapping[str, str]] = REFUSED_WHERE_BLOCKED
     oldest_opset: ClassVar[Mapping[str, int]] = OLDEST_WHERE_BLOCKED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"

@@ -38,7 +38,9 @@ class Int8Static(RowCodes):
         "int8 weights per output channel or tensor; activations become int8 with a range that was found on"
         " rows of data"
     )
-    pays: ClassVar[str] = "TensorRT, OpenVINO; no result depends on its batch"
+    pays: ClassVar[str] = (
+        "a CPU, for one text and for many; OpenVINO, TensorRT; no result depends on its batch"
+    )
     source: ClassVar[str] = (
         "ONNX operator QuantizeLinear-13 (github.com/onnx/onnx, docs/Operators.md); Jacob et al. 2018,"
         " arXiv:1712.05877"

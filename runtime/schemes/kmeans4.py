@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
@@ -41,7 +42,7 @@ class Kmeans4(Scheme):
 
     name: ClassVar[str] = "kmeans4"
     summary: ClassVar[str] = "4-bit weights, 16 values of its own for each group of inputs"
-    pays: ClassVar[str] = "small files; as fast as 8 bits"
+    pays: ClassVar[str] = f"small files; as fast as {Int8Groupwise.name}"
     source: ClassVar[str] = "Han et al. 2016, Deep Compression, arXiv:1510.00149 (weights that share values)"
     settings: ClassVar[tuple[Option, ...]] = (CODEBOOK_INPUTS, parts.ACCURACY_LEVEL)
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED

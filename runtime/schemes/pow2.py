@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.runtime.schemes.int8_groupwise import Int8Groupwise
 from smelt.runtime.schemes.parts import groups as parts
 from smelt.runtime.schemes.scheme import Coded, Codes, Grid, Option, Options, Scheme, Stored, Use
 
@@ -36,7 +37,7 @@ class Pow2(Scheme):
 
     name: ClassVar[str] = "pow2"
     summary: ClassVar[str] = "4-bit weights, a sign and a power of two, one scale per group of inputs"
-    pays: ClassVar[str] = "products by shifts elsewhere; here as fast as 8 bits"
+    pays: ClassVar[str] = f"products by shifts elsewhere; here as fast as {Int8Groupwise.name}"
     source: ClassVar[str] = "Miyashita et al. 2016, arXiv:1603.01025 (logarithmic codes of weights)"
     settings: ClassVar[tuple[Option, ...]] = (parts.GROUP_SIZE, parts.ACCURACY_LEVEL)
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED

@@ -77,7 +77,7 @@ def check_options(scheme: Scheme, options: Options) -> None:
     for option in scheme.settings:
         value = options.get(option.name, option.default)
         if not option.allows(value):
-            expected = option.expected or f"one of {', '.join(map(str, option.allowed))}"
+            expected = option.expected or f"one of {', '.join(map(worded, option.allowed))}"
             raise InputError(f"{option.name.replace('_', ' ')} {value!r}; expected {expected}.")
 
 
@@ -160,8 +160,12 @@ def precisions_of(schemes: Iterable[Scheme], target: str) -> list[str]:
 
 def said(name: str, values: Iterable[Value]) -> str:
     """Return an option with its values as a recipe says it."""
-    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
-    return f"`{name}: {' or '.join(words)}`"
+    return f"`{name}: {' or '.join(map(worded, values))}`"
+
+
+def worded(value: Value) -> str:
+    """Return a value of an option as a recipe says it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def operators() -> dict[str, tuple[int, ...]]:

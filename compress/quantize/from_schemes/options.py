@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, create_model
 
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, options_of_all, worded
 from smelt.runtime.schemes.scheme import Option, Scheme, Value
 
 _TABLES = tuple(name for name, scheme in SCHEMES.items() if scheme.tables)
@@ -31,7 +31,7 @@ def _field(found: list[tuple[Scheme, Option]]) -> tuple[Any, Any]:
     text = f"{', '.join(scheme.name for scheme, _ in found)}: {option.description}"
     own = {scheme.name: one.default for scheme, one in found if one.default != option.default}
     notes = [
-        f"{', '.join(names)}: {', '.join(map(str, allowed))}"
+        f"{', '.join(names)}: {', '.join(map(worded, allowed))}"
         + (f", unless given {own[names[0]]}" if names[0] in own else "")
         for allowed, names in narrower.items()
     ]

@@ -100,6 +100,8 @@ class Checker:
         from_graph = self._begins_as == "onnx"
         draft.cls = stage_table.load_stage(stage_table.ON_GRAPHS.get(word, word) if from_graph else word)
         settings_type: type[Settings] = draft.cls.settings_type
+        if not draft.entry.settled:
+            return
         draft.settings, wrong = check(settings_type, draft.entry.settings, draft.entry.path, self.mistakes)
         draft.wrong = frozenset(str(place[0]) for place in wrong if place)
         if draft.settings is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smelt.look.coded_model import CodedModel
+from smelt.plan.order.targets import RUNTIMES
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.models.coded.said import coding_of
@@ -38,7 +39,7 @@ def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[
             ways = [f"give target: {' or '.join(coded.targets)}"] if coded.targets else []
             yield (
                 step.name,
-                f"{target} cannot run the {codes} of the model ({coded.said});"
+                f"{RUNTIMES[str(target)]} cannot run the {codes} of the model ({coded.said});"
                 f" {', or '.join([*ways, f'start from {coded.again}'])}.",
             )
 
@@ -97,11 +98,17 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
     if coded is not None:
         used = tuple(coded.schemes)
         left[ROOT] = _Coded(used[0], used)
+    known = {ROOT}  # what goes on from a mistake is not judged: nobody knows its codes
     for step in steps:
         settings: Any = step.settings
         if step.stage == "quantize":
-            left[step.name] = _made_by(settings)
+            if not step.wrong:
+                known.add(step.name)
+                left[step.name] = _made_by(settings)
             continue
+        if step.parent not in known:
+            continue
+        known.add(step.name)
         codes = getattr(settings, "codes", None)
         other = getattr(getattr(settings, "student", None), "other", False)
         before = None if other else left.get(step.parent)

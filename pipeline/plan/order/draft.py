@@ -10,15 +10,8 @@ from smelt.core.stage import Need, Settings, Stage
 from smelt.plan.order.lost import Done
 from smelt.plan.plan import Step
 from smelt.recipe.stages import StageEntry
-from smelt.runtime.schemes.registry import (
-    DEFAULT,
-    SCHEMES,
-    WIDTHS,
-    bits_per_weight,
-    precisions_of,
-    refusal,
-    unfit,
-)
+from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight, precisions_of, refusal, unfit
+from smelt.runtime.schemes.scheme import Scheme
 
 
 @dataclass
@@ -65,18 +58,28 @@ def done(draft: Draft) -> Done | None:
 
 def scheme_of(draft: Draft) -> str:
     """Return the scheme of a quantize step, or `quantized` where that is not known."""
+    if draft.settings is None or draft.wrong & {"scheme", "bits"}:
+        return "quantized"
     if getattr(draft.settings, "bits", None) is not None:
         return " and ".join(cast(Any, draft.settings).schemes())
-    return "quantized" if "scheme" in draft.wrong else str(getattr(draft.settings, "scheme", DEFAULT))
+    return str(cast(Any, draft.settings).scheme)
+
+
+def schemes_of(quantized: Draft) -> tuple[Scheme, ...] | None:
+    """Return the schemes of a quantize step, that of the linear layers first; None where nobody knows them.
+
+    Nobody does where what chooses them is a mistake: the defaults in its place are not what was meant.
+    """
+    if quantized.settings is None or quantized.wrong & {"scheme", "vocabulary", "bits"}:
+        return None
+    return tuple(SCHEMES[name] for name in cast(Any, quantized.settings).schemes())
 
 
 def refused(quantized: Draft, target: str) -> str | None:
     """Return what of a quantize step no graph for `target` can hold; None where it can hold all."""
-    if quantized.wrong & {"scheme", "vocabulary"}:
+    if (schemes := schemes_of(quantized)) is None:
         all_refuse = all(refusal(scheme, target) for scheme in SCHEMES.values())
         return "quantized layers" if all_refuse else None
-    settings: Any = quantized.settings
-    schemes = [SCHEMES[name] for name in (settings.schemes() if settings else [DEFAULT])]
     return " and ".join(scheme.leaves_as for scheme in schemes if refusal(scheme, target)) or None
 
 
@@ -99,20 +102,19 @@ def widths_for(quantized: Draft, target: str) -> dict[int, float]:
 def unfit_options(quantized: Draft, target: str) -> str | None:
     """Return a scheme of a quantize step and which of its options `target` wants otherwise; None: none."""
     settings: Any = quantized.settings
-    if settings is None or quantized.wrong & {"scheme", "vocabulary"}:
-        return None
-    for name in settings.schemes():
-        known = {n: value for n, value in settings.options(name).items() if n not in quantized.wrong}
-        if wanted := unfit(SCHEMES[name], known, target):
-            return f"{name} with {' and '.join(wanted)}"
+    for scheme in schemes_of(quantized) or ():
+        options = settings.options(scheme.name)
+        known = {name: value for name, value in options.items() if name not in quantized.wrong}
+        if wanted := unfit(scheme, known, target):
+            return f"{scheme.name} with {' and '.join(wanted)}"
     return None
 
 
 def lossy(quantized: Draft, settings: Any) -> str | None:
     """Return the precisions that codes of a quantize step leave a file, where `settings` ask for another."""
-    if quantized.settings is None or quantized.wrong & {"scheme", "vocabulary"} or settings is None:
+    schemes = schemes_of(quantized)
+    if schemes is None or settings is None:
         return None
-    schemes = [SCHEMES[name] for name in cast(Any, quantized.settings).schemes()]
     fit = precisions_of(schemes, settings.target)
     # OpenVINO makes its bf16 of a file in fp32
     return None if settings.target == "openvino" or settings.dtype in fit else " or ".join(fit)

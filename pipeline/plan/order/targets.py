@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 from smelt.core.artifact import Format
-from smelt.plan.order.draft import Draft, lossy, refused, unfit_options, widths_for
+from smelt.plan.order.draft import Draft, lossy, refused, schemes_of, unfit_options, widths_for
 from smelt.recipe.errors import Mistakes
 from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import DEFAULT, OBSERVING, SCHEMES, schemes_for
 from smelt.runtime.schemes.scheme import TARGETS
 
-_RUNTIMES = {
+# what the targets of `onnx` are called in sentences
+RUNTIMES = {
     "ort-cpu": "ONNX Runtime",
     "ort-cuda": "ONNX Runtime on CUDA",
     "tensorrt": "TensorRT",
@@ -54,13 +55,11 @@ def check_target(
 
 def _check_codes(draft: Draft, target: str, quantized: Draft, mistakes: Mistakes) -> None:
     """Say where a target does not run the codes of `quantized`, their options, or such a file of them."""
-    runtime, back = _RUNTIMES.get(target, target), f"`from: {quantized.parent or ROOT}`"
+    runtime, back = RUNTIMES[target], f"`from: {quantized.parent or ROOT}`"
     if codes := refused(quantized, target):
         fit = " or ".join(name for name in TARGETS if refused(quantized, name) is None)
-        others = " or ".join(schemes_for(target))
         ways = [f"target: {fit}"] if fit else []
-        ways += _other_widths(quantized, target)
-        ways += [f"quantize with {others}{_in_place_of(quantized)}"] if others else []
+        ways += _other_widths(quantized, target) + _other_schemes(quantized, target)
         mistakes.add(
             (*draft.entry.path, "target"),
             f"{runtime} cannot run the {codes} of '{quantized.name}'; give {', or '.join([back, *ways])}.",
@@ -90,18 +89,34 @@ def _other_widths(quantized: Draft, target: str) -> list[str]:
     return [f"'{quantized.name}' `bits: {{widths: {[*runs]}}}`{beside}"]
 
 
-def _in_place_of(quantized: Draft) -> str:
-    return " in place of bits" if getattr(quantized.settings, "bits", None) is not None else ""
+def _other_schemes(quantized: Draft, target: str) -> list[str]:
+    """Return the schemes that `target` runs, as what to write; nothing if there are none.
+
+    Where it runs the linear layers as they are, those of the vocabulary alone.
+    """
+    settings: Any = quantized.settings
+    others = schemes_for(target)
+    if not others or schemes_of(quantized) is None:
+        return []
+    if settings.bits is not None:
+        return [f"quantize with {' or '.join(others)} in place of bits"]
+    if settings.scheme in others:
+        tables = [name for name in others if SCHEMES[name].tables]
+        return [f"'{quantized.name}' `vocabulary: {' or '.join(tables)}`"]
+    named = settings.vocabulary is not None and settings.vocabulary not in others
+    return [f"quantize with {' or '.join(others)}{', without `vocabulary`' if named else ''}"]
 
 
 def check_listed(draft: Draft, quantized: Draft | None, mistakes: Mistakes) -> None:
     """A graph of the whole search takes only some rows of the output layer, which not all codes allow."""
-    settings: Any = quantized.settings if quantized else None
     wanted: Any = draft.settings
-    if settings is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
+    if quantized is None or wanted is None or not wanted.loop or draft.target != "ort-cpu":
         return
-    scheme = SCHEMES.get(getattr(settings, "table_scheme", ""))
-    if quantized is not None and scheme is not None and settings.head and not scheme.by_word:
+    settings: Any = quantized.settings
+    if schemes_of(quantized) is None or not settings.head:
+        return
+    scheme = SCHEMES[settings.table_scheme]
+    if not scheme.by_word:
         mistakes.add(
             draft.entry.path,
             f"a shortlist cannot restrict an output layer of {scheme.name} codes; give"

@@ -2,7 +2,8 @@
 
 Sources: transformers' GPTQConfig and AwqConfig (utils/quantization_config.py); the layouts of AutoGPTQ,
 GPTQModel, AutoAWQ and AutoRound (whose own format is GPTQ's first layout under another name), and what
-AutoRound says beside them (auto_round/schemes.py, export/utils.py: `act_bits` stands there only below 16).
+AutoRound says beside them (auto_round/schemes.py, export/utils.py: `act_bits` stands there only below 16)
+and GPTQModel (`adapter`, `activation`).
 Nothing here imports torch.
 """
 
@@ -71,6 +72,7 @@ def coding_of(config: Mapping[str, Any]) -> Coding | None:
         raise InputError(f"{SAID}: group_size is {_as_json(group)}; expected a whole number, or -1 for rows.")
     form = _layout(method, said)
     _require_plain(said)
+    _require_alone(said)
     orders = any(own.get("desc_act") is True for own in (said, *_layers_alike(said, group)))
     ordered = method == "gptq" and group != -1 and orders
     return Coding(
@@ -159,6 +161,28 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
         raise InputError(
             f"{SAID}: {where}{rotated}: the weights are rotated, and activations have to be while the model"
             f" runs, which nothing here does. {_HERE}"
+        )
+
+
+def _require_alone(said: Mapping[str, Any]) -> None:
+    """Require that the model computes with its codes and nothing beside them.
+
+    Both words are GPTQModel's (quantization/config.py); what stands under its `meta` computes nothing.
+
+    Raises:
+        InputError: an adapter belongs to it, or what some layers are fed is rounded too.
+    """
+    if adapter := said.get("adapter"):
+        kind = adapter.get("name") if isinstance(adapter, dict) else adapter
+        raise InputError(
+            f"{SAID}: adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes, which"
+            " smelt does not read, and without it they are another model. If that one is meant, leave adapter"
+            f" out of the config. {_HERE}"
+        )
+    if activation := said.get("activation"):
+        raise InputError(
+            f"{SAID}: activation is {_as_json(activation)}: what layers are fed is rounded too (fp8, NVFP4),"
+            f" which nothing here does, so it would be another model. {_HERE}"
         )
 
 

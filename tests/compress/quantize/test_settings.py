@@ -41,6 +41,14 @@ def test_the_vocabularys_scheme_is_named_or_follows(given, table):
             {"scheme": "ternary", "granularity": "tensor", "vocabulary": "int8-dynamic"},
             "granularity tensor is not for scheme ternary; expected one of group, row",
         ),
+        (
+            {"scheme": "int2", "symmetric": "positive"},
+            "symmetric positive is not for scheme int2; expected one of true, false",
+        ),
+        (
+            {"bits": {"budget": 3.5}, "symmetric": "positive"},
+            "symmetric positive is not for codes of 2 bits; expected one of true, false",
+        ),
         ({"scheme": "int4", "granularity": "tensor"}, "granularity means nothing to scheme int4; remove it"),
         ({"scheme": "binary", "symmetric": False}, "symmetric means nothing to scheme binary; remove it"),
         (
@@ -95,3 +103,8 @@ def test_keys_of_before_stay_where_an_option_came_later():
     for scheme in ("int8-dynamic", "int8-static", "int4"):
         assert QuantizeSettings(scheme=scheme).model_dump()["granularity"] == "group"
     assert QuantizeSettings(granularity="tensor").model_dump()["granularity"] == "tensor"
+
+
+def test_the_help_says_true_and_false_as_yaml_does():
+    described = QuantizeSettings.model_fields["symmetric"].description
+    assert described.endswith("(int8-groupwise, int3, int2: true, false)")

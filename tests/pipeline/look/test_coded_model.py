@@ -39,7 +39,8 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
     assert coded.said == "int3 and int4"
     assert coded.schemes["int3"]["group_size"] == 64
     assert coded.targets == ["ort-cpu"]
-    assert coded.refused_by("openvino").startswith("int3")
+    assert coded.refused_by("openvino") == "int3 codes (MatMulNBits)"
+    assert coded.refused_by("ort-cuda") == "int3 codes (MatMulNBits) and int4 codes (MatMulNBits)"
     assert coded_model(folder / "float", config) is None
     (folder / "broken").mkdir()
     (folder / "broken" / "structure.json").write_text("{")
@@ -53,7 +54,10 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
             "prune: {}",
             "prune works on floats, and the weights of the model are int3 and int4 codes; start from",
         ),
-        ("onnx: {target: openvino}", "openvino cannot run the int3 codes"),
+        (
+            "onnx: {target: openvino}",
+            "OpenVINO cannot run the int3 codes (MatMulNBits) of the model (int3 and int4)",
+        ),
         ("finetune: {codes: {split: true}}", "those before it are int3"),
         ("finetune: {codes: {scales: lsq}}", ""),
         ("onnx: {tune: true}", ""),

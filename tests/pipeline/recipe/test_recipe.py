@@ -291,6 +291,18 @@ def test_wrong_overrides_are_explained(override: str, message: str) -> None:
     assert found.startswith(message)
 
 
+@pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1e999"])
+def test_a_number_that_is_none_is_said_once(written: str) -> None:
+    """What stands in its place (0) is not what was written, and may be wrong too."""
+    text = GOOD + f"score: {{latency: {{rounds: {written}}}}}"
+    [found] = mistakes(text)
+    assert "score.latency.rounds: " in found
+    assert written in found
+    # one that is given in its place is judged as any other
+    [_, found] = mistakes(text, "score.latency.rounds=0")
+    assert found.startswith("--set score.latency.rounds=0: score.latency.rounds: expected a whole number")
+
+
 def test_set_names_the_nearest_step() -> None:
     assert mistakes(GOOD, "smal.keep=1")[0].endswith("Did you mean 'small'?")
 

@@ -46,7 +46,7 @@ def test_schemes_that_share_an_option_agree_on_its_default_and_its_words():
         ("int4", {"group_size": 48}, r"group size 48; expected one of 16, 32, 64, 128\."),
         ("binary", {"group_size": 16}, r"group size 16; expected one of 32, 64, 128\."),
         ("int4", {"group_size": True}, "group size True; expected one of"),
-        ("int4", {"symmetric": 1}, "symmetric 1; expected one of True, False, positive"),
+        ("int4", {"symmetric": 1}, "symmetric 1; expected one of true, false, positive"),
         ("int4", {"accuracy_level": 2}, r"accuracy level 2; expected 0 \(float32\) or 4 \(int8 blocks\)\."),
         (
             "int4",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -39,6 +39,10 @@ class _OnnxSettings(Settings):
 
 
 class _QuantizeSettings(_TrainSettings):
+    scheme: ClassVar[str] = "int8-dynamic"
+    bits: ClassVar[None] = None
+    vocabulary: ClassVar[None] = None
+
     def schemes(self) -> tuple[str, ...]:
         return ("int8-dynamic",)
 

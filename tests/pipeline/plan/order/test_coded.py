@@ -37,7 +37,7 @@ def test_stages_that_need_floats_and_targets_without_such_codes_are_refused(fold
     made = "the weights of the model are gptq codes; start from the model that these were made of"
     assert f"stages[0].prune: prune works on floats, and {made}" in told
     assert f"stages[2].quantize: quantize works on floats, and {made}" in told
-    assert "stages[1].onnx: tensorrt cannot run the int4 codes (MatMulNBits) of the model (gptq)" in told
+    assert "stages[1].onnx: TensorRT cannot run the int4 codes (MatMulNBits) of the model (gptq)" in told
     assert "give target: ort-cpu or openvino" in told
 
 

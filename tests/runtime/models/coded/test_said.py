@@ -77,6 +77,12 @@ OTHERS = [
     ({"rotation_config": {"hadamard_type": "hadamard", "block_size": 32}}, "rotation_config: .* are rotated"),
     ({"spinquant_config": {"r1": True}}, "spinquant_config: the weights are rotated"),
     ({"rotation": "hadamard"}, "rotation: the weights are rotated"),  # GPTQModel
+    (
+        {"adapter": {"name": "lora", "path": "eora", "rank": 32}},  # as GPTQModel's Lora.to_dict writes it
+        r'adapter: the checkpoint holds an adapter \("lora"\) beside its codes, .* does not read',
+    ),
+    ({"activation": "w4afp8"}, 'activation is "w4afp8": what layers are fed is rounded too'),  # GPTQModel 7.7
+    ({"activation": {"mode": "w4a_nvfp4"}}, "activation is .*w4a_nvfp4.* another model"),
     ({"bits": "4"}, 'codes of "4" bits; smelt reads 4'),
     ({"group_size": "32"}, 'group_size is "32"; expected a whole number'),
 ]
@@ -92,6 +98,7 @@ def test_what_is_no_rounding_of_weights_alone_to_whole_numbers_is_refused(base, 
 @pytest.mark.parametrize("said", [
     {"data_type": "int4"}, {"data_type": "int_sym"}, {"data_type": None}, {"act_bits": None},
     {"act_bits": 16, "act_data_type": "float"}, {"rotation_config": {}}, {"spinquant_config": None},
+    {"adapter": None, "activation": None}, {"adapter": {}, "meta": {"adapter": None, "quantizer": ["a:1"]}},
     {"rotation": None, "packing_format": None, "checkpoint_format": None, "pack_dtype": None},
 ])  # fmt: skip
 def test_whole_numbers_and_float_activations_are_read(said):

@@ -77,6 +77,24 @@ def relative_links(text: str) -> Iterator[str]:
             yield target.split("#")[0]
 
 
+def anchors(text: str) -> set[str]:
+    """The places of a page that a link may name: its headings, as GitHub spells them."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#+ +(.*)$", FENCE.sub("", text), flags=re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+    return {name if not at else f"{name}-{at}" for name, most in found.items() for at in range(most + 1)}
+
+
+def anchored_links(text: str, page: Path) -> Iterator[tuple[Path, str]]:
+    """Pages and places in them that a page links to."""
+    for target in LINK.findall(FENCE.sub("", text)):
+        path, mark, place = target.partition("#")
+        if mark and not re.match(r"[a-z]+:", target):
+            yield ((page.parent / path).resolve() if path else page), place
+
+
 def recipes(page: Path) -> list[str]:
     """The YAML blocks of a page that are whole recipes."""
     blocks = [
@@ -132,6 +150,24 @@ def test_relative_links_lead_to_files(page: Path) -> None:
     assert [link for link in relative_links(text) if link and not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_into_pages_lead_to_headings(page: Path) -> None:
+    known = {path: anchors(path.read_text(encoding="utf-8")) for path in PAGES}
+    links = anchored_links(page.read_text(encoding="utf-8"), page)
+    assert [(name_of(to), place) for to, place in links if place not in known.get(to, ())] == []
+
+
+def test_messages_name_headings_that_exist() -> None:
+    sources = [path for path in ROOT.rglob("*.py") if not SKIPPED & set(path.relative_to(ROOT).parts)]
+    named = {
+        found for path in sources
+        for found in re.findall(r"\b(docs/[\w/-]+\.md)#([\w-]+)", path.read_text(encoding="utf-8"))
+    }  # fmt: skip
+    assert named
+    lost = [(page, place) for page, place in named if place not in anchors((ROOT / page).read_text("utf-8"))]
+    assert lost == []
+
+
 def test_index_of_docs_names_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {(index.parent / link).resolve() for link in relative_links(index.read_text(encoding="utf-8"))}
@@ -156,3 +192,12 @@ def test_command_lines_reads_continued_and_commented_lines() -> None:
 def test_relative_links_leaves_out_addresses_anchors_and_code() -> None:
     text = "[a](x.md#part) ![b](images/p.png) [c](https://e.org) [d](#here)\n```\n[e](no.md)\n```\n"
     assert list(relative_links(text)) == ["x.md", "images/p.png"]
+
+
+def test_anchors_are_spelled_as_github_spells_them() -> None:
+    text = "# `int8`: a b, c\n## [One](x.md) two\n## one two\n```\n# no\n```\n"
+    assert anchors(text) == {"int8-a-b-c", "one-two", "one-two-1"}
+    links = "[a](#here) [b](other.md#there) [c](https://e.org#no) [d](plain.md)"
+    assert list(anchored_links(links, ROOT / "x.md")) == [
+        (ROOT / "x.md", "here"), (ROOT / "other.md", "there"),
+    ]  # fmt: skip

@@ -283,7 +283,8 @@ class QuantizeSettings(FromSchemes):
         """Return the schemes that are used, the one of the linear layers first."""
         if self.bits is not None:
             return tuple(WIDTHS[width].name for width in self.bits.widths)
-        return tuple(dict.fromkeys((self.scheme, self.table_scheme)))
+        tables = [self.table_scheme] if self.embeddings or self.head else []
+        return tuple(dict.fromkeys((self.scheme, *tables)))
 
     def packages(self) -> dict[str, str]:
         """Return what the schemes need."""

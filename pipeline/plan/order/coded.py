@@ -129,9 +129,6 @@ def _made_by(quantize: Any) -> _Coded:
     says = getattr(quantize, "schemes", None)
     used = says() if says is not None else ()
     mixed = getattr(quantize, "bits", None) is not None
-    alone = not (getattr(quantize, "embeddings", True) or getattr(quantize, "head", True))
-    if alone and not mixed:  # nothing has the vocabulary's scheme
-        used = used[:1]
     layers = " and ".join(used) if mixed else str(getattr(quantize, "scheme", ""))
     unsplit = ""
     if getattr(quantize, "granularity", None) == "row":

@@ -49,7 +49,7 @@ def _quality(folder: Path, rows: Any) -> None:
 
     from smelt.compress.quantize.planned import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
-    from smelt.compress.quantize.stage import facts_of
+    from smelt.compress.quantize.coding import coded_bits
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -66,7 +66,7 @@ def _quality(folder: Path, rows: Any) -> None:
         reference = found if reference is None else reference
         loss = torch.nn.functional.nll_loss(found, batch["labels"][kept])
         away = torch.nn.functional.kl_div(found, reference, reduction="batchmean", log_target=True)
-        bits = "" if settings is None else f"{facts_of(model)['bits_per_weight']:6.3f} bits a weight"
+        bits = "" if settings is None else f"{coded_bits(model):6.3f} bits a weight"
         click.echo(f"{name:34} cross-entropy {loss:.4f}  KL {away:.4f}  {bits}")
 
 

@@ -97,11 +97,11 @@ def _difference_without_rounding(first: Path, second: Path, tokens: NDArray[np.i
     if (difference := _difference(first, second, tokens)) <= _ALLOWED:
         return difference
     with ExitStack() as stack:
-        exact = [
+        one, other = (
             stack.enter_context(exact_twin(path.parent, [path.stem], half=False)) / path.name
             for path in (first, second)
-        ]
-        return _difference(*exact, tokens)
+        )
+        return _difference(one, other, tokens)
 
 
 def _difference(first: Path, second: Path, tokens: NDArray[np.int64] | None) -> float:

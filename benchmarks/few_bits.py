@@ -47,9 +47,9 @@ def _artifact(folder: Path) -> Any:
 def _quality(folder: Path, rows: Any) -> None:
     import torch
 
+    from smelt.compress.quantize.coding import coded_bits
     from smelt.compress.quantize.planned import quantize_model
     from smelt.compress.quantize.settings import QuantizeSettings
-    from smelt.compress.quantize.coding import coded_bits
     from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)

@@ -36,9 +36,7 @@ def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_chang
     )
     for word in OPENVINO:  # what it names is taken
         plan(folder, stages.replace("WORD", word))
-    plan(
-        folder, stages.replace("WORD", "int8-dynamic, embeddings: false, head: false")
-    )  # unused
+    plan(folder, stages.replace("WORD", "int8-dynamic, embeddings: false, head: false"))  # unused
 
 
 @pytest.mark.parametrize(

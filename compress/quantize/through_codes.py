@@ -121,11 +121,14 @@ Latent: TypeAlias = LatentLinear | LatentEmbedding
 
 
 def trains_few_bits(model: nn.Module) -> bool:
-    """Return whether most weights that train through codes have fewer than four bits."""
-    latent = [module for module in model.modules() if isinstance(module, Latent)]
-    schemes = [(module.home.matrix.scheme, module.weight.numel()) for module in latent]
-    few = sum(count for scheme, count in schemes if scheme.trained or 0 < scheme.bits < 4)
-    return 2 * few > sum(count for _, count in schemes)
+    """Return whether most weights that train through codes have fewer than four bits.
+
+    A matrix that several layers share counts once.
+    """
+    matrices = {id(m.home.matrix): m.home.matrix for m in model.modules() if isinstance(m, Latent)}
+    weights = [(matrix.scheme, len(matrix.codes) * matrix.width) for matrix in matrices.values()]
+    few = sum(count for scheme, count in weights if scheme.trained or 0 < scheme.bits < 4)
+    return 2 * few > sum(count for _, count in weights)
 
 
 def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple[Any, list[Edit]]:

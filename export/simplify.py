@@ -90,11 +90,12 @@ def _difference_without_rounding(first: Path, second: Path, tokens: NDArray[np.i
     """Compare two graphs as they are, and where they differ with their activations left whole.
 
     Products that round activations to codes turn the last digit of a sum, which a simplifier may order anew,
-    into another code.
+    into another code. Both must round alike for that.
     """
     from smelt.export.parity.twin import exact_twin
 
-    if (difference := _difference(first, second, tokens)) <= _ALLOWED:
+    difference = _difference(first, second, tokens)
+    if difference <= _ALLOWED or not (rounding := _rounding(first)) or rounding != _rounding(second):
         return difference
     with ExitStack() as stack:
         one, other = (
@@ -102,6 +103,25 @@ def _difference_without_rounding(first: Path, second: Path, tokens: NDArray[np.i
             for path in (first, second)
         )
         return _difference(one, other, tokens)
+
+
+def _rounding(path: Path) -> list[tuple[str, ...]]:
+    """Return how a graph rounds activations: attributes of its operators, constants of QuantizeLinear."""
+    from onnx import numpy_helper
+
+    from smelt.export.graph_files import read_graph
+    from smelt.runtime.schemes.registry import exact_nodes
+
+    graph = read_graph(path).graph
+    values = {tensor.name: tensor for tensor in graph.initializer}
+    found = []
+    for node in graph.node:
+        said = [str(attribute) for attribute in node.attribute]
+        if node.op_type == "QuantizeLinear" or exact_nodes(node) is not None:
+            grid = node.input[1:] if node.op_type == "QuantizeLinear" else ()
+            said += [str(numpy_helper.to_array(values[name]).tolist()) for name in grid if name in values]
+            found.append((node.op_type, *sorted(said)))
+    return sorted(found)
 
 
 def _difference(first: Path, second: Path, tokens: NDArray[np.int64] | None) -> float:

@@ -94,6 +94,41 @@ def test_last_digits_that_become_other_codes_are_no_difference(tmp_path, monkeyp
     assert {p.name for p in tmp_path.iterdir()} == {path.name, before.name}
 
 
+def coarser(model):
+    """Round what products are fed twenty times as coarsely."""
+    made = {t.name: t for t in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear":
+            change(made[node.input[1]], lambda v: v * np.float32(20))
+
+
+def whole(model):
+    """Round nothing that products are fed."""
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mistake"),
+    [
+        ("static", coarser),
+        ("groupwise", whole),
+        ("groupwise", mutations.ALL["drop_padding_mask"]),
+        ("groupwise", mutations.ALL["drop_layer"]),
+        ("groupwise", mutations.ALL["take_another_layers_scales"]),
+        ("static", mutations.ALL["mask_of_ones"]),
+    ],
+)
+def test_a_candidate_of_codes_that_computes_something_else_is_refused(scheme, mistake, tmp_path, monkeypatch):
+    path = graph_of("bert", "model", tmp_path, scheme)
+    before = path.read_bytes()
+    simplifier(monkeypatch, mistake)
+    assert "computes something else" in str(simplify_file(path, TOKENS))
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("lengths", [LENGTHS, OTHER_LENGTHS])
 def test_a_candidate_that_holds_the_size_of_a_batch_is_refused(lengths, tmp_path, monkeypatch):
     path = graph_of("bert", "model", tmp_path)

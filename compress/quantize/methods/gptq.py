@@ -67,8 +67,11 @@ def gptq_codes(
     assert found.second is not None
     factor = (inverse_factor(found)[0] if inverse is None else inverse).to(weight)
     left = weight.clone()
-    left[:, found.second.diagonal() == 0] = 0.0  # never fed anything; before grids, as in the published code
-    grid = fit(groups_of(left, size), weight.shape[1], scheme, options)
+    left[:, found.second.diagonal() == 0] = 0.0  # never fed anything
+    # Grids come after that, as in the published code; but not where they are means of magnitudes (binary,
+    # ternary) or fitted to all weights (kmeans4), which so many zeros would make too small.
+    ranged = scheme.ranges and not scheme.trained
+    grid = fit(groups_of(left if ranged else weight, size), weight.shape[1], scheme, options)
     codes = scheme.nearest(groups_of(left, size), grid, options)
     for start in range(0, left.shape[1], _COLUMNS):
         end = min(start + _COLUMNS, left.shape[1])
@@ -219,8 +222,11 @@ class GptqWork:
         scheme, weight = find(layer.scheme), rows.detach().float().cpu()
         held = weight == 0 if keeps_zeros(layer.module) else None
         codes, pair = self._chosen(layer, weight, seen, held, inverse)
-        nearest = scheme.nearest(groups_of(weight, codes.codes.shape[2]), codes.grid, layer.options)
-        plain = values_of(Codes(nearest, codes.grid), scheme, layer.options, weight)
+        groups, grid = groups_of(weight, codes.codes.shape[2]), codes.grid
+        if bool((seen.squares == 0).any()):  # whose weights are in nearest's grid
+            grid = self.fit(groups, weight.shape[1], scheme, layer.options)
+        nearest = scheme.nearest(groups, grid, layer.options)
+        plain = values_of(Codes(nearest, grid), scheme, layer.options, weight)
         most = _error(plain.sub_(weight), seen)
         values = values_of(codes, scheme, layer.options, weight)
         if pair is not None:

@@ -20,6 +20,7 @@ from smelt.compress.calibration.statistics import collected, empty_statistics
 from smelt.compress.quantize.coding import plain_fit, round_to_nearest
 from smelt.compress.quantize.methods import gptq as module
 from smelt.compress.quantize.methods.gptq import gptq_codes
+from smelt.compress.quantize.planned import Planned
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
@@ -106,6 +107,47 @@ def test_an_input_that_is_never_fed_moves_nothing():
     values = of(codes, scheme, options, 40)
     assert (values[:, 3] == 0).all()
     assert np.isclose(values, by_the_equations(weight, x, scheme, options), atol=1e-5).mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["binary", "ternary", "kmeans4", "int4"])
+def test_inputs_that_are_never_fed_cost_the_others_nothing(name):
+    """Half of them: grids that average over all weights are not those of so many zeros."""
+    weight, x, _ = drawn(inputs=128, tokens=400)
+    x[:, ::2] = 0
+    found = empty_statistics(128, second=True)
+    found.see(x)
+    scheme, moment = find(name), (x.double().T @ x.double()).numpy()
+    options = defaults(scheme)
+
+    def error(codes):
+        off = of(codes, scheme, options, 128) - weight.double().numpy()
+        return float(((off @ moment) * off).sum())
+
+    nearest = error(round_to_nearest(weight, scheme, options))
+    assert error(gptq_codes(weight, found, scheme, options, plain_fit)) < 0.9 * nearest
+
+
+def test_the_error_that_is_told_is_a_part_of_nearests_on_its_own_grid():
+    weight, x, _ = drawn()
+    weight[:, 3] = 50 * weight.abs().max()
+    x[:, 3] = 0
+    found = empty_statistics(40, second=True)
+    found.see(x)
+    scheme, options = find("int4"), defaults(find("int4")) | {"group_size": 16}
+    layer = torch.nn.Linear(40, len(weight), bias=False)
+    layer.weight.data = weight.clone()
+    work = module.GptqWork(None, plain_fit, None)
+    work.decide([Planned(layer, "layer", "int4", options, True)], {"layer": found})
+    moment = (x.double().T @ x.double()).numpy()
+
+    def error(values):
+        off = values - weight.double().numpy()
+        return float(((off @ moment) * off).sum())
+
+    nearest = error(of(round_to_nearest(weight, scheme, options), scheme, options, 40))
+    told = error(layer.weight.detach().double().numpy()) / nearest
+    assert work.left["layer"] == pytest.approx(told, rel=1e-3)
+    assert told < 0.05  # nearest has one step for all that lies beside the unfed weight
 
 
 def test_a_moment_that_cannot_be_inverted_is_damped_further():

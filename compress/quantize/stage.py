@@ -102,7 +102,7 @@ class Quantize:
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block, where each code is the same so."""
         from smelt.compress.quantize.block_by_block import open_large, quantize_blocks
-        from smelt.compress.quantize.methods.hqq import few_for_hqq
+        from smelt.compress.quantize.from_schemes.two_bits import two_bits
         from smelt.compress.quantize.planned import plan_layers, unused_patterns
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import load_model, save_model
@@ -117,7 +117,6 @@ class Quantize:
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
         layers = plan_layers(model, settings)
-        ctx.warnings.extend(few_for_hqq(settings.schemes()) if settings.method == "hqq" else [])
         with threads(ctx.threads):
             new = (
                 quantize_blocks(streamed, layers, src, settings, ctx)
@@ -129,6 +128,8 @@ class Quantize:
         kept = unused_patterns(model, settings.patterns)
         if kept:
             ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
+        used = {edit["scheme"] for edit in new if edit["op"] == "quantize"}
+        ctx.warnings.extend(two_bits(used) if settings.method == "hqq" else [])
         stored = stored_types(src.path).common.itemsize
         ctx.facts.update(facts_of(model, stored), bytes_before=weight_bytes(src.path))
         ctx.warnings.extend(codes_that_save_nothing(model, stored))

@@ -17,6 +17,7 @@ from smelt.plan.inputs import check_data, check_device, check_model
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
 from smelt.plan.order.coded import codes_lost
+from smelt.plan.order.methods import unfit_methods
 from smelt.plan.order.rates import unsaid_rates
 from smelt.plan.order.tuned import idle_tune
 from smelt.plan.plan import Plan
@@ -84,7 +85,7 @@ def make_plan(
     doubts += [] if from_graph else idle_tune(steps, floats)
     if isinstance(read.model, Untrained):
         config = read_outline(config_file(read.model, read.base))[0]
-    checker.notes += unsaid_rates(steps, config, coded)
+    checker.notes += [*unsaid_rates(steps, config, coded), *unfit_methods(steps)]
     text = document.text + "".join(f"\n# --set {override}" for override in overrides)
     return Plan(
         recipe=read,

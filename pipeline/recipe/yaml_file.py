@@ -130,10 +130,14 @@ def _yaml_message(name: str, text: str, error: yaml.MarkedYAMLError) -> str:
     if error.context:
         problem = f"{problem} ({error.context})"
     hint = " Indent with spaces, not tabs." if "'\\t'" in problem else ""
-    above = text.splitlines()[mark.line - 1] if mark and mark.line else ""
+    lines = text.splitlines()[: mark.line] if mark else []
+    above = next((line for line in reversed(lines) if line.partition("#")[0].strip()), "")
     nested = problem.startswith("mapping values") or "<block mapping start>" in problem
     if nested and (item := _BARE_ITEM.fullmatch(above)):
-        hint = f" With something below it, the line above ends with a colon: `- {item['word']}:`."
+        hint = (
+            f" With something below it, the line above ends with a colon (`- {item['word']}:`); settings"
+            " are indented more than that word."
+        )
     return f"{where}: not valid YAML: {problem}.{hint}"
 
 

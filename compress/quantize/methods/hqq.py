@@ -28,26 +28,13 @@ Shapes: N = outputs, G = groups, g = inputs of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from smelt.compress.quantize.methods.chosen import pooled, taken
-from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Grid, Options, Scheme
 
 NORM, BETA, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
-
-
-def few_for_hqq(schemes: Iterable[str]) -> list[str]:
-    """Return a warning where codes of two bits are among `schemes`, by name."""
-    few = [name for name in schemes if SCHEMES[name].bits == 2]
-    return [
-        f"quantize: method: hqq fits scales, which cuts ends of ranges off; in {name} that costs more than it"
-        " gains (docs/quantize.md#hqq). Take nearest, or gptq where there are rows"
-        for name in few
-    ]
 
 
 def half_quadratic_grid(groups: Tensor, width: int, scheme: Scheme, options: Options) -> Grid:

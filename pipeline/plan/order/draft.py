@@ -58,11 +58,22 @@ def done(draft: Draft) -> Done | None:
 
 def scheme_of(draft: Draft) -> str:
     """Return the scheme of a quantize step, or `quantized` where that is not known."""
-    if draft.settings is None or draft.wrong & {"scheme", "bits"}:
+    if not _chosen(draft, {"scheme", "bits"}):
         return "quantized"
     if getattr(draft.settings, "bits", None) is not None:
         return " and ".join(cast(Any, draft.settings).schemes())
     return str(cast(Any, draft.settings).scheme)
+
+
+def _chosen(quantized: Draft, words: set[str]) -> bool:
+    """Return whether what the settings `words` of a step say was meant: no mistake, and no misspelt word."""
+    settings = quantized.settings
+    if settings is None or quantized.wrong & words:
+        return False
+    known = type(settings).model_fields
+    return bool(settings.model_fields_set & {"scheme", "bits"}) or all(
+        word in known for word in quantized.wrong
+    )
 
 
 def schemes_of(quantized: Draft) -> tuple[Scheme, ...] | None:
@@ -70,7 +81,7 @@ def schemes_of(quantized: Draft) -> tuple[Scheme, ...] | None:
 
     Nobody does where what chooses them is a mistake: the defaults in its place are not what was meant.
     """
-    if quantized.settings is None or quantized.wrong & {"scheme", "vocabulary", "bits"}:
+    if not _chosen(quantized, {"scheme", "vocabulary", "bits"}):
         return None
     return tuple(SCHEMES[name] for name in cast(Any, quantized.settings).schemes())
 

@@ -52,9 +52,11 @@ def _rate(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...]) -> s
         what = "adapters"
     elif getattr(settings, "student", None) is not None:
         what = "student"
-    told = f"{learning_rate_of(config, what):.2g} ({what})"
+    told = f"{learning_rate_of(config, what):.2g}"
     few = [name for name in codes if SCHEMES[name].trained or 0 < SCHEMES[name].bits < 4]
     if what == "adapters" or not few:
-        return told
-    through = f"{learning_rate_of(config, 'few bits'):.2g} (through fewer than four bits)"
-    return through if len(few) == len(codes) else f"{through}, {told} where most weights have more"
+        return f"{told} ({what})"
+    through = f"{learning_rate_of(config, 'few bits'):.2g}"
+    if len(few) == len(codes):
+        return f"{through} (few bits)"
+    return f"{through} if most of its weights have fewer than four bits, else {told}"

@@ -89,7 +89,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
             "- a\n  b: 1",
             "r:2: not valid YAML: mapping values are not allowed here. With something below it, the",
         ),
-        ("x:\n  - a-b # c\n    c: 1", "the line above ends with a colon: `- a-b:`."),
+        ("x:\n  - a-b # c\n\n    # d\n    c: 1", "the line above ends with a colon (`- a-b:`); settings"),
         ("a: 1\n---\nb: 2", "r:2: not valid YAML"),
         ("a: [1, 2", "not valid YAML"),
         ("a: *b", "undefined alias 'b'"),

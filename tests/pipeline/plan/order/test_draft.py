@@ -25,6 +25,7 @@ WRONG = [
     ("{bits: 3}", "expected a mapping with budget"),
     ("{scheme: int4, codebook_inputs: 128}", "codebook_inputs means nothing to scheme int4"),
     ("{scheme: itn4}", "Did you mean 'int4'?"),
+    ("{schem: int4}", "Did you mean 'scheme'?"),
     ("{scheme: int4, vocabulary: itn4}", "Did you mean 'int4'?"),
     ("3", "expected a mapping of settings, read 3"),
 ]

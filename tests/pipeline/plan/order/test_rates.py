@@ -49,9 +49,7 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         f"distill: {{{SHORT}, {CUT}}}\n    name: shallow\n    from: finetune",
     )  # fmt: skip
     said = note(harness.smelt("plan", path, code=0).stdout)
-    assert said == (
-        "finetune 0.00032 (weights); through 0.001 (through fewer than four bits); shallow 0.001 (student)"
-    )
+    assert said == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (student)")
     harness.smelt("run", path, "--out", tmp_path / "out", code=0)
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     took = {step["name"]: step["facts"].get("training", {}).get("learning_rate") for step in report["steps"]}
@@ -69,7 +67,7 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         # the embedding may be most of it, in four bits
         (
             ["quantize: {scheme: int2}", "distill"],
-            "distill 0.001 (through fewer than four bits), 0.00032 (weights) where most weights have more",
+            "distill 0.001 if most of its weights have fewer than four bits, else 0.00032",
         ),
         (["quantize: {scheme: int4}", "distill"], "distill 0.00032 (weights)"),
         (

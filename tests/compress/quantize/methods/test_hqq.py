@@ -65,9 +65,9 @@ def test_two_bits_are_warned_of(tmp_path):
 
     assert len(warned(scheme="int2")) == 1
     assert warned(scheme="int3") == []
-    assert (
-        warned(bits={"budget": 8.24}, rows=4, damage_rows=1) == []
-    )  # of all widths 8 bits nearly everywhere
+    # one matrix of a mixture, which gets four bits
+    skip = ["*attention*", "*intermediate*", "*pooler*", "*embeddings*", "classifier"]
+    assert warned(bits={"budget": 8.0}, rows=4, damage_rows=1, skip=skip) == []
 
 
 def test_it_is_the_loop_of_the_published_code_with_the_scale_fitted():

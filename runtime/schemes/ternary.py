@@ -4,8 +4,8 @@ Li et al. 2016, Ternary Weight Networks, arXiv:1605.04711, equations 5 and 6: wh
 0.7 mean |w| becomes the scale with its sign, everything else 0, and the scale is the mean magnitude of what
 lies beyond it. Where a grid is all that is known (codes that are read back), the nearest value is taken.
 
-A file holds five codes in a byte, as digits of base 3 (3^5 = 243): 1.63 bits a weight in groups of 64, 1.75
-in groups of 32. They leave as 2-bit MatMulNBits with the zero point 1, into which a table spreads them when
+A file holds five codes in a byte, as digits of base 3 (3^5 = 243): 1.875 bits a weight in groups of 64, 1.75
+in groups of 128. They leave as 2-bit MatMulNBits with the zero point 1, into which a table spreads them when
 the graph is loaded.
 
 Shapes: N = outputs (rows), K = inputs (columns), g = inputs that share a scale, G = ceil(K / g),

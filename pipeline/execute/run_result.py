@@ -57,12 +57,15 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def summary_lines(result: Result) -> Sequence[str]:
-    """Return what `smelt run` prints at its end: the table, where everything is, what to do with it."""
+    """Return what `smelt run` prints at its end: the table, where everything is, what to do with it.
+
+    Of a run that was interrupted nothing is named to be used.
+    """
     from smelt.evaluate.report.table import table
 
     lines = [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
     step = step_to_ship(result.report)
-    if step is not None:
+    if step is not None and result.report["status"] != "interrupted":  # whose gates nobody has judged
         place = shlex.quote(_short(result.folder / "artifacts" / step))
         if result.report["recipe"].get("task") == TENSORS:
             return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]

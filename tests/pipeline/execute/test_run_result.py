@@ -82,6 +82,9 @@ def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):
         f'Try it: smelt predict {place} "TEXT"',
         f"Ship it: smelt package {place}",
     ]
+    # of gates that nobody has judged nothing is said to be shipped
+    stopped = summary_lines(Result(report | {"status": "interrupted"}, result.folder))
+    assert stopped[-1].startswith("Report: ")
 
 
 def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):

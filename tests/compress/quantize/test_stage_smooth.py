@@ -101,8 +101,7 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
     start = tmp_path / "float"
     start.mkdir()
     save_model(model, edits, start, planted, dtype)
-    quantized = run(start, tmp_path / "made", data, smooth=0.5)
-    made = quantized.out
+    made = run(start, tmp_path / "made", data, smooth=0.5).out
     kept = {
         name: m.matrix.codes.clone() for name, m in load_model(made)[0].named_modules() if is_quantized(m)
     }
@@ -116,7 +115,6 @@ def test_training_starts_from_the_smoothed_weights_of_the_step_before(planted, d
     ctx = harness.context(tmp_path / "trained", TASK, data, ancestors={"model": source, "quantize": step})
     model, _ = load_trainable(step, ctx)
     settle(model, ctx)
-    assert ctx.facts.pop("bits_per_weight") == quantized.facts["bits_per_weight"]
     assert ctx.facts == {"latent_weights": "model", "codes_changed": 0.0}
     for name, module in model.named_modules():
         if is_quantized(module):

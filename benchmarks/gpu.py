@@ -106,7 +106,7 @@ def parts(python: str = sys.executable) -> tuple[Part, ...]:
             RUNS / "gpu-training-bf16" / "report.md",
         ),
         Part(
-            "tensorrt", "ort-cuda and TensorRT in fp32, tf32, fp16, bf16 and int8: quality beside the"
+            "tensorrt", "ort-cuda and TensorRT in fp32, tf32, fp16, bf16, int8 and int4: quality beside the"
             " untouched model (parity), latency interleaved; several profiles, stripped, compatible engines",
             (*smelt, "run", "benchmarks/recipes/gpu.yaml", "--out", str(RUNS / "gpu"), "--fresh"), 700,
             RUNS / "gpu" / "report.md",

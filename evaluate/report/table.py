@@ -119,6 +119,18 @@ def _warned(report: Report) -> list[str]:
     )
 
 
+def _unscored(report: Report) -> list[str]:
+    """Return which steps are not scored, each reason once."""
+    about: dict[str, list[str]] = {}
+    for step in report.steps:
+        if step.unscored:
+            about.setdefault(step.unscored, []).append(f"'{step.name}'")
+    return [
+        f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not scored: {why}"
+        for why, names in about.items()
+    ]
+
+
 def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, width: int) -> list[str]:
     parts = []
     if report.baseline:
@@ -143,7 +155,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     ]
     few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
     failed += [f"'{step.name}': {notes.few_text(gate, step)}" for gate, step in few]
-    failed += [f"'{step.name}' is not scored: {step.unscored}" for step in report.steps if step.unscored]
+    failed += _unscored(report)
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
     failed += [f"'{step.name}': {step.error}" for step in untimed]

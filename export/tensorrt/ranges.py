@@ -99,7 +99,7 @@ def _of_texts(folder: Path, parts: Sequence[TensorrtSettings], limit: int, ctx: 
     if longer:
         are = "is" if longer == 1 else "are"
         ctx.warnings.append(
-            f"{longer} of {len(lengths)} texts looked at {are} longer than the {most} tokens"
+            f"{longer:,} of {len(lengths):,} texts looked at {are} longer than the {most} tokens"
             " that the engine takes and would be cut; see tensorrt: {length_percentile, lengths}"
         )
     return made

@@ -66,6 +66,18 @@ def test_engine_that_was_not_scored_says_why_in_every_drawing(unscored):
     assert f"'engine' is not scored: {why}" in flat
 
 
+def test_engines_that_were_not_scored_for_one_reason_say_it_once_in_the_terminal(unscored):
+    other = copy.deepcopy(unscored["steps"][8]) | {"name": "second", "gates": []}
+    unscored["steps"].append(other)
+    flat = " ".join(table(unscored).split())
+    assert f"'engine', 'second' are not scored: {other['reason']}" in flat
+    assert flat.count(f"not scored: {other['reason']}") == 1
+    other["reason"] = "a reason of its own"
+    flat = " ".join(table(unscored).split())
+    assert "'engine' is not scored: " in flat
+    assert "'second' is not scored: a reason of its own" in flat
+
+
 def test_drawing_leaves_the_report_alone(report):
     before = copy.deepcopy(report)
     write_html(report), write_markdown(report), table(report)

@@ -46,6 +46,10 @@ class Settings(BaseModel):
         """Return the same, where what was left to the task is decided; most settings leave nothing to it."""
         return self
 
+    def meant(self) -> dict[str, Any]:
+        """Return what a report says of them: as JSON, without what nothing uses beside the others."""
+        return self.model_dump(mode="json")
+
     def packages(self) -> dict[str, str]:
         """Return what these settings need besides what smelt depends on: packages and oldest releases."""
         return {}

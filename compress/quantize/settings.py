@@ -286,6 +286,25 @@ class QuantizeSettings(FromSchemes):
         tables = [self.table_scheme] if self.embeddings or self.head else []
         return tuple(dict.fromkeys((self.scheme, *tables)))
 
+    def meant(self) -> dict[str, Any]:
+        """Return what a report says: options as the schemes take them, without those that nothing uses."""
+        own = {} if self.bits else {"vocabulary": self.table_scheme} | self.options(self.scheme)
+        used = {option.name for name in self.schemes() for option in SCHEMES[name].settings}
+        idle = {name for name in options_of_all() if name not in used}
+        idle |= {name for name, means in self._uses().items() if not means}
+        return {
+            name: value for name, value in (self.model_dump(mode="json") | own).items() if name not in idle
+        }
+
+    def _uses(self) -> dict[str, bool]:
+        """Return of settings that some others leave without a meaning whether they have one."""
+        ends = "percentile" in (self.range if self.observes else "", self.clip)
+        return {
+            "scheme": self.bits is None, "vocabulary": self.bits is None and (self.embeddings or self.head),
+            "range": self.observes, "percentile": ends, "rows": self.reads_rows,
+            "damage_rows": self._measures, "budget": AUTO in self.skip, "smooth": self.smooth is not None,
+        }  # fmt: skip
+
     def packages(self) -> dict[str, str]:
         """Return what the schemes need."""
         found: dict[str, str] = {}

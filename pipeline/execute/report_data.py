@@ -50,7 +50,7 @@ class ReportBuilder:
             "baseline": None,
             "warnings": list(plan.warnings),
             "steps": [_blank("model", "model", None, {})]
-            + [_blank(s.name, s.stage, s.parent, s.settings.model_dump(mode="json")) for s in plan.steps],
+            + [_blank(s.name, s.stage, s.parent, s.settings.meant()) for s in plan.steps],
             "frontier": [],
         }
         self._steps = {step["name"]: step for step in self.data["steps"]}
@@ -95,7 +95,7 @@ class ReportBuilder:
 
         reason: why it cannot be scored on this machine, or None.
         """
-        entry = _blank(step.name, step.stage, step.parent, step.settings.model_dump(mode="json"))
+        entry = _blank(step.name, step.stage, step.parent, step.settings.meant())
         self._steps[step.name] = entry
         self._find_baseline()
         if score is None:

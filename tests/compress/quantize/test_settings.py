@@ -108,3 +108,31 @@ def test_keys_of_before_stay_where_an_option_came_later():
 def test_the_help_says_true_and_false_as_yaml_does():
     described = QuantizeSettings.model_fields["symmetric"].description
     assert described.endswith("(int8-groupwise, int3, int2: true, false)")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant", "idle"),
+    [
+        (
+            {"scheme": "int8-dynamic"},
+            {"granularity": "channel", "vocabulary": "int8-dynamic"},
+            {"group_size", "symmetric", "accuracy_level", "codebook_inputs", "range", "percentile", "rows",
+             "damage_rows", "smooth", "budget"},
+        ),
+        ({"scheme": "int8-static"}, {"range": "percentile", "percentile": 99.99, "rows": 128}, {"group_size"}),
+        ({"scheme": "int8-static", "range": "mse"}, {"range": "mse"}, {"percentile"}),
+        ({"scheme": "int4", "clip": "percentile"}, {"percentile": 99.99}, {"range", "rows", "granularity"}),
+        ({"scheme": "int2"}, {"group_size": 64, "vocabulary": "int4"}, {"rows"}),
+        ({"scheme": "int2", "embeddings": False, "head": False}, {"head": False}, {"vocabulary"}),
+        ({"bits": {"budget": 4.5}}, {"group_size": 64, "rows": 128}, {"scheme", "vocabulary", "range"}),
+    ],
+)  # fmt: skip
+def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(given, meant, idle):
+    settings = QuantizeSettings(**given)
+    told = settings.meant()
+    assert meant.items() <= told.items()
+    assert not idle & set(told)
+    again = QuantizeSettings(**told)  # what is told may be said, and means the same
+    assert [again.options(name) for name in again.schemes()] == [
+        settings.options(name) for name in settings.schemes()
+    ]

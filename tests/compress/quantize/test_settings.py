@@ -119,7 +119,7 @@ def test_the_help_says_true_and_false_as_yaml_does():
             {"group_size", "symmetric", "accuracy_level", "codebook_inputs", "range", "percentile", "rows",
              "damage_rows", "smooth", "budget"},
         ),
-        ({"scheme": "int8-static"}, {"range": "percentile", "percentile": 99.99, "rows": 128}, {"group_size"}),
+        ({"scheme": "int8-static"}, {"percentile": 99.99, "rows": 128}, {"group_size"}),
         ({"scheme": "int8-static", "range": "mse"}, {"range": "mse"}, {"percentile"}),
         ({"scheme": "int4", "clip": "percentile"}, {"percentile": 99.99}, {"range", "rows", "granularity"}),
         ({"scheme": "int2"}, {"group_size": 64, "vocabulary": "int4"}, {"rows"}),

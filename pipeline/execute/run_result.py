@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from smelt.core.data import IMAGES, TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_atomically
 
+# The share of the baseline's score that an interval may reach below it before more rows are asked for.
+_OPEN = 0.05
 EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
 
 
@@ -66,6 +69,7 @@ def summary_lines(result: Result) -> Sequence[str]:
     lines = [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
     step = step_to_ship(result.report)
     if step is not None and result.report["status"] != "interrupted":  # whose gates nobody has judged
+        lines += _left_open(result.report, step)
         place = shlex.quote(_short(result.folder / "artifacts" / step))
         if result.report["recipe"].get("task") == TENSORS:
             return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]
@@ -76,6 +80,33 @@ def summary_lines(result: Result) -> Sequence[str]:
             f"Ship it: smelt package {place}{_form(result.report, step)}",
         ]
     return lines
+
+
+def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
+    """Say that the rows were too few to tell whether a step is worse than the baseline, where they were.
+
+    A loss may be large and not significant: of 30 translations 7.5 BLEU were.
+    """
+    from smelt.evaluate.report import view
+
+    step = next(step for step in report["steps"] if step["name"] == name)
+    for metric, score in (step.get("quality") or {}).items():
+        test = (step.get("against_baseline") or {}).get(metric)
+        if test is None or _is_worse(step):  # what is significantly worse is marked in the table
+            return []
+        sign = 1 if score["higher_is_better"] else -1
+        reach = -min(sign * end for end in test["ci95"])
+        close = reach <= _OPEN * abs(score["value"] - test["difference"])
+        if close or sign * test["difference"] >= 0:
+            return []
+        digits = view.digits(metric)
+        difference = f"{view.signed(test['difference'], digits)} {view.interval(test['ci95'], digits)}"
+        text = (
+            f"{name}: {view.counted(score['n'], 'row')} cannot tell whether it is worse than"
+            f" {report['baseline']}: {view.label(metric)} {difference}. Score it on more before you ship it."
+        )
+        return textwrap.wrap(text, 80)
+    return []
 
 
 def _form(report: Mapping[str, Any], name: str) -> str:

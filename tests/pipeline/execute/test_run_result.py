@@ -87,6 +87,38 @@ def test_the_end_names_the_commands_that_try_and_ship_it(tmp_path, monkeypatch):
     assert stopped[-1].startswith("Report: ")
 
 
+@pytest.mark.parametrize(
+    ("value", "difference", "ends", "p_value", "higher", "said"),
+    [
+        (29.7, -7.5, [-16.0, 1.0], 0.09, True, "BLEU −7.50 [−16.00, 1.00]"),
+        (37.0, -0.4, [-1.5, 0.4], 0.4, True, None),  # four of a hundred
+        (37.0, -2.4, [-4.0, -0.9], 0.01, True, None),  # significantly worse: the table marks it
+        (45.0, 7.6, [-2.0, 16.0], 0.09, True, None),
+        (95.0, 9.0, [-1.0, 19.0], 0.09, False, "BLEU +9.00 [−1.00, 19.00]"),
+        (77.0, -9.0, [-19.0, 1.0], 0.09, False, None),  # less is better, and it may be one more of 86
+    ],
+)
+def test_a_step_of_which_few_rows_leave_open_what_it_loses_is_named_with_that(
+    tmp_path, value, difference, ends, p_value, higher, said
+):
+    report = sample_report.sample()
+    name = step_to_ship(report)
+    chosen = next(one for one in report["steps"] if one["name"] == name)
+    score = chosen["quality"]["bleu"] | {"value": value, "n": 30, "higher_is_better": higher}
+    chosen["quality"] = {"bleu": score}
+    chosen["against_baseline"] = {"bleu": {"difference": difference, "ci95": ends, "p_value": p_value}}
+    report["frontier"] = [name]
+    told = summary_lines(Result(report, tmp_path))
+    flat = " ".join(told)
+    if said is None:
+        assert "cannot tell" not in flat
+        return
+    assert f"{name}: 30 rows cannot tell whether it is worse than {report['baseline']}: {said}" in flat
+    assert "more before you ship it." in flat
+    assert max(map(len, told[told.index(f"Report: {tmp_path / 'report.html'}") + 1 : -2])) <= 80
+    assert "cannot tell" not in " ".join(summary_lines(Result(report | {"status": "interrupted"}, tmp_path)))
+
+
 def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):
     report = sample_report.sample()
     for one in report["steps"]:

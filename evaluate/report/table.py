@@ -19,7 +19,8 @@ _MOST_WARNINGS = 3
 def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) -> str:
     """Return the headline, and the steps as a tree with metric, difference, p50, speed-up and size.
 
-    Where weights are codes and no name is cut for it, with the bits of a coded weight.
+    Where no times were taken, without those; where weights are codes and no name is cut for it, with the bits
+    of a coded weight.
 
     Args:
         report: a report.json.
@@ -33,7 +34,8 @@ def table(report: Mapping[str, Any], width: int = 80, ascii_only: bool = False) 
     width = max(60, width)
     metric = next(iter(view.metrics(checked)), None)
     sizes = view.batch_sizes(checked)
-    head = [view.label(metric) if metric else "quality", "diff", "p50 ms", "speed-up", "MB"]
+    times = ["p50 ms", "speed-up"] if sizes else []
+    head = [view.label(metric) if metric else "quality", "diff", *times, "MB"]
     lines = [(row, _cells(row.step, metric, sizes)) for row in view.rows(checked)]
     names = [row.branch + row.step.name for row, _ in lines]
     longest = max([len("step"), *map(len, names)])
@@ -63,7 +65,7 @@ def _taken(head: list[str], lines: list[tuple[view.Row, list[str]]]) -> int:
 
 
 def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
-    """Return the five cells of a measured step; nothing for one that was not."""
+    """Return the cells of a measured step; nothing for one that was not. No sizes: no times were taken."""
     if step.status not in ("done", "cached"):
         return []
     score = step.quality.get(metric) if metric else None
@@ -73,8 +75,11 @@ def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
     return [
         view.number(score.value if score else None, view.digits(metric)),
         view.signed(difference.difference if difference else None, view.digits(metric)) + mark,
-        view.significant_digits(latency.p50_ms if latency else None),
-        view.speed(latency),
+        *(
+            [view.significant_digits(latency.p50_ms if latency else None), view.speed(latency)]
+            if sizes
+            else []
+        ),
         view.megabytes(step.size_bytes),
     ]
 
@@ -134,7 +139,7 @@ def _unscored(report: Report) -> list[str]:
 def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, width: int) -> list[str]:
     parts = []
     if report.baseline:
-        parts.append(f"diff and speed-up against '{report.baseline}'")
+        parts.append(f"diff{' and speed-up' * bool(sizes)} against '{report.baseline}'")
     if any(metric in step.against_baseline for step in report.steps):
         parts.append("* p < 0.05")
     if sizes:

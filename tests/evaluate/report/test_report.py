@@ -78,6 +78,18 @@ def test_engines_that_were_not_scored_for_one_reason_say_it_once_in_the_terminal
     assert "'second' is not scored: a reason of its own" in flat
 
 
+def test_terminal_has_columns_of_times_where_some_were_taken(report):
+    assert "p50 ms  speed-up" in table(report)
+    assert "diff and speed-up against" in table(report)
+    for step in report["steps"]:
+        step["latency"] = []
+    drawn = table(report)
+    head = next(line for line in drawn.splitlines() if line.startswith("step"))
+    assert head.split() == ["step", "BLEU", "diff", "MB"]
+    assert "diff against" in drawn
+    assert "speed-up" not in drawn
+
+
 def test_drawing_leaves_the_report_alone(report):
     before = copy.deepcopy(report)
     write_html(report), write_markdown(report), table(report)

@@ -75,7 +75,8 @@ class Settings(BaseModel):
             elif isinstance(value, Settings):
                 changed[name] = value.below(base)
             else:
-                changed[name] = str((base / value).expanduser().resolve())
+                path = (base / value).expanduser()
+                changed[name] = str(path.parent.resolve() / path.name)  # by its name, where it is a link
         return self.model_copy(update=changed) if changed else self
 
 

@@ -190,7 +190,9 @@ def _weights(folder: Path) -> list[str]:
             for path in weights.files:
                 weights.require(path, read_header(path))
     except InputError as error:
-        return [str(error)]
+        graphs = sorted(path.name for path in folder.glob("*.onnx"))
+        what = f" It has graphs ({', '.join(graphs[:3])}), which have no weights for torch." if graphs else ""
+        return [f"{error}{what}"]
     return problems
 
 

@@ -9,6 +9,7 @@ from smelt.core.data import SIMILARITY
 from smelt.core.errors import nearest
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
+from smelt.look.model_folder import check_model_folder
 from smelt.plan.order.advice import lost_work, poor_order
 from smelt.plan.order.draft import Draft, finished, scheme_of
 from smelt.plan.order.targets import check_listed, check_target
@@ -109,9 +110,19 @@ class Checker:
             if "task" not in self.bad:
                 draft.settings = draft.settings.for_task(self.recipe.task)
             for place, path in draft.settings.paths().items():
-                if not Path(path).exists():
-                    self.mistakes.add((*draft.entry.path, *place), f"{path}: no such file or folder.")
+                for problem in self._problems_of(Path(path), str(place[-1])):
+                    self.mistakes.add((*draft.entry.path, *place), problem)
                     draft.wrong |= {str(place[0])}
+
+    def _problems_of(self, path: Path, setting: str) -> list[str]:
+        """Say what is wrong with a file or folder that a step names; of a `model` its files are looked at."""
+        if not path.exists():
+            return [f"{path}: no such file or folder."]
+        if setting != "model":
+            return []
+        if not path.is_dir():
+            return [f"{path}: not a folder; expected a model's folder with config.json."]
+        return check_model_folder(path, None if "task" in self.bad else self.recipe.task, False)[0]
 
     def _check(self, draft: Draft) -> None:
         """Check order, task, data and machine for one step whose parents were checked."""
@@ -158,7 +169,10 @@ class Checker:
                 what = f"'{name}' gives {self._format(name)}, and a torch model is wanted."
             else:
                 what = f"no earlier step '{name[:60]}'."
-            self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{nearest(name, fit)}")
+            hint = nearest(name, fit)
+            if setting == "teacher" and (self.recipe.base / name).expanduser().is_dir():
+                hint = f" A model in a folder is `teacher: {{model: {name}}}`."
+            self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
 
     def _check_selection(self, draft: Draft) -> None:
         """A checkpoint can be chosen by its loss, or by a metric that the recipe scores."""

@@ -173,6 +173,39 @@ def test_a_teacher_or_student_that_is_no_numbers_is_named_before_any_step(home, 
     assert not (home / "r").exists() or not list((home / "r").glob("artifacts/prune"))
 
 
+def _distilled(setting):
+    return f"{RECIPE[: RECIPE.index('stages:')]}stages: [{{prune: {{}}}}, {{distill: {{{setting}}}}}]\n"
+
+
+@pytest.mark.parametrize("setting", ["teacher: {model: other}", "student: {model: other}"])
+def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_that_was_given(home, setting):
+    shutil.copytree(home / "m", home / "stored")
+    (home / "other").symlink_to(home / "stored")  # as a run's artifacts lie in its store
+    assert harness.smelt("plan", _written(home, _distilled(setting))).exit_code == 0
+    weights = home / "stored" / "model.safetensors"
+    weights.rename(home / "stored" / "encoder.onnx")
+    said = refused(home, _distilled(setting), f"{home / 'other'}: no weights in this folder; expected model.")
+    assert said.count("other") == 1
+    assert "It has graphs (encoder.onnx), which have no weights for torch." in said
+    (home / "other").unlink()
+    (home / "other").touch()
+    refused(home, _distilled(setting), f"{home / 'other'}: not a folder; expected a model's folder")
+
+
+def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
+    said = refused(home, _distilled("teacher: m"), "distill.teacher: no earlier step 'm'.")
+    assert "A model in a folder is `teacher: {model: m}`." in said
+    assert "A model in a folder" not in refused(
+        home, _distilled("teacher: nobody"), "no earlier step 'nobody'"
+    )
+
+
+def _written(home, recipe):
+    path = home / "recipe.yaml"
+    path.write_text(recipe)
+    return path
+
+
 @pytest.mark.parametrize(
     ("values", "word"),
     [

@@ -189,7 +189,8 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
     assert "It has graphs (encoder.onnx), which have no weights for torch." in said
     (home / "other").unlink()
     (home / "other").touch()
-    refused(home, _distilled(setting), f"{home / 'other'}: not a folder; expected a model's folder")
+    said = refused(home, _distilled(setting), f"{home / 'other'}: not a folder; expected a model's folder")
+    assert "hub" not in said  # from where only `model:` is fetched
 
 
 def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):

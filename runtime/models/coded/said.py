@@ -164,10 +164,14 @@ def _require_plain(said: Mapping[str, Any], where: str = "") -> None:
         )
 
 
-def _require_alone(said: Mapping[str, Any]) -> None:
+def _require_alone(said: Mapping[str, Any], where: str = "") -> None:
     """Require that the model computes with its codes and nothing beside them.
 
     Both words are GPTQModel's (quantization/config.py); what stands under its `meta` computes nothing.
+
+    Args:
+        said: of all layers, or of one.
+        where: which one.
 
     Raises:
         InputError: an adapter belongs to it, or what some layers are fed is rounded too.
@@ -175,13 +179,13 @@ def _require_alone(said: Mapping[str, Any]) -> None:
     if adapter := said.get("adapter"):
         kind = adapter.get("name") if isinstance(adapter, dict) else adapter
         raise InputError(
-            f"{SAID}: adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes, which"
+            f"{SAID}: {where}adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes, which"
             " smelt does not read, and without it they are another model. If that one is meant, leave adapter"
             f" out of the config. {_HERE}"
         )
     if activation := said.get("activation"):
         raise InputError(
-            f"{SAID}: activation is {_as_json(activation)}: what layers are fed is rounded too (fp8, NVFP4),"
+            f"{SAID}: {where}activation is {_as_json(activation)}: what layers are fed is rounded too (fp8, NVFP4),"
             f" which nothing here does, so it would be another model. {_HERE}"
         )
 
@@ -215,5 +219,6 @@ def _layers_alike(said: Mapping[str, Any], group: int) -> list[Mapping[str, Any]
                         f" {usual}; smelt reads codes that are alike in all layers. {_HERE}"
                     )
             _require_plain(own, f"{word}: '{name[:80]}': ")
+            _require_alone(own, f"{word}: '{name[:80]}': ")
             found.append(own)
     return found

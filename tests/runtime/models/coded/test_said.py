@@ -130,6 +130,8 @@ def test_layers_that_are_left_float_or_are_as_the_others(said):
         ),
         ({"extra_config": {"a": {"data_type": "mx_fp"}}}, "extra_config: 'a': data_type is 'mx_fp'"),
         ({"extra_config": {"a": {"act_bits": 8}}}, "extra_config: 'a': act_bits is 8"),
+        ({"dynamic": {"up": {"adapter": {"name": "lora"}}}}, "dynamic: 'up': adapter: the checkpoint holds"),
+        ({"dynamic": {"up": {"activation": "w4afp8"}}}, "dynamic: 'up': activation is .w4afp8"),
         ({"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic: '\+:\.\*down\.\*' has bits 8"),
         ({"dynamic": {".*down.*": {"group_size": -1}}}, "has group_size -1"),
         ({"dynamic": ["a"]}, r"dynamic is \['a'\]; expected an object for each layer"),

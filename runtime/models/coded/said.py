@@ -179,14 +179,14 @@ def _require_alone(said: Mapping[str, Any], where: str = "") -> None:
     if adapter := said.get("adapter"):
         kind = adapter.get("name") if isinstance(adapter, dict) else adapter
         raise InputError(
-            f"{SAID}: {where}adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes, which"
-            " smelt does not read, and without it they are another model. If that one is meant, leave adapter"
+            f"{SAID}: {where}adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes,"
+            " which smelt does not read, and without it they are another model. If that one is meant, leave adapter"
             f" out of the config. {_HERE}"
         )
     if activation := said.get("activation"):
         raise InputError(
-            f"{SAID}: {where}activation is {_as_json(activation)}: what layers are fed is rounded too (fp8, NVFP4),"
-            f" which nothing here does, so it would be another model. {_HERE}"
+            f"{SAID}: {where}activation is {_as_json(activation)}: what layers are fed is rounded too (fp8,"
+            f" NVFP4), which nothing here does, so it would be another model. {_HERE}"
         )
 
 

@@ -180,8 +180,8 @@ def _require_alone(said: Mapping[str, Any], where: str = "") -> None:
         kind = adapter.get("name") if isinstance(adapter, dict) else adapter
         raise InputError(
             f"{SAID}: {where}adapter: the checkpoint holds an adapter ({_as_json(kind)}) beside its codes,"
-            " which smelt does not read, and without it they are another model. If that one is meant, leave adapter"
-            f" out of the config. {_HERE}"
+            " which smelt does not read, and without it they are another model. If that one is meant, leave"
+            f" adapter out of the config. {_HERE}"
         )
     if activation := said.get("activation"):
         raise InputError(

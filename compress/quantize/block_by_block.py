@@ -17,6 +17,8 @@ from smelt.compress.quantize.decided import coders, fit_of
 from smelt.compress.quantize.methods.gptq import GptqWork
 from smelt.compress.quantize.planned import (
     Planned,
+    faint,
+    faint_warnings,
     output_layer,
     plan_layers,
     quantize_layers,
@@ -75,7 +77,7 @@ def quantize_blocks(
     Raises:
         InputError: weights are not finite, there are no rows, or GPTQ cannot invert what a layer is fed.
     """
-    work = _Work(streamed, layers, settings)
+    work = _Work(streamed, layers, settings, ctx.warnings)
     if settings.method == "gptq":
         work.by_gptq(src, ctx)
     else:
@@ -96,8 +98,10 @@ class _Work:
     streamed: StreamedModel
     layers: Sequence[Planned]
     settings: QuantizeSettings
+    warnings: list[str]
     edits: list[dict[str, Any]] = field(default_factory=list)
     gptq: GptqWork | None = None
+    largest: dict[str, float] = field(default_factory=dict)
 
     def of(self, block: Block) -> list[Planned]:
         """Return the layers of `block`."""
@@ -121,6 +125,7 @@ class _Work:
             self.streamed.enter_head()
             products = [one for one in self.outside if one.product and one.weight not in tables]
             require_weights(products)
+            self.largest |= faint(products)
             work.look(products, observe)
 
         driven = drive(
@@ -129,6 +134,7 @@ class _Work:
         for step in driven:
             inside = self.of(step.block)
             require_weights(inside)
+            self.largest |= faint(inside)
             work.look(inside, step.observe)
         work.tell()
 
@@ -140,6 +146,7 @@ class _Work:
     def quantize(self, layers: Sequence[Planned]) -> None:
         """Make codes of `layers`, whose weights are there; what was decided of them is done with."""
         codes = {} if self.gptq is None else self.gptq.codes
+        self.warnings += faint_warnings(layers, faint(layers) | self.largest)
         self.edits += quantize_layers(self.streamed.model, layers, {}, coders(self.settings, codes))
         for layer in layers:  # they are held by the plan
             layer.module.to("meta")

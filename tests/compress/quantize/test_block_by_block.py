@@ -1,6 +1,7 @@
 """A large model quantized from file to file: the same codes, one block in memory, whole where it must be."""
 
 import gc
+import shutil
 
 import every_family
 import pytest
@@ -112,3 +113,24 @@ def test_weights_that_are_not_finite_are_named(name, settings, tmp_path, large):
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=rf"quantize: {name}: its largest weight is nan"):
         every_family.run(Quantize(), QuantizeSettings(**settings), broken, "llama", tmp_path / "out")
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+@pytest.mark.parametrize("settings", [GPTQ, {"scheme": "int4", "group_size": 16}], ids=["gptq", "nearest"])
+@pytest.mark.parametrize("size", [1e-6, 1e-9])  # few digits, and none
+def test_weights_that_float16_scales_do_not_hold_are_warned_of(blocks, settings, size, tmp_path, monkeypatch):
+    source = shutil.copytree(every_family.of_layers("llama", 2), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    tensors[f"{name}.weight"] *= size / tensors[f"{name}.weight"].abs().max()
+    tensors["model.layers.0.mlp.up_proj.weight"].zero_()  # zero is zero in every type
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    if blocks:
+        monkeypatch.setattr(streamed, "LARGE_BYTES", 0)
+    for scheme, count in ((settings, 1), ({"scheme": "int8-dynamic"}, 0)):
+        out = tmp_path / f"out-{count}"
+        told = every_family.run(Quantize(), QuantizeSettings(**scheme), source, "llama", out).warnings
+        found = [text for text in told if "float16" in text]
+        assert len(found) == count, told
+        assert all(f"{name}: its largest weight is {size:g}" in text for text in found)
+        assert all(f'skip: ["{name}"]' in text for text in found)

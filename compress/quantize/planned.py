@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.labels import CLASSIFIERS
-from smelt.runtime.schemes.registry import SCHEMES, written
+from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, written
 from smelt.runtime.schemes.scheme import Value
 
 if TYPE_CHECKING:
@@ -157,13 +157,14 @@ def faint_warnings(layers: Collection[Planned], largest: Mapping[str, float]) ->
     """
     said: dict[int, str] = {}
     for layer in layers:
-        stored = SCHEMES[layer.scheme].storage(*layer.module.weight.shape, layer.options).get("scales")
+        rows, width = layer.module.weight.shape
+        stored = SCHEMES[layer.scheme].storage(rows, width, layer.options).get("scales")
         if layer.name in largest and stored is not None and stored.filed == "float16":
             said[layer.weight] = (
                 f"quantize: {layer.name}: its largest weight is {largest[layer.name]:g}, and scales are"
                 " float16, which hold few digits of such numbers, or none: its codes may be far off, or all"
                 f' zero. Leave it float (skip: ["{layer.name}"]), or take a scheme whose scales are float32'
-                " (int8-dynamic)"
+                f" ({DEFAULT})"
             )
     return list(said.values())
 

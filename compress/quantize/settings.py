@@ -288,7 +288,9 @@ class QuantizeSettings(FromSchemes):
 
     def meant(self) -> dict[str, Any]:
         """Return what a report says: options as the schemes take them, without those that nothing uses."""
-        own = {} if self.bits else {"vocabulary": self.table_scheme} | self.options(self.scheme)
+        own: dict[str, Value] = {}
+        if self.bits is None:
+            own = {"vocabulary": self.table_scheme, **self.options(self.scheme)}
         used = {option.name for name in self.schemes() for option in SCHEMES[name].settings}
         idle = {name for name in options_of_all() if name not in used}
         idle |= {name for name, means in self._uses().items() if not means}

@@ -59,7 +59,7 @@ def bench(
     generation = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if max_new_tokens is not None:
         settings["new_tokens"] = max_new_tokens  # of a language model, which always makes so many
-    display = Display(quiet=as_json)
+    display = Display()  # on standard error: what is printed stays JSON
     display.begin("latency")
     try:
         result = measure(artifacts, data, column, settings, generation, device, display.progress)

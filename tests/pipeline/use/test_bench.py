@@ -11,6 +11,7 @@ import tiny
 
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
+from smelt.execute import display
 from smelt.use.bench import STANDARD_TEXTS, bench_text, open_artifacts, read_texts
 
 RECIPE = """
@@ -54,13 +55,15 @@ def _changed(artifact, folder, file, content):
     return folder
 
 
-def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, tmp_path):
+def test_artifacts_are_timed_against_the_first_and_one_that_fails_is_named(run, tmp_path, monkeypatch):
     config = '{"model_type": "bert", "architectures": ["NoSuchModel"]}'
     broken = _changed(run / "prune", tmp_path / "broken", "config.json", config)
     data = run.parent.parent / "data.jsonl"
+    monkeypatch.setattr(display, "_PLAIN_EVERY_S", 0.0)
     result = harness.smelt("bench", run / "model", run / "prune", broken, *QUICK, "--data", data, "--json")
     assert result.exit_code == 1, result.output
     said = json.loads(result.stdout)
+    assert "  latency: 1/" in result.stderr  # how far it is, beside what is printed
     assert said["baseline"] == "model"
     assert said["texts"] == {"from": str(data), "n": 8}
     assert list(said["artifacts"]) == ["model", "prune", "broken"]

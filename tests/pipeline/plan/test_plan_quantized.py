@@ -5,25 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 
 from smelt.core import packages
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.plan.load import load_plan
 from smelt.plan.plan import Plan
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    tiny.marian(folder / "model")
-    for name in ("train", "test"):
-        tiny.pairs(folder / f"{name}.jsonl")
-    return folder
+pytest_plugins = ["planning"]
 
 
-def plan(folder: Path, stages: str) -> Plan:
-    path = folder / "recipe.yaml"
+def plan(translator: Path, stages: str) -> Plan:
+    path = translator / "recipe.yaml"
     head = "model: model\ntask: translation\ndata: {train: train.jsonl, test: test.jsonl}\n"
     path.write_text(f"{head}stages: {stages}\n")
     return load_plan(path)
@@ -158,38 +150,38 @@ def advice(made: Plan) -> list[str]:
         ("[quantize: {scheme: itn4}]", "Did you mean 'int4'?"),
     ],
 )
-def test_what_cannot_be_is_said_before_work_starts(folder, stages, message):
+def test_what_cannot_be_is_said_before_work_starts(translator, stages, message):
     with pytest.raises(InputError) as caught:
-        plan(folder, stages)
+        plan(translator, stages)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "ort-tensorrt-rtx"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_tensorrt_runs_4_bits_in_half_precision_too(folder, size, target):
+def test_tensorrt_runs_4_bits_in_half_precision_too(translator, size, target):
     codes = f"quantize: {{scheme: int4, group_size: {size}, symmetric: positive, accuracy_level: 0}}"
-    made = plan(folder, f"[{codes}, onnx: {{target: {target}, dtype: fp16}}]")
+    made = plan(translator, f"[{codes}, onnx: {{target: {target}, dtype: fp16}}]")
     assert [s.stage for s in made.steps] == ["quantize", "onnx"]
 
 
 @pytest.mark.parametrize("word", ["finetune", "distill"])
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "binary"])
-def test_training_may_follow_every_scheme(folder, word, scheme):
-    made = plan(folder, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
+def test_training_may_follow_every_scheme(translator, word, scheme):
+    made = plan(translator, f"[quantize: {{scheme: {scheme}}}, {word}: {{}}, onnx: {{}}]")
     assert [s.stage for s in made.steps] == ["quantize", word, "onnx"]
     assert advice(made) == []
 
 
-def test_binary_weights_that_nothing_trains_give_a_warning(folder):
-    made = plan(folder, "[quantize: {scheme: binary}, onnx: {}]")
+def test_binary_weights_that_nothing_trains_give_a_warning(translator):
+    made = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
     assert advice(made) == [
         "line 4: onnx: the binary weights of 'quantize' were not trained and say little;"
         " put a distill after 'quantize', which trains through the codes.",
     ]
 
 
-def test_a_step_that_takes_calibration_rows_asks_for_them(folder):
-    path = folder / "untrained.yaml"
+def test_a_step_that_takes_calibration_rows_asks_for_them(translator):
+    path = translator / "untrained.yaml"
     path.write_text(
         "model: model\ntask: translation\ndata: {test: test.jsonl}\n"
         "stages: [quantize: {scheme: int8-static}]\n"
@@ -207,12 +199,14 @@ def test_a_step_that_takes_calibration_rows_asks_for_them(folder):
         ("scheme: int4", ""),
     ],
 )
-def test_a_shortlist_goes_with_codes_whose_rows_can_be_gathered(folder: Path, codes: str, graph: str) -> None:
-    plan(folder, f"[shortlist: {{}}, quantize: {{{codes}}}, onnx: {{{graph}}}]")
+def test_a_shortlist_goes_with_codes_whose_rows_can_be_gathered(
+    translator: Path, codes: str, graph: str
+) -> None:
+    plan(translator, f"[shortlist: {{}}, quantize: {{{codes}}}, onnx: {{{graph}}}]")
 
 
-def test_adapters_may_follow_quantize(folder: Path) -> None:
-    plan(folder, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {rank: 4}}, onnx: {}]")
+def test_adapters_may_follow_quantize(translator: Path) -> None:
+    plan(translator, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {rank: 4}}, onnx: {}]")
 
 
 @pytest.mark.parametrize(
@@ -224,23 +218,23 @@ def test_adapters_may_follow_quantize(folder: Path) -> None:
     ],
 )
 def test_a_package_that_is_too_old_is_told_before_work_by_the_step_that_needs_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
+    translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
     monkeypatch.setattr(packages, "version", lambda name: "0.17.1")
     with pytest.raises(MissingDependencyError) as caught:
-        plan(folder, stages).require_runnable()
+        plan(translator, stages).require_runnable()
     said = str(caught.value)
     assert f"cannot run here: {package} {release} or later is needed, and 0.17.1 is installed" in said
     assert f"(pip install '{package}>={release}')" in said
 
 
-def test_other_schemes_need_no_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_schemes_need_no_package(translator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "version", lambda name: "0.1")
-    plan(folder, "[quantize: {scheme: int4}]").require_runnable()
+    plan(translator, "[quantize: {scheme: int4}]").require_runnable()
 
 
-def scored_by(folder: Path, metric: str, score: str) -> Plan:
-    path = folder / "scored.yaml"
+def scored_by(translator: Path, metric: str, score: str) -> Plan:
+    path = translator / "scored.yaml"
     path.write_text(
         "model: model\ntask: translation\n"
         "data: {train: train.jsonl, validation: train.jsonl, test: test.jsonl}\n"
@@ -262,17 +256,19 @@ def scored_by(folder: Path, metric: str, score: str) -> Plan:
     ],
 )
 def test_a_metric_that_the_recipe_does_not_score_is_told_before_work(
-    folder: Path, metric: str, score: str, message: str
+    translator: Path, metric: str, score: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        scored_by(folder, metric, score)
+        scored_by(translator, metric, score)
 
 
-def test_a_metric_that_the_recipe_scores_is_taken(folder: Path) -> None:
-    scored_by(folder, "chrf", "score: {quality: [bleu, chrf]}\n")
-    scored_by(folder, "chrf", "")
+def test_a_metric_that_the_recipe_scores_is_taken(translator: Path) -> None:
+    scored_by(translator, "chrf", "score: {quality: [bleu, chrf]}\n")
+    scored_by(translator, "chrf", "")
 
 
-def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(folder: Path) -> None:
-    assert plan(folder, "[quantize: {bits: {budget: 4.5, widths: [4, 8]}}, onnx: {target: openvino}]").steps
-    assert plan(folder, "[quantize: {bits: {budget: 5, widths: [4, 8]}}, onnx: {target: openvino}]").steps
+def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: Path) -> None:
+    assert plan(
+        translator, "[quantize: {bits: {budget: 4.5, widths: [4, 8]}}, onnx: {target: openvino}]"
+    ).steps
+    assert plan(translator, "[quantize: {bits: {budget: 5, widths: [4, 8]}}, onnx: {target: openvino}]").steps

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
+import tiny
 from pydantic import Field
 from safetensors.numpy import save_file
 
@@ -124,6 +125,16 @@ TREE = """
 gates:
   bleu: {max_drop: 1.0, min: 20}
   size_bytes: {max: 1_000_000, at: [small]}"""
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Marian and pairs to train and test it, for plans of stages as they are."""
+    folder = tmp_path_factory.mktemp("plan")
+    tiny.marian(folder / "model")
+    for name in ("train", "test"):
+        tiny.pairs(folder / f"{name}.jsonl")
+    return folder
 
 
 @pytest.fixture

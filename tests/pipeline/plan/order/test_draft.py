@@ -5,17 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 from planning import mistakes
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    tiny.marian(folder / "model")
-    for name in ("train", "test"):
-        tiny.pairs(folder / f"{name}.jsonl")
-    return folder
+pytest_plugins = ["planning"]
 
 
 # settings that are wrong each, which of them, and that alone is to be said of them
@@ -42,34 +34,36 @@ WRONG = [
     ],
 )
 @pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_a_mistake_in_quantize_is_one_mistake(folder: Path, settings: str, message: str, later: str) -> None:
-    [told] = mistakes(folder, f"[quantize: {settings}, {later}]")
+def test_a_mistake_in_quantize_is_one_mistake(
+    translator: Path, settings: str, message: str, later: str
+) -> None:
+    [told] = mistakes(translator, f"[quantize: {settings}, {later}]")
     assert message in told
 
 
-def test_what_holds_for_all_codes_is_still_said(folder: Path) -> None:
+def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
     for settings, _ in WRONG:
-        first, second = mistakes(folder, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
+        first, second = mistakes(translator, f"[quantize: {settings}, onnx: {{target: ort-cuda}}]")
         assert "stages[0].quantize" in first
         assert "ONNX Runtime on CUDA cannot run the quantized layers of 'quantize'" in second
     for settings in ("{bits: 3}", "{scheme: int4, codebook_inputs: 128}", "{scheme: itn4}", "3"):
-        told = mistakes(folder, f"[quantize: {settings}, prune: {{}}]")
+        told = mistakes(translator, f"[quantize: {settings}, prune: {{}}]")
         assert "prune cannot work after 'quantize', which left quantized codes" in told[1]
     # a scheme that is known is named, whatever is wrong beside it
-    told = mistakes(folder, "[quantize: {scheme: int4, vocabulary: itn4}, prune: {}]")
+    told = mistakes(translator, "[quantize: {scheme: int4, vocabulary: itn4}, prune: {}]")
     assert "which left int4 codes" in told[1]
 
 
-def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(folder: Path) -> None:
+def test_a_shortlist_is_not_told_of_codes_that_nobody_knows(translator: Path) -> None:
     one, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
-    assert "restrict an output layer of bnb-nf4 codes" in mistakes(folder, f"{one}{two}")[0]
-    [told] = mistakes(folder, f"{one}, vocabulary: itn4{two}")
+    assert "restrict an output layer of bnb-nf4 codes" in mistakes(translator, f"{one}{two}")[0]
+    [told] = mistakes(translator, f"{one}, vocabulary: itn4{two}")
     assert "Did you mean 'int4'?" in told
 
 
-def test_other_steps_are_judged_by_codes_that_are_known(folder: Path) -> None:
+def test_other_steps_are_judged_by_codes_that_are_known(translator: Path) -> None:
     """A mistake in one `quantize` hides nothing of another."""
     again = "{quantize: {}, name: second, from: model}, finetune: {codes: {split: true}}"
-    told = mistakes(folder, f"[quantize: {{scheme: itn4}}, {again}]")
+    told = mistakes(translator, f"[quantize: {{scheme: itn4}}, {again}]")
     assert len(told) == 2
     assert "those before it are int8-dynamic" in told[1]

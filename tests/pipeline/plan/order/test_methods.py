@@ -3,17 +3,9 @@
 from pathlib import Path
 
 import pytest
-import tiny
 from planning import plan
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    tiny.marian(folder / "model")
-    for name in ("train", "test"):
-        tiny.pairs(folder / f"{name}.jsonl")
-    return folder
+pytest_plugins = ["planning"]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +19,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bits: {budget: 6.5}, method: hqq", False),
     ],
 )
-def test_hqq_at_two_bits_is_noted(folder: Path, settings: str, noted: bool) -> None:
-    notes = plan(folder, f"[quantize: {{{settings}}}]").notes
+def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) -> None:
+    notes = plan(translator, f"[quantize: {{{settings}}}]").notes
     assert any("method: hqq fits scales" in note for note in notes) == noted

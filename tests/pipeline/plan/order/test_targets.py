@@ -5,20 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 from planning import mistakes, plan
 
 from smelt.plan.order.targets import RUNTIMES
 from smelt.runtime.schemes.scheme import TARGETS
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
-    tiny.marian(folder / "model")
-    for name in ("train", "test"):
-        tiny.pairs(folder / f"{name}.jsonl")
-    return folder
+pytest_plugins = ["planning"]
 
 
 OPENVINO = ["int8-static", "int8-groupwise", "int4"]
@@ -26,17 +18,17 @@ OPENVINO = ["int8-static", "int8-groupwise", "int4"]
 
 @pytest.mark.parametrize("scheme", OPENVINO)
 def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_change(
-    folder: Path, scheme: str
+    translator: Path, scheme: str
 ) -> None:
     stages = f"[quantize: {{scheme: {scheme}, vocabulary: WORD}}, onnx: {{target: openvino}}]"
-    [told] = mistakes(folder, stages.replace("WORD", "int8-dynamic"))
+    [told] = mistakes(translator, stages.replace("WORD", "int8-dynamic"))
     assert told == (
         "4: stages[1].onnx.target: OpenVINO cannot run the dynamic int8 of 'quantize'; give `from: model`, or"
         " target: ort-cpu, or 'quantize' `vocabulary: int8-static or int8-groupwise or int4`."
     )
     for word in OPENVINO:  # what it names is taken
-        plan(folder, stages.replace("WORD", word))
-    plan(folder, stages.replace("WORD", "int8-dynamic, embeddings: false, head: false"))  # unused
+        plan(translator, stages.replace("WORD", word))
+    plan(translator, stages.replace("WORD", "int8-dynamic, embeddings: false, head: false"))  # unused
 
 
 @pytest.mark.parametrize(
@@ -52,14 +44,14 @@ def test_of_a_vocabulary_that_a_target_does_not_run_its_scheme_alone_is_to_chang
     ],
 )
 def test_of_layers_that_a_target_does_not_run_the_scheme_is_to_change(
-    folder: Path, codes: str, way: str
+    translator: Path, codes: str, way: str
 ) -> None:
-    [told] = mistakes(folder, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
+    [told] = mistakes(translator, f"[quantize: {{{codes}}}, onnx: {{target: openvino}}]")
     assert told.endswith(way)
 
 
-def test_a_target_without_any_scheme_names_none(folder: Path) -> None:
-    [told] = mistakes(folder, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
+def test_a_target_without_any_scheme_names_none(translator: Path) -> None:
+    [told] = mistakes(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
     targets = "ort-cpu or tensorrt or openvino or ort-tensorrt-rtx"
     assert told.endswith(f"give `from: model`, or target: {targets}.")
 

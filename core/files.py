@@ -147,6 +147,11 @@ def size_of(folder: Path) -> int:
     return total
 
 
+def placed(base: Path, said: str | Path) -> Path:
+    """Return the path that `said` means in a file of the folder `base`; `~` is the user's home."""
+    return base / Path(said).expanduser()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, or an empty one where there is no such file.
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import Split, Task
+from smelt.core.files import placed
 
 Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
 
@@ -75,9 +76,13 @@ class Settings(BaseModel):
             elif isinstance(value, Settings):
                 changed[name] = value.below(base)
             else:
-                path = (base / value).expanduser()
-                changed[name] = str(path.parent.resolve() / path.name)  # by its name, where it is a link
+                changed[name] = str(_direct(placed(base, value)))
         return self.model_copy(update=changed) if changed else self
+
+
+def _direct(path: Path) -> Path:
+    """Return `path` without detours; where it is a link, by its own name."""
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
 
 def _leaves(value: Any) -> list[tuple[tuple[int, ...], Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from smelt.core.data import SIMILARITY, Columns, Example, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.files import placed
 from smelt.core.rows.examples import read_split
 from smelt.core.rows.text_files import file_kind, read_text_file
 
@@ -27,7 +28,7 @@ def read_unlabelled(origin: str, task: Task, columns: Columns, base: Path) -> Sp
         raise InputError(
             f"{origin}: texts without labels are for {' and '.join(sorted(WITHOUT_LABELS))}, not for {task}."
         )
-    path = (base / origin).expanduser()
+    path = placed(base, origin)
     if path.is_file() and file_kind(path) == ".txt":
         lines = read_text_file(path).splitlines()
         found = tuple(Example(line, line=at, row=at) for at, line in enumerate(lines, 1) if line.strip())

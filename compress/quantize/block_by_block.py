@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smelt.compress.calibration.blocks import Observe, drive
 from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.quantize.decided import coders, fit_of
+from smelt.compress.quantize.from_schemes.faint import faint, faint_warnings
 from smelt.compress.quantize.methods.gptq import GptqWork
 from smelt.compress.quantize.planned import (
     Planned,
-    faint,
-    faint_warnings,
     output_layer,
     plan_layers,
     quantize_layers,
@@ -31,6 +30,9 @@ from smelt.families.walk import Block, blocks_of
 from smelt.runtime.backends.device import torch_device
 from smelt.runtime.models.streamed import StreamedModel, open_streamed
 from smelt.runtime.models.structure import Edit
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def open_large(src: Artifact, settings: QuantizeSettings, ctx: Context) -> StreamedModel | None:
@@ -101,7 +103,7 @@ class _Work:
     warnings: list[str]
     edits: list[dict[str, Any]] = field(default_factory=list)
     gptq: GptqWork | None = None
-    largest: dict[str, float] = field(default_factory=dict)
+    faint: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, block: Block) -> list[Planned]:
         """Return the layers of `block`."""
@@ -125,7 +127,7 @@ class _Work:
             self.streamed.enter_head()
             products = [one for one in self.outside if one.product and one.weight not in tables]
             require_weights(products)
-            self.largest |= faint(products)
+            self.faint |= faint(products)
             work.look(products, observe)
 
         driven = drive(
@@ -134,7 +136,7 @@ class _Work:
         for step in driven:
             inside = self.of(step.block)
             require_weights(inside)
-            self.largest |= faint(inside)
+            self.faint |= faint(inside)
             work.look(inside, step.observe)
         work.tell()
 
@@ -146,7 +148,7 @@ class _Work:
     def quantize(self, layers: Sequence[Planned]) -> None:
         """Make codes of `layers`, whose weights are there; what was decided of them is done with."""
         codes = {} if self.gptq is None else self.gptq.codes
-        self.warnings += faint_warnings(layers, faint(layers) | self.largest)
+        self.warnings += faint_warnings(layers, faint(layers) | self.faint)
         self.edits += quantize_layers(self.streamed.model, layers, {}, coders(self.settings, codes))
         for layer in layers:  # they are held by the plan
             layer.module.to("meta")

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.labels import CLASSIFIERS
-from smelt.runtime.schemes.registry import DEFAULT, SCHEMES, written
+from smelt.runtime.schemes.registry import SCHEMES, written
 from smelt.runtime.schemes.scheme import Value
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from smelt.compress.quantize.coding import Coder
-
-# Below this float16 scales have five bits and fewer: its numbers end at 2^-24.
-_FAINT = 1e-5
 
 
 @dataclass(frozen=True)
@@ -137,36 +134,6 @@ def require_weights(layers: Collection[Planned]) -> None:
             require_finite(layer.module.weight)
         except InputError as error:
             raise InputError(f"quantize: {layer.name}: {error}") from error
-
-
-def faint(layers: Collection[Planned]) -> dict[str, float]:
-    """Return the largest weight of each layer that has none for which float16 scales have digits, by name."""
-    found: dict[str, float] = {}
-    for layer in layers:
-        weight = layer.module.weight.detach()
-        largest = float(weight.abs().max()) if weight.numel() else 0.0
-        if 0 < largest < _FAINT:
-            found[layer.name] = largest
-    return found
-
-
-def faint_warnings(layers: Collection[Planned], largest: Mapping[str, float]) -> list[str]:
-    """Return a warning for each weight that `faint` found and whose scheme keeps its scales as float16.
-
-    Methods move weights to what their codes stand for, so it is found before they work.
-    """
-    said: dict[int, str] = {}
-    for layer in layers:
-        rows, width = layer.module.weight.shape
-        stored = SCHEMES[layer.scheme].storage(rows, width, layer.options).get("scales")
-        if layer.name in largest and stored is not None and stored.filed == "float16":
-            said[layer.weight] = (
-                f"quantize: {layer.name}: its largest weight is {largest[layer.name]:g}, and scales are"
-                " float16, which hold few digits of such numbers, or none: its codes may be far off, or all"
-                f' zero. Leave it float (skip: ["{layer.name}"]), or take a scheme whose scales are float32'
-                f" ({DEFAULT})"
-            )
-    return list(said.values())
 
 
 def quantized(layer: Planned, ranges: Mapping[int, float], coder: Coder | None = None) -> Any:

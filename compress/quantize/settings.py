@@ -287,13 +287,19 @@ class QuantizeSettings(FromSchemes):
         return tuple(dict.fromkeys((self.scheme, *tables)))
 
     def meant(self) -> dict[str, Any]:
-        """Return what a report says: options as the schemes take them, without those that nothing uses."""
-        own: dict[str, Value] = {}
-        if self.bits is None:
-            own = {"vocabulary": self.table_scheme, **self.options(self.scheme)}
-        used = {option.name for name in self.schemes() for option in SCHEMES[name].settings}
-        idle = {name for name in options_of_all() if name not in used}
-        idle |= {name for name, means in self._uses().items() if not means}
+        """Return what a report says: options as the schemes take them, without those that nothing uses.
+
+        It may be said in a recipe, and gives the same codes.
+        """
+        own: dict[str, Value] = {} if self.bits else {"vocabulary": self.table_scheme}
+        idle = {name for name, means in self._uses().items() if not means}
+        taken = [self.options(scheme) for scheme in self.schemes()]
+        for name in options_of_all():
+            values = [options[name] for options in taken if name in options]
+            if values and all(value == values[0] for value in values):
+                own[name] = values[0]
+            elif not values or name not in self.model_fields_set:  # each scheme has its own
+                idle.add(name)
         return {
             name: value for name, value in (self.model_dump(mode="json") | own).items() if name not in idle
         }

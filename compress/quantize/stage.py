@@ -145,11 +145,12 @@ def _quantize_whole(
 ) -> list[Edit]:
     """Quantize `layers` of a model that is in memory; return the edits that make room for the result."""
     from smelt.compress.quantize.decided import coders, decide, tell_of_pairs
-    from smelt.compress.quantize.planned import faint, faint_warnings, quantize_layers
+    from smelt.compress.quantize.from_schemes.faint import faint, faint_warnings
+    from smelt.compress.quantize.planned import quantize_layers
 
-    largest = faint(layers)
+    small = faint(layers)
     found = decide(model, layers, src, settings, ctx)
-    ctx.warnings.extend(faint_warnings(found.layers, largest))
+    ctx.warnings.extend(faint_warnings(found.layers, small))
     codes = found.codes | {weight: pair.codes for weight, pair in found.pairs.items()}
     products = {weight: (pair.up, pair.down) for weight, pair in found.pairs.items()}
     new = quantize_layers(model, found.layers, found.ranges, coders(settings, codes), products)

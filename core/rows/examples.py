@@ -25,6 +25,7 @@ from smelt.core.data import (
     split_of,
 )
 from smelt.core.errors import InputError, nearest
+from smelt.core.files import placed
 from smelt.core.rows.arrays import read_arrays
 from smelt.core.rows.images import image_rows, require_image
 from smelt.core.rows.reading import Rows, hub_rows, read_file
@@ -41,7 +42,7 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
         InputError: no such file, no rows, broken lines (the first ones are named), a missing column (with
             the nearest).
     """
-    path = (base / origin).expanduser()
+    path = placed(base, origin)
     if task == TENSORS:
         return split_of(origin, read_arrays(path, name))
     if task == IMAGES:

@@ -138,7 +138,7 @@ def _unscored(report: Report) -> list[str]:
 
 def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, width: int) -> list[str]:
     parts = []
-    if report.baseline:
+    if report.base and report.base.quality:
         parts.append(f"diff{' and speed-up' * bool(sizes)} against '{report.baseline}'")
     if any(metric in step.against_baseline for step in report.steps):
         parts.append("* p < 0.05")

@@ -126,12 +126,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 def sample(report: Report) -> tuple[int, str] | None:
     """Return on how many of what the first metric was computed: examples, or tokens."""
-    found = (
-        (score.n, "token" if metric in OF_TOKENS else "example")
-        for step in report.steps
-        for metric, score in step.quality.items()
-    )
+    found = ((score.n, unit(metric)) for step in report.steps for metric, score in step.quality.items())
     return next(found, None)
+
+
+def unit(metric: str) -> str:
+    """Return of what a metric counts `n`."""
+    return "token" if metric in OF_TOKENS else "example"
 
 
 def sample_text(report: Report) -> str:

@@ -102,7 +102,7 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
         digits = view.digits(metric)
         difference = f"{view.signed(test['difference'], digits)} {view.interval(test['ci95'], digits)}"
         text = (
-            f"{name}: {view.counted(score['n'], 'row')} cannot tell whether it is worse than"
+            f"{name}: {view.counted(score['n'], view.unit(metric))} cannot tell whether it is worse than"
             f" {report['baseline']}: {view.label(metric)} {difference}. Score it on more before you ship it."
         )
         return textwrap.wrap(text, 80)

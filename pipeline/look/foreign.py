@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, nearest
+from smelt.core.files import placed
 from smelt.runtime.foreign.generators.layout import ENCODER, FIRST, MERGED, MODEL, NEXT, parts_of
 from smelt.runtime.models.weight_files import has_weights
 
@@ -41,7 +42,7 @@ def is_onnx(model: object, base: Path) -> bool:
     """Say whether the `model` of a recipe, relative to `base`, is an ONNX file or a folder of such."""
     if not isinstance(model, str) or not model.strip() or "\0" in model:
         return False
-    path = (base / model).expanduser() if not model.startswith("~") else Path(model).expanduser()
+    path = placed(base, model)
     try:
         if path.suffix == SUFFIX and not path.is_dir():
             return True

@@ -13,6 +13,7 @@ from typing import Any
 
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
+from smelt.core.files import placed
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import CLASSIFIERS
 from smelt.core.text import article
@@ -34,7 +35,7 @@ _CONVERT = (
 
 def local_folder(model: str, base: Path) -> Path | None:
     """Return the folder that `model` means, relative to `base`, or None for an id on the hub."""
-    path = (base / model).expanduser()
+    path = placed(base, model)
     if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir():
         return path
     return None
@@ -73,7 +74,7 @@ def not_given(model: str, lack: str | None, error: Exception) -> InputError:
 
 
 def check_model_folder(
-    folder: Path, task: Task | None, is_baseline: bool = True
+    folder: Path, task: Task | None, is_baseline: bool = True, texts: bool = True
 ) -> tuple[list[str], list[str]]:
     """Look at the files of `folder`: config, weights, tokenizer.
 
@@ -81,6 +82,7 @@ def check_model_folder(
         folder: the model's folder.
         task: what the model is for; None where that is not known.
         is_baseline: whether the steps are compared with the model as it is.
+        texts: whether its tokenizer, or processor of images, is read.
 
     Returns:
         What makes it unusable, and what the user should be warned of.
@@ -101,7 +103,7 @@ def check_model_folder(
         problems += _no_language_model(config, folder) if task == "language-modeling" else []
         problems += _no_encoder(config, folder) if task == SIMILARITY else []
         problems += [f"{folder / 'config.json'}: {problem}" for problem in refused(config)]
-    problems += check_tokenizer(folder, kind)
+    problems += check_tokenizer(folder, kind) if texts else []
     if problems:
         return problems, []
     problems, advice = misfits(folder, config)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
+from smelt.core.files import placed
 from smelt.families.registry import BY_TASK
 from smelt.look.machine import cuda_lacks
 from smelt.look.model_folder import check_model_folder, local_folder, read_config
@@ -74,9 +75,8 @@ def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, S
     readable = not touches(bad, "task", "data.columns")
     splits: dict[str, Split] = {}
     for name, origin in recipe.data.files().items():
-        path = recipe.base / origin
         try:
-            path = path.expanduser()
+            path = placed(recipe.base, origin)
             if _is_hub(origin, path) or (path.is_file() and path.stat().st_size > _READ_AT_ONCE_BYTES):
                 continue
             if readable or not path.exists():

@@ -8,7 +8,7 @@ from typing import Any
 
 from smelt.core.data import CLASSIFICATION, IMAGES
 from smelt.core.errors import InputError
-from smelt.core.files import read_json
+from smelt.core.files import placed, read_json
 from smelt.families.registry import BY_TASK
 from smelt.look.model_folder import (
     check_tokenizer,
@@ -31,7 +31,7 @@ NOT_SCORED = "its weights are random; the first trained step is the baseline"
 
 def config_file(model: Untrained, base: Path) -> Path:
     """Return the file that `config` means: itself, or config.json in the folder."""
-    path = (base / model.config).expanduser()
+    path = placed(base, model.config)
     return path if path.suffix == ".json" else path / "config.json"
 
 

@@ -46,3 +46,7 @@ def test_float32_engine_is_what_the_others_are_timed_against():
     base = next(stage for stage in recipe["stages"] if stage["name"] == recipe["baseline"])
     assert base["tensorrt"]["tf32"] is False
     assert recipe["score"]["latency"]["batch_sizes"] == [1, 8, 32]
+    assert [part["opt_batch_size"] for part in base["tensorrt"]["profiles"]] == [1, 8, 32]
+    # without it nothing is compared; of the others each may fail alone
+    assert not base["optional"]
+    assert all(stage["optional"] for stage in recipe["stages"] if not stage["name"].startswith("fp32"))

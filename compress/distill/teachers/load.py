@@ -12,7 +12,7 @@ from smelt.compress.distill.settings import DistillSettings, TeacherSettings
 from smelt.compress.distill.teachers.ensemble import joined
 from smelt.compress.distill.teachers.words import speak_as
 from smelt.core.artifact import Artifact
-from smelt.core.data import IMAGES
+from smelt.core.data import IMAGES, SIMILARITY
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
@@ -83,11 +83,14 @@ def _of_step(name: str, ctx: Context) -> Teacher:
 def _of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) -> Teacher:
     from smelt.runtime.models.checkpoint import load_model
     from smelt.runtime.models.import_model import import_model, source_files
+    from smelt.runtime.text.sentence_files import read_sentence_rules
 
     folder = Path(said.model)
-    require_same_words(folder, src.path, "teacher")
+    if ctx.task != IMAGES:
+        require_same_words(folder, src.path, "teacher")
     space.mkdir(parents=True)
-    notes = import_model(folder, space)
+    rules = read_sentence_rules(folder) or read_sentence_rules(src.path) if ctx.task == SIMILARITY else None
+    notes = import_model(folder, space, sentences=rules)
     ctx.warnings.extend(f"distill: teacher {folder.name}: {note}" for note in notes)
     model, _ = load_model(space)
     if ctx.task == "text-classification" and not hasattr(model, "num_labels"):

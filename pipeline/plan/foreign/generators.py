@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import TEXT_TO_TEXT
 from smelt.core.errors import InputError
+from smelt.core.files import placed
 from smelt.families.registry import BY_TASK
 from smelt.look.foreign import ForeignModel, examined, find_parts, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config, unknown_family
@@ -37,7 +38,7 @@ def check_generator(recipe: Recipe, path: Path, mistakes: Mistakes) -> ForeignMo
     for problem in wrong:
         mistakes.add(("model",), f"{problem}.")
     last = next(reversed(parts))
-    named = None if recipe.tokenizer is None else (recipe.base / recipe.tokenizer).expanduser()
+    named = None if recipe.tokenizer is None else placed(recipe.base, recipe.tokenizer)
     folder = _texts(recipe, parts, named, mistakes)
     signature = looked[last].signature
     if wrong or folder is None or signature is None:

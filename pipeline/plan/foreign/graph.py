@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
+from smelt.core.files import placed
 from smelt.families.registry import FAMILIES
 from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config
@@ -46,7 +47,7 @@ def check_foreign(
     if not is_onnx(recipe.model, recipe.base):
         _not_onnx(recipe, mistakes, bad)
         return None
-    path = (recipe.base / str(recipe.model)).expanduser()
+    path = placed(recipe.base, str(recipe.model))
     if recipe.task in GENERATES and not touches(bad, "task"):
         return check_generator(recipe, path, mistakes)
     return _one_graph(recipe, path, mistakes, bad, warnings)
@@ -120,7 +121,7 @@ def _check_arrays(
         if touches(bad, f"data.{name}"):
             continue
         try:
-            shapes = shapes_in((recipe.base / origin).expanduser(), name)
+            shapes = shapes_in(placed(recipe.base, origin), name)
         except (InputError, OSError, RuntimeError, ValueError) as error:
             mistakes.add(("data", name), str(error))
             continue
@@ -218,5 +219,5 @@ def described(model: ForeignModel) -> Iterator[str]:
 
 def texts_folder(recipe: Recipe, file: Path) -> Path | None:
     """Return the folder with config.json and the tokenizer that belong to the graph in `file`."""
-    named = None if recipe.tokenizer is None else (recipe.base / recipe.tokenizer).expanduser()
+    named = None if recipe.tokenizer is None else placed(recipe.base, recipe.tokenizer)
     return texts_beside(file, named)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from smelt.core.artifact import Format
-from smelt.core.data import SIMILARITY
+from smelt.core.data import CLASSIFICATION, IMAGES, SIMILARITY
 from smelt.core.errors import nearest
+from smelt.core.files import placed
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
-from smelt.look.model_folder import check_model_folder
+from smelt.look.model_folder import check_model_folder, read_config
 from smelt.plan.order.advice import lost_work, poor_order
 from smelt.plan.order.draft import Draft, finished, scheme_of
 from smelt.plan.order.targets import check_listed, check_target
 from smelt.plan.plan import Step
 from smelt.recipe import stage_table
 from smelt.recipe.errors import Mistakes, check, touches
-from smelt.recipe.problem import AGREEMENT
+from smelt.recipe.problem import AGREEMENT, has_classifier
 from smelt.recipe.recipe import METRICS, Recipe
 from smelt.recipe.stages import ROOT, StageEntry, step_names
 from smelt.recipe.yaml_file import Where
@@ -110,19 +111,24 @@ class Checker:
             if "task" not in self.bad:
                 draft.settings = draft.settings.for_task(self.recipe.task)
             for place, path in draft.settings.paths().items():
-                for problem in self._problems_of(Path(path), str(place[-1])):
+                for problem in self._problems_of(Path(path), place):
                     self.mistakes.add((*draft.entry.path, *place), problem)
                     draft.wrong |= {str(place[0])}
 
-    def _problems_of(self, path: Path, setting: str) -> list[str]:
+    def _problems_of(self, path: Path, place: tuple[str | int, ...]) -> list[str]:
         """Say what is wrong with a file or folder that a step names; of a `model` its files are looked at."""
         if not path.exists():
             return [f"{path}: no such file or folder."]
-        if setting != "model":
+        if place[-1] != "model":
             return []
         if not path.is_dir():
             return [f"{path}: not a folder; expected a model's folder with config.json."]
-        return check_model_folder(path, None if "task" in self.bad else self.recipe.task, False)[0]
+        task = None if "task" in self.bad else self.recipe.task
+        problems, _ = check_model_folder(path, task, is_baseline=False, texts=task != IMAGES)
+        if not problems and place[0] == "teacher" and task in CLASSIFICATION:
+            bare = not has_classifier(read_config(path)[0])
+            return [f"{path}: its model has no classifier, so it cannot teach one."] if bare else []
+        return problems
 
     def _check(self, draft: Draft) -> None:
         """Check order, task, data and machine for one step whose parents were checked."""
@@ -170,8 +176,8 @@ class Checker:
             else:
                 what = f"no earlier step '{name[:60]}'."
             hint = nearest(name, fit)
-            if setting == "teacher" and (self.recipe.base / name).expanduser().is_dir():
-                hint = f" A model in a folder is `teacher: {{model: {name}}}`."
+            if setting.split(".")[0] == "teacher" and placed(self.recipe.base, name).is_dir():
+                hint = f" A model in a folder is named as `{{model: {name}}}`."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
 
     def _check_selection(self, draft: Draft) -> None:

@@ -113,7 +113,7 @@ def test_a_step_of_which_few_rows_leave_open_what_it_loses_is_named_with_that(
     if said is None:
         assert "cannot tell" not in flat
         return
-    assert f"{name}: 30 rows cannot tell whether it is worse than {report['baseline']}: {said}" in flat
+    assert f"{name}: 30 examples cannot tell whether it is worse than {report['baseline']}: {said}" in flat
     assert "more before you ship it." in flat
     assert max(map(len, told[told.index(f"Report: {tmp_path / 'report.html'}") + 1 : -2])) <= 80
     assert "cannot tell" not in " ".join(summary_lines(Result(report | {"status": "interrupted"}, tmp_path)))

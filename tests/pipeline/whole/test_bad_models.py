@@ -195,7 +195,9 @@ def test_a_folder_that_is_no_torch_model_is_refused_by_the_plan_under_the_name_t
 
 def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
     said = refused(home, _distilled("teacher: m"), "distill.teacher: no earlier step 'm'.")
-    assert "A model in a folder is `teacher: {model: m}`." in said
+    assert "A model in a folder is named as `{model: m}`." in said
+    several = refused(home, _distilled("teacher: [model, m]"), "no earlier step 'm'")
+    assert "A model in a folder is named as `{model: m}`." in several
     assert "A model in a folder" not in refused(
         home, _distilled("teacher: nobody"), "no earlier step 'nobody'"
     )

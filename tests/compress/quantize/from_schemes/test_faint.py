@@ -1,0 +1,72 @@
+"""Weights that float16 scales do not hold: warned of where codes are worse for it, and nowhere else."""
+
+import shutil
+
+import pytest
+import tiny
+import torch
+from harness import run
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from smelt.compress.quantize.from_schemes.faint import faint, faint_warnings
+from smelt.compress.quantize.planned import Planned
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.runtime.schemes.registry import SCHEMES, defaults
+
+
+def layer(largest, scheme, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 8, bias=False)
+    linear.weight.data.normal_()
+    linear.weight.data *= largest / linear.weight.data.abs().max()
+    return Planned(linear.to(dtype), "a", scheme, defaults(SCHEMES[scheme]) | options, True)
+
+
+# the error of nearest codes: of 3e-6 in int8-groupwise all of the weights, of 1e-6 in pow2 none
+@pytest.mark.parametrize(
+    ("scheme", "largest", "warned"),
+    [
+        ("int8-groupwise", 1e-4, False), ("int8-groupwise", 3e-6, True),
+        ("int4", 1e-5, False), ("int4", 1e-7, True), ("int2", 1e-6, False), ("int2", 1e-8, True),
+        ("kmeans4", 3e-5, False), ("kmeans4", 3e-6, True), ("pow2", 1e-6, False), ("pow2", 1e-8, True),
+        ("ternary", 1e-6, False), ("ternary", 1e-8, True), ("binary", 1e-6, False), ("binary", 1e-8, True),
+        ("int8-dynamic", 1e-9, False), ("bnb-nf4", 1e-9, False),
+    ],
+)  # fmt: skip
+def test_a_layer_is_named_where_its_scales_lose_digits_that_its_codes_have(scheme, largest, warned):
+    layers = [layer(largest, scheme)]
+    told = faint_warnings(layers, faint(layers))
+    assert len(told) == warned
+    assert all(text.startswith(f"quantize: a: the largest weight is {largest:g}, ") for text in told)
+
+
+def test_positive_scales_that_became_one_are_no_scales():
+    layers = [layer(1e-9, "int4", symmetric="positive")]
+    assert len(faint_warnings(layers, faint(layers))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_zeros_and_usual_weights_are_not_looked_at(dtype):
+    zeros = layer(1.0, "int4", dtype)
+    zeros.module.weight.data.zero_()
+    assert faint([zeros, layer(0.1, "int4", dtype)]) == {}
+    assert list(faint([layer(1e-7, "int4", dtype)])) == ["a"]
+
+
+def test_what_is_to_be_left_float_are_all_layers_of_the_matrix(tmp_path):
+    source = shutil.copytree(tiny.marian(tmp_path / "model"), tmp_path / "small")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.shared.weight"] *= 1e-8
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    settings = {"scheme": "int4", "group_size": 16}
+    (told,) = (
+        text
+        for text in run(Quantize(), QuantizeSettings(**settings), source, tmp_path / "a").warnings
+        if "float16" in text
+    )
+    assert '"lm_head"' in told
+    names = told.partition("skip: ")[2].strip("[]").replace('"', "").split(", ")
+    left = run(Quantize(), QuantizeSettings(**settings, skip=names), source, tmp_path / "b")
+    assert not [text for text in left.warnings if "float16" in text]

@@ -84,7 +84,9 @@ def _steps(report: Report) -> str:
         for row in view.rows(report)
     ]
     against = _text(report.baseline or view.MISSING)
-    legend = "A step goes on from the one above it, branches are drawn; differences and speed-ups are against"
+    legend = "A step goes on from the one above it, branches are drawn; differences" + (
+        " and speed-ups are against" if sizes else " are against"
+    )
     doubt = (
         f" {view.DOUBT} behind a speed-up: the times were disturbed, and it is not claimed."
         if any(entry.stable is False for step in report.steps for entry in step.latency)

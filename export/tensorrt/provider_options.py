@@ -43,7 +43,7 @@ def write_provider(
     """
     from smelt.runtime.backends.tensorrt_sidecar import hash_of_graph
 
-    [ranges], limit = profile_ranges(source, settings.as_engine(), ctx)
+    [ranges], limit = profile_ranges(source, settings.as_engine(), ctx, "onnx: {engine: {%s}}")
     provider = PROVIDERS[target]
     told: dict[str, Told] = {}
     for path in sorted(ctx.out.glob("*.onnx")):

@@ -19,10 +19,13 @@ _MOST_EXAMPLES = 5000
 _PLACES = ("train", "calibration", "validation")
 
 
-def profile_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tuple[list[Ranges], int | None]:
+def profile_ranges(
+    folder: Path, settings: TensorrtSettings, ctx: Context, under: str = "tensorrt: {%s}"
+) -> tuple[list[Ranges], int | None]:
     """Return the range of each dimension (batch, input, past) for each profile, and the position limit.
 
-    Of images only the batch changes. The profiles are those of the recipe, in its order.
+    Of images only the batch changes. The profiles are those of the recipe, in its order. under: where in a
+    recipe such settings stand, for what is said of them.
 
     Raises:
         InputError: no data to take lengths from and none given, or no profile takes what all others take.
@@ -37,7 +40,7 @@ def profile_ranges(folder: Path, settings: TensorrtSettings, ctx: Context) -> tu
     elif ctx.task == "language-modeling":
         made = _of_prompts(folder, config, parts, limit or 10**6, ctx)
     else:
-        made = _of_texts(folder, parts, limit or 10**6, ctx)
+        made = _of_texts(folder, parts, limit or 10**6, ctx, under)
     largest(made)
     return made, limit
 
@@ -77,14 +80,16 @@ def _of_prompts(
     ]
 
 
-def _of_texts(folder: Path, parts: Sequence[TensorrtSettings], limit: int, ctx: Context) -> list[Ranges]:
+def _of_texts(
+    folder: Path, parts: Sequence[TensorrtSettings], limit: int, ctx: Context, under: str
+) -> list[Ranges]:
     """Return the ranges of a graph that reads whole texts, and of the decoder behind it if there is one."""
     examples = [e for place in _PLACES if place in ctx.data for e in ctx.data[place].examples]
     examples = examples[:: max(1, len(examples) // _MOST_EXAMPLES)]
     if not examples and any(part.lengths is None for part in parts):
         raise InputError(
             "tensorrt: there is no train, calibration or validation data to take the lengths of texts from."
-            " Name some in the recipe, or give tensorrt: {lengths: {opt: 32, max: 128}}."
+            f" Name some in the recipe, or give {under % 'lengths: {opt: 32, max: 128}'}."
         )
     lengths, outputs = _token_lengths(folder, examples, ctx.task)
     made: list[Ranges] = []
@@ -100,7 +105,7 @@ def _of_texts(folder: Path, parts: Sequence[TensorrtSettings], limit: int, ctx: 
         are = "is" if longer == 1 else "are"
         ctx.warnings.append(
             f"{longer:,} of {len(lengths):,} texts looked at {are} longer than the {most} tokens"
-            " that the engine takes and would be cut; see tensorrt: {length_percentile, lengths}"
+            f" that the engine takes and would be cut; see {under % 'length_percentile, lengths'}"
         )
     return made
 

@@ -16,6 +16,9 @@ from smelt.core.files import write_atomically
 
 # The share of the baseline's score that an interval may reach below it before more rows are asked for.
 _OPEN = 0.05
+# Of fewer rows an interval says nothing: drawn again and again, two rows are always much the same.
+_ROWS = 20
+_HARD = "\N{NO-BREAK SPACE}"
 EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
 
 
@@ -83,30 +86,34 @@ def summary_lines(result: Result) -> Sequence[str]:
 
 
 def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
-    """Say that the rows were too few to tell whether a step is worse than the baseline, where they were.
+    """Say that a step is worse than the baseline, or that the rows were too few to tell.
 
     A loss may be large and not significant: of 30 translations 7.5 BLEU were.
     """
     from smelt.evaluate.report import view
 
     step = next(step for step in report["steps"] if step["name"] == name)
-    for metric, score in (step.get("quality") or {}).items():
-        test = (step.get("against_baseline") or {}).get(metric)
-        if test is None or _is_worse(step):  # what is significantly worse is marked in the table
-            return []
-        sign = 1 if score["higher_is_better"] else -1
-        reach = -min(sign * end for end in test["ci95"])
-        close = reach <= _OPEN * abs(score["value"] - test["difference"])
-        if close or sign * test["difference"] >= 0:
-            return []
-        digits = view.digits(metric)
-        difference = f"{view.signed(test['difference'], digits)} {view.interval(test['ci95'], digits)}"
+    metric = next((m for m in step["quality"] if m in (step.get("against_baseline") or {})), None)
+    if metric is None or name == report["baseline"]:
+        return []
+    score, test = step["quality"][metric], step["against_baseline"][metric]
+    digits, counted = view.digits(metric), view.counted(score["n"], view.unit(metric))
+    ends = view.interval(test["ci95"], digits).replace(" ", _HARD)
+    difference = f"{view.label(metric)} {view.signed(test['difference'], digits)}{_HARD}{ends}"
+    sign = 1 if score["higher_is_better"] else -1
+    reach = -min(sign * end for end in test["ci95"])
+    if _is_worse(step):
         text = (
-            f"{name}: {view.counted(score['n'], view.unit(metric))} cannot tell whether it is worse than"
-            f" {report['baseline']}: {view.label(metric)} {difference}. Score it on more before you ship it."
+            f"{name} is worse than {report['baseline']}: {difference}, {view.probability(test['p_value'])}."
         )
-        return textwrap.wrap(text, 80)
-    return []
+    elif score["n"] < _ROWS or reach > _OPEN * abs(score["value"] - test["difference"]):
+        text = (
+            f"{name}: {counted} cannot tell whether it is worse than {report['baseline']}: {difference}."
+            " Score it on more before you ship it."
+        )
+    else:
+        return []
+    return [line.replace(_HARD, " ") for line in textwrap.wrap(text, 80)]
 
 
 def _form(report: Mapping[str, Any], name: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from smelt.plan.order.draft import Draft, done, scheme_of
 from smelt.plan.order.lost import lost_by
 from smelt.runtime.schemes.registry import SCHEMES
+
+# steps of which a model that does not go on from them has nothing; `vocabulary` gives it its words
+_CHANGES_WEIGHTS = ("prune", "depth", "factorize", "share", "sparsify", "quantize", "finetune", "distill")
 
 
 def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
@@ -33,6 +37,9 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
             " multiplies bits with bits."
         )
     student = draft.entry.word == "distill" and draft.entry.settings.get("student")
+    if getattr(getattr(draft.settings, "student", None), "other", False):
+        yield from _unused(draft, above, where)
+        student = None
     late = " and ".join(sorted(set(words) & {"prune", "factorize"}))
     if late and student:
         yield (
@@ -41,6 +48,18 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
         )
     if late and draft.entry.word == "depth":
         yield f"{where}: layers that go after {late} take part of that work with them; put depth first."
+
+
+def _unused(draft: Draft, above: Sequence[Draft], where: str) -> Iterator[str]:
+    """Yield that nothing of the steps before a student of its own stays in it, up to one that teaches it."""
+    teachers = set(draft.references.values())
+    before = list(itertools.takewhile(lambda d: d.name not in teachers, above))
+    idle = [f"'{d.name}'" for d in reversed(before) if d.entry.word in _CHANGES_WEIGHTS]
+    if idle:
+        yield (
+            f"{where}: its student is another model, in which nothing of {' and '.join(idle)} stays; give"
+            " `from: model`, or a teacher among them."
+        )
 
 
 def lost_work(drafts: Mapping[str, Draft], lines: Mapping[str, Sequence[Draft]]) -> Iterator[str]:

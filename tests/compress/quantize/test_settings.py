@@ -110,6 +110,17 @@ def test_the_help_says_true_and_false_as_yaml_does():
     assert described.endswith("(int8-groupwise, int3, int2: true, false)")
 
 
+def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_recipe():
+    for scheme in SCHEMES:
+        for vocabulary in [None, *(name for name, other in SCHEMES.items() if other.tables)]:
+            settings = QuantizeSettings(scheme=scheme, vocabulary=vocabulary)
+            again = QuantizeSettings(**settings.meant())
+            assert again.meant() == settings.meant()
+            assert [again.options(name) for name in again.schemes()] == [
+                settings.options(name) for name in settings.schemes()
+            ]
+
+
 @pytest.mark.parametrize(
     ("given", "meant", "idle"),
     [
@@ -125,6 +136,9 @@ def test_the_help_says_true_and_false_as_yaml_does():
         ({"scheme": "int2"}, {"group_size": 64, "vocabulary": "int4"}, {"rows"}),
         ({"scheme": "int2", "embeddings": False, "head": False}, {"head": False}, {"vocabulary"}),
         ({"bits": {"budget": 4.5}}, {"group_size": 64, "rows": 128}, {"scheme", "vocabulary", "range"}),
+        ({"scheme": "binary"}, {"vocabulary": "int8-dynamic", "granularity": "channel"}, {"symmetric"}),
+        ({"scheme": "int4", "vocabulary": "int8-dynamic"}, {"granularity": "channel"}, set()),
+        ({"scheme": "int8-dynamic", "vocabulary": "ternary"}, {"group_size": 64}, {"granularity"}),
     ],
 )  # fmt: skip
 def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(given, meant, idle):

@@ -88,6 +88,10 @@ def test_terminal_has_columns_of_times_where_some_were_taken(report):
     assert head.split() == ["step", "BLEU", "diff", "MB"]
     assert "diff against" in drawn
     assert "speed-up" not in drawn
+    markdown, page = write_markdown(report), " ".join(Outline(write_html(report)).texts)
+    assert "differences are against" in markdown
+    assert "Differences are against" in page
+    assert not any(word in page + markdown for word in ("speed-up", "Times are", "quality and speed."))
 
 
 def test_drawing_leaves_the_report_alone(report):

@@ -1,5 +1,6 @@
 """What a run says at its end."""
 
+import re
 import shlex
 
 import pytest
@@ -120,8 +121,17 @@ def test_a_step_is_named_with_what_it_loses_or_what_few_rows_leave_open(
         return
     assert f"{name}{said}" in " ".join(between)
     assert max(map(len, between)) <= 80
-    assert any("[" in line and "]" in line for line in between)  # an interval stays in one line
     assert summary_lines(Result(report | {"status": "interrupted"}, tmp_path))[-1].startswith("Report: ")
+
+
+@pytest.mark.parametrize("more", range(0, 20, 2))
+def test_an_interval_stays_in_one_line(tmp_path, more):
+    report = sample_report.sample()
+    chosen = next(one for one in report["steps"] if one["name"] == step_to_ship(report))
+    chosen["name"] += "x" * more
+    report["frontier"] = [chosen["name"]]
+    told = summary_lines(Result(report, tmp_path))
+    assert [line for line in told if re.search(r"−1\.11 \[.+\],", line)], told
 
 
 def test_graphs_that_generate_and_were_taken_are_shipped_in_a_form_that_takes_them(tmp_path):

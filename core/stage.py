@@ -109,8 +109,8 @@ StepName = Annotated[str, _Reference()]
 StepNames = Annotated[str | tuple[str | OtherT, ...], _Reference()]
 # The same, of a step in any format that runs: what it says counts, and not its weights.
 RunningStep = Annotated[str | None, _Reference(any_format=True)]
-RecipePath = Annotated[str | None, _Path()]
-RequiredPath = Annotated[str, _Path()]
+RecipePath = Annotated[Annotated[str, Field(min_length=1)] | None, _Path()]
+RequiredPath = Annotated[str, Field(min_length=1), _Path()]
 # A setting of stages that write float weights; they compute in float32 whatever it is.
 StoredDtype = Annotated[
     Literal["keep", "fp32", "fp16", "bf16"],

@@ -177,7 +177,10 @@ def _translated(error: ValidationError, value: Any, schema: Schema | None) -> It
             word = str(where[-1])
             message = f"unknown; known here: {', '.join(known) or 'nothing'}.{nearest(word, known)}"
         elif kind == "missing":
-            message = f"missing; expected {_expectation(part, schema)}."
+            wanted = _expectation(part, schema) if part else ""
+            message = f"missing; expected {wanted}." if wanted else "missing."
+        elif kind == "string_too_short":
+            message = f"expected a text that is not empty, read {shown(read)}."
         elif kind in ("value_error", "assertion_error"):
             message = f"{str(detail['ctx']['error']).rstrip('.')}."
         else:

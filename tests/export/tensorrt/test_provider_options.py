@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import exports
@@ -10,7 +11,7 @@ import pytest
 import tensorrt_graphs
 import tensorrt_rig
 
-from smelt.core.errors import RunError
+from smelt.core.errors import InputError, RunError
 from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tensorrt.provider_options import rtx_options, tensorrt_options, write_provider
 from smelt.export.tensorrt.provider_settings import ProviderSettings
@@ -113,6 +114,16 @@ def test_the_file_holds_the_profile_that_an_engine_of_the_graph_is_built_for(
     assert set(told) == {path.stem for path in graphs}
     for path, [shapes] in graphs.items():
         assert told[path.stem].most == {name: sizes[2] for name, sizes in shapes.items()}
+
+
+def test_what_is_said_of_lengths_names_the_settings_of_the_step(tmp_path: Path) -> None:
+    folder = tensorrt_graphs.copy("marian", tmp_path / "g")
+    ctx = exports.context(folder, "translation")
+    with pytest.raises(InputError, match=r"give onnx: \{engine: \{lengths: \{opt: 32, max: 128\}\}\}\."):
+        write_provider("ort-tensorrt", "fp32", ProviderSettings(), folder, replace(ctx, data={}))
+    settings = ProviderSettings(max_batch_size=4, max_new_tokens=12, length_percentile=50)
+    write_provider("ort-tensorrt", "fp32", settings, folder, ctx)
+    assert ctx.warnings[0].endswith("would be cut; see onnx: {engine: {length_percentile, lengths}}")
 
 
 def test_sizes_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:

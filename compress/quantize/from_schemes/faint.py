@@ -51,7 +51,7 @@ def faint_warnings(layers: Collection[Planned], rows: Mapping[str, Tensor]) -> l
 
 def _loses_digits(layer: Planned, row: Tensor) -> bool:
     """Say whether nearest codes of a row miss more of it than those of the same row made larger do."""
-    stored = SCHEMES[layer.scheme].storage(*_shape(row), layer.options).get("scales")
+    stored = SCHEMES[layer.scheme].storage(1, row.shape[1], layer.options).get("scales")
     if stored is None or stored.filed != "float16":
         return False
     return _missed(layer, row) - _missed(layer, row / row.abs().max()) > _LOST
@@ -64,9 +64,4 @@ def _missed(layer: Planned, row: Tensor) -> float:
     scheme = SCHEMES[layer.scheme]
     codes, grid = round_to_nearest(row, scheme, layer.options)
     values = scheme.values(codes, grid, layer.options).flatten(1)[:, : row.shape[1]]
-    return float((values - row).norm() / row.norm())
-
-
-def _shape(row: Tensor) -> tuple[int, int]:
-    rows, width = row.shape
-    return rows, width
+    return float((values - row).double().norm() / row.double().norm())  # squares of 1e-25 are no float32

@@ -204,7 +204,9 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     )
     assert said in " ".join(ran.output.split())
     assert f" %, floats in {dtypes[odd]})" in write_markdown(found)
-    assert f" %, floats in {dtypes[odd]}</small>" in write_html(found)
+    page = write_html(found)
+    assert f" %, floats in {dtypes[odd]}, the baseline's in another type" in page.replace("&#39;", "'")
+    assert f" %, {dtypes[odd]}</abbr></small>" in page
     [half] = [step for step in found["steps"] if step["name"] == "half"]
     assert (
         "this graph is for CUDA and was run on the CPU, where ONNX Runtime computes most"

@@ -1,6 +1,7 @@
 """Techniques that cannot do what a recipe asks of this model: said in words, with what would do."""
 
 import json
+import shutil
 
 import harness
 import pytest
@@ -26,13 +27,16 @@ AT_WORK = {
     "layers": ("factorize: {include: ['*.nowhere']}", ("choose no linear layer",)),
     "codes": ("quantize: {skip: ['*']}", ("the patterns in skip ['*'] leave no layer to quantize",)),
     "teacher": (
-        "distill: {teacher: {model: t}, max_steps: 1}",
+        "distill: {teacher: {model: other}, max_steps: 1}",
         ("the tokenizer of the teacher", "is another one than the model's", "are given the same tokens"),
     ),
 }
 
 
 def test_what_only_the_work_can_tell_is_told_of_each_step_and_others_go_on(home):
+    shutil.copytree(home / "m", home / "other")
+    words = (home / "other" / "vocab.txt").read_text().splitlines()
+    (home / "other" / "vocab.txt").write_text("\n".join([*words[:-2], words[-1], words[-2]]) + "\n")
     steps = "".join(
         f"  - {stage}\n    name: {name}\n    from: model\n" for name, (stage, _) in AT_WORK.items()
     )

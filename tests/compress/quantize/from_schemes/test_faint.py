@@ -29,7 +29,8 @@ def layer(largest, scheme, dtype=torch.float32, **options):
     ("scheme", "largest", "warned"),
     [
         ("int8-groupwise", 1e-4, False), ("int8-groupwise", 3e-6, True),
-        ("int4", 1e-5, False), ("int4", 1e-7, True), ("int2", 1e-6, False), ("int2", 1e-8, True),
+        ("int4", 1e-5, False), ("int4", 1e-7, True), ("int4", 1e-30, True),
+        ("int2", 1e-6, False), ("int2", 1e-8, True),
         ("kmeans4", 3e-5, False), ("kmeans4", 3e-6, True), ("pow2", 1e-6, False), ("pow2", 1e-8, True),
         ("ternary", 1e-6, False), ("ternary", 1e-8, True), ("binary", 1e-6, False), ("binary", 1e-8, True),
         ("int8-dynamic", 1e-9, False), ("bnb-nf4", 1e-9, False),

@@ -148,8 +148,22 @@ def size_of(folder: Path) -> int:
 
 
 def placed(base: Path, said: str | Path) -> Path:
-    """Return the path that `said` means in a file of the folder `base`; `~` is the user's home."""
-    return base / Path(said).expanduser()
+    """Return the path that `said` means in a file of the folder `base`; `~` is the user's home.
+
+    A name with ~ that is no user's is a name like others.
+    """
+    try:
+        return base / Path(said).expanduser()
+    except RuntimeError:
+        return base / said
+
+
+def is_there(path: Path) -> bool:
+    """Say whether there is a file or folder `path`; of a name that none can have, that there is not."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from smelt.compress.distill.layer_map import check_map
-from smelt.compress.distill.other_student import check_other
+from smelt.compress.distill.other_student import check_other, other_images
 from smelt.compress.distill.settings import DistillSettings
-from smelt.core.errors import nearest
+from smelt.core.errors import InputError, nearest
+from smelt.core.files import read_json
 from smelt.core.labels import REGRESSION
 from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
+from smelt.runtime.text.limits import position_limit
 
 # What settings call the stacks of layers, of which each family has one or two.
 STACKS = ("encoder_layers", "decoder_layers", "layers")
@@ -76,6 +79,31 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[t
         if training.losses.reverse_logits and config.get("problem_type") == REGRESSION:
             found.append((f"{place}.reverse_logits", "numbers have no divergence to turn round."))
     return found
+
+
+def check_folders(settings: DistillSettings, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (setting, what is wrong) of teachers in folders that cannot read what this model does."""
+    found: list[tuple[str, str]] = []
+    for one in settings.teachers():
+        own = {} if isinstance(one, str) else _config_in(Path(one.model))
+        family = find_family(config)
+        if family is None or find_family(own) is None:
+            continue  # the plan says what is wrong with the folder
+        if sizes := other_images(own, config):
+            found.append(("teacher", sizes))
+        room, most = position_limit(own), position_limit(config)
+        cut = min(most, settings.max_length or most) if most is not None else settings.max_length
+        if family.kind != "decoder" and room is not None and cut is not None and room < cut:
+            text = f"it has {room} positions, texts have up to {cut} tokens; give max_length: {room}."
+            found.append(("teacher", text))
+    return found
+
+
+def _config_in(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(folder / "config.json")
+    except (InputError, OSError):
+        return {}
 
 
 def check_teacher(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.compress.depth.settings import LAYERS_BEHIND_PARTS
-from smelt.compress.distill.fit import check_losses, check_student, check_teacher
+from smelt.compress.distill.fit import check_folders, check_losses, check_student, check_teacher
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.unlabelled import check_unlabelled, needs_of_rows, with_rows
 from smelt.compress.distill.weights import INNER
@@ -23,6 +23,7 @@ from smelt.compress.train.settings import (
 )
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import IMAGES, SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
+from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Distill:
         if settings.student is not None:
             wrong, after = check_student(settings.student, config)
             found = [(f"student.{setting}", message) for setting, message in wrong]
-        found += check_training(settings, config)
+        found += check_training(settings, config) + check_folders(settings, config)
         # the layers of a student that cannot be are not counted
         return found + ([] if found else check_losses(settings, after)), after
 
@@ -216,7 +217,11 @@ def _student(
         from smelt.compress.distill.other_student import make_other
 
         make_other(student, src, teacher, space, ctx)
-        return *load_model(space), space
+        try:
+            return *load_model(space), space
+        except InputError as error:
+            named = str(student.model or student.config)
+            raise InputError(str(error).replace(str(space), named)) from error
     model, edits = load_trainable(src, ctx, settings.lora is not None)
     if student is not None:
         from smelt.compress.distill.student import keep_layers

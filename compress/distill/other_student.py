@@ -14,7 +14,7 @@ from smelt.compress.vocabulary.kept import read_kept
 from smelt.core.artifact import Artifact
 from smelt.core.data import CLASSIFICATION, IMAGES
 from smelt.core.errors import InputError
-from smelt.core.files import read_json
+from smelt.core.files import is_there, read_json
 from smelt.core.stage import Context
 from smelt.families.registry import FAMILIES, find_family
 
@@ -37,7 +37,7 @@ def check_other(
         (setting, what is wrong with it) for each mistake, and the config of the student.
     """
     word = "config" if student.config else "model"
-    if not Path(student.config or student.model or "").exists():
+    if not is_there(Path(student.config or student.model or "")):
         return [], {}  # the plan says so
     try:
         own = config_of(student)
@@ -47,15 +47,25 @@ def check_other(
     if kind is None:
         known = ", ".join(FAMILIES)
         return [(word, f"'{own.get('model_type')}' is no family that smelt knows; those are {known}.")], {}
+    wrong = other_images(own, config)
     if teacher is not None and (kind.kind, kind.reads) != (teacher.kind, teacher.reads):
-        found = f"a {kind.name} model is of another kind than the {teacher.name} model that it learns from."
-        return [(word, found)], {}
+        wrong = f"a {kind.name} model is of another kind than the {teacher.name} model that it learns from."
+    if wrong is not None:
+        return [(word, wrong)], {}
     words, said = config.get("vocab_size"), own.get("vocab_size")
     if student.model and None not in (words, said) and words != said:
         found = f"its vocabulary has {said} tokens, the model's {words}; both are given the same tokens."
         return [(word, found)], {}
     outputs = {name: config[name] for name in _OUTPUTS if name in config}
     return [], {**own, **outputs} | ({} if (words or said) is None else {"vocab_size": words or said})
+
+
+def other_images(own: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Say where a model takes images of another size than the one that it is trained with."""
+    ours, theirs = own.get("image_size"), config.get("image_size")
+    if None in (ours, theirs) or ours == theirs:
+        return None
+    return f"it takes images of {ours} pixels, the model {theirs}; both are given the same images."
 
 
 def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Path, ctx: Context) -> None:

@@ -113,7 +113,7 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
         )
     else:
         return []
-    return [line.replace(_HARD, " ") for line in textwrap.wrap(text, 80)]
+    return [line.replace(_HARD, " ") for line in textwrap.wrap(text, 80, break_on_hyphens=False)]
 
 
 def _form(report: Mapping[str, Any], name: str) -> str:

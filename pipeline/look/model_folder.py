@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
-from smelt.core.files import placed
+from smelt.core.files import is_there, placed
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import CLASSIFIERS
 from smelt.core.text import article
@@ -166,8 +166,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the Hugging Face config in the file `path` (empty for none), and what is wrong with it."""
-    if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    if not (is_there(path) and path.is_file()):
+        beside = is_there(path.parent) and path.parent.is_dir()
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if beside else ""
         return {}, [f"{path}: no such file; expected a model's config.{near}"]
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -92,7 +92,10 @@ def _of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) 
     rules = read_sentence_rules(folder) or read_sentence_rules(src.path) if ctx.task == SIMILARITY else None
     notes = import_model(folder, space, sentences=rules)
     ctx.warnings.extend(f"distill: teacher {folder.name}: {note}" for note in notes)
-    model, _ = load_model(space)
+    try:
+        model, _ = load_model(space)
+    except InputError as error:  # under the name that was given
+        raise InputError(str(error).replace(str(space), str(folder))) from error
     if ctx.task == "text-classification" and not hasattr(model, "num_labels"):
         raise InputError(f"distill: the teacher {folder} is {article(type(model).__name__)}, no classifier.")
     identity = hash_of({path.name: sha256_of(path) for path in source_files(folder)})

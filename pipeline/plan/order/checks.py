@@ -7,7 +7,7 @@ from pathlib import Path
 from smelt.core.artifact import Format
 from smelt.core.data import CLASSIFICATION, IMAGES, SIMILARITY
 from smelt.core.errors import nearest
-from smelt.core.files import placed
+from smelt.core.files import is_there, placed
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.look.model_folder import check_model_folder, read_config
@@ -111,13 +111,15 @@ class Checker:
             if "task" not in self.bad:
                 draft.settings = draft.settings.for_task(self.recipe.task)
             for place, path in draft.settings.paths().items():
+                in_list = isinstance(draft.entry.settings.get(str(place[0])), list)
+                where = place if in_list else tuple(word for word in place if not isinstance(word, int))
                 for problem in self._problems_of(Path(path), place):
-                    self.mistakes.add((*draft.entry.path, *place), problem)
+                    self.mistakes.add((*draft.entry.path, *where), problem)
                     draft.wrong |= {str(place[0])}
 
     def _problems_of(self, path: Path, place: tuple[str | int, ...]) -> list[str]:
         """Say what is wrong with a file or folder that a step names; of a `model` its files are looked at."""
-        if not path.exists():
+        if not is_there(path):
             return [f"{path}: no such file or folder."]
         if place[-1] != "model":
             return []
@@ -176,7 +178,11 @@ class Checker:
             else:
                 what = f"no earlier step '{name[:60]}'."
             hint = nearest(name, fit)
-            if setting.split(".")[0] == "teacher" and placed(self.recipe.base, name).is_dir():
+            if (
+                setting.split(".")[0] == "teacher"
+                and name.strip()
+                and is_there(placed(self.recipe.base, name))
+            ):
                 hint = f" A model in a folder is named as `{{model: {name}}}`."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
 

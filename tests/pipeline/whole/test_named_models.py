@@ -8,6 +8,7 @@ import images
 import pytest
 import sentences
 import tiny
+from safetensors.torch import load_file, save_file
 
 import smelt
 
@@ -93,3 +94,60 @@ def test_a_folder_may_lie_in_the_home_of_the_user(place, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert harness.smelt("plan", recipe, code=0)
     assert smelt.run(recipe, out=tmp_path / "run").exit_code == 0
+
+
+def changed(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(("who", "place"), [("teacher", "teacher: "), ("student", "student.model: ")])
+def test_models_that_take_other_images_are_refused_before_any_work(who, place, tmp_path):
+    recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
+    changed(tmp_path / "other", image_size=64)
+    said = harness.smelt("plan", recipe, code=2).output
+    assert f"distill.{place}it takes images of 64 pixels, the model " in said
+
+
+def test_a_teacher_of_fewer_positions_wants_texts_that_are_cut(tmp_path):
+    recipe = home(tmp_path, "text-classification", "teacher: {model: other}")
+    shutil.rmtree(tmp_path / "other")
+    tiny.bert(tmp_path / "other", max_position_embeddings=8)
+    said = harness.smelt("plan", recipe, code=2).output
+    assert "distill.teacher: it has 8 positions, texts have up to " in said
+    recipe.write_text(recipe.read_text().replace("max_steps: 1", "max_steps: 1, max_length: 8"))
+    assert smelt.run(recipe, out=tmp_path / "run").exit_code == 0
+
+
+@pytest.mark.parametrize("who", ["teacher", "student"])
+def test_weights_that_do_not_fit_are_told_under_the_name_that_was_given(who, tmp_path):
+    recipe = home(tmp_path, "image-classification", f"{who}: {{model: other}}")
+    path = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "position_embeddings" in name)
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    told = smelt.run(recipe, out=tmp_path / "run").report["steps"][-1]["error"]
+    assert f"{tmp_path / 'other'}: " in told
+    assert ".store" not in told
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("teacher: {model: ~no-such-user/x}", "distill.teacher.model: "),
+        (f"teacher: {{model: {LONG}}}", "distill.teacher.model: "),
+        (f"student: {{model: {LONG}}}", "distill.student.model: "),
+        (f"student: {{config: {LONG}}}", "distill.student.config: "),
+        (f"teacher: {LONG}", "distill.teacher: no earlier step"),
+        ("teacher: [model, ~no-such-user]", "distill.teacher[1]: no earlier step"),
+        ("teacher: [model, {model: nowhere}]", "distill.teacher[1].model: "),
+        ("teacher: ''", "distill.teacher: no earlier step ''. Those are: model.\n"),
+    ],
+)
+def test_names_that_no_folder_can_have_are_told_with_their_place(setting, message, tmp_path):
+    said = harness.smelt("plan", home(tmp_path, "translation", setting), code=2).output
+    assert f"recipe.yaml:4: stages[0].{message}" in said, said

@@ -43,6 +43,19 @@ def test_a_layer_is_named_where_its_scales_lose_digits_that_its_codes_have(schem
     assert all(text.startswith(f"quantize: a: the largest weight is {largest:g}, ") for text in told)
 
 
+def test_rows_that_vanish_beside_one_that_stands_are_seen():
+    one = layer(3e-6, "kmeans4")
+    one.module.weight.data[0] = 0
+    one.module.weight.data[0, 0] = 2e-5
+    assert len(faint_warnings([one], faint([one]))) == 1
+
+
+def test_rows_that_vanish_and_are_next_to_nothing_of_the_matrix_are_let_be():
+    one = layer(5e-4, "int4")
+    one.module.weight.data[1:] *= 1e-5
+    assert faint_warnings([one], faint([one])) == []
+
+
 def test_positive_scales_that_became_one_are_no_scales():
     layers = [layer(1e-9, "int4", symmetric="positive")]
     assert len(faint_warnings(layers, faint(layers))) == 1

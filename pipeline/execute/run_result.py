@@ -103,9 +103,10 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     sign = 1 if score["higher_is_better"] else -1
     reach = -min(sign * end for end in test["ci95"])
     if _is_worse(step):
-        text = (
-            f"{name} is worse than {report['baseline']}: {difference}, {view.probability(test['p_value'])}."
-        )
+        asked = [gate["passed"] for gate in step.get("gates") or [] if gate["metric"] == metric]
+        kept = bool(asked) and all(asked)
+        told = f"{difference}, {view.probability(test['p_value'])}{'; its gate allows that' if kept else ''}"
+        text = f"{name} is worse than {report['baseline']}: {told}."
     elif score["n"] < _ROWS or reach > _OPEN * abs(score["value"] - test["difference"]):
         text = (
             f"{name}: {counted} cannot tell whether it is worse than {report['baseline']}: {difference}."

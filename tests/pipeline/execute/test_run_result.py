@@ -121,6 +121,13 @@ def test_a_step_is_named_with_what_it_loses_or_what_few_rows_leave_open(
         assert between == []
         return
     assert f"{name}{said}" in " ".join(between)
+    if said.startswith(f" {WORSE}"):
+        failed = {"metric": metric, "passed": False, "kind": "min", "limit": 39.0, "value": value}
+        chosen["gates"] = [failed, failed | {"passed": True}]
+        assert "gate allows" not in " ".join(summary_lines(Result(report, tmp_path))[-4:])
+        chosen["gates"] = [{"metric": metric, "passed": True, "kind": "max_drop", "limit": 3.0, "value": 2.4}]
+        allowed = " ".join(summary_lines(Result(report, tmp_path)))
+        assert f"{name}{said.removesuffix('.')}; its gate allows that." in allowed
     assert max(map(len, between)) <= 80
     assert summary_lines(Result(report | {"status": "interrupted"}, tmp_path))[-1].startswith("Report: ")
 

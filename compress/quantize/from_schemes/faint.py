@@ -23,7 +23,8 @@ def faint(layers: Collection[Planned]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for layer in layers:
         weight = layer.module.weight.detach()
-        largest = float(weight.abs().max()) if weight.numel() else 0.0
+        # without a copy, which of an embedding may be large
+        largest = max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
         if 0 < largest < _SMALL:
             found[layer.name] = weight.float().clone()
     return found

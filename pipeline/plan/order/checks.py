@@ -178,11 +178,8 @@ class Checker:
             else:
                 what = f"no earlier step '{name[:60]}'."
             hint = nearest(name, fit)
-            if (
-                setting.split(".")[0] == "teacher"
-                and name.strip()
-                and is_there(placed(self.recipe.base, name))
-            ):
+            folder = placed(self.recipe.base, name)
+            if setting.split(".")[0] == "teacher" and name.strip() and is_there(folder / "config.json"):
                 hint = f" A model in a folder is named as `{{model: {name}}}`."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
 

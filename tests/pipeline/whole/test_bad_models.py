@@ -198,9 +198,9 @@ def test_a_folder_in_the_place_of_a_step_is_told_how_to_name_it(home):
     assert "A model in a folder is named as `{model: m}`." in said
     several = refused(home, _distilled("teacher: [model, m]"), "no earlier step 'm'")
     assert "A model in a folder is named as `{model: m}`." in several
-    assert "A model in a folder" not in refused(
-        home, _distilled("teacher: nobody"), "no earlier step 'nobody'"
-    )
+    for other in ("nobody", "data.jsonl"):
+        told = refused(home, _distilled(f"teacher: {other}"), f"no earlier step '{other}'")
+        assert "A model in a folder" not in told
 
 
 def _written(home, recipe):

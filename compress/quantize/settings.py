@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from smelt.compress.quantize.from_schemes.meant import (
+    as_by_default,
+    check_options,
+    options_for,
+    taken_by,
+    unused_by,
+)
 from smelt.compress.quantize.from_schemes.options import VOCABULARY, FromSchemes, TableScheme
 from smelt.compress.quantize.sensitivity.settings import Bits, Budget
 from smelt.core.stage import Settings
-from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight, options_of_all, worded
-from smelt.runtime.schemes.scheme import Option, Value
+from smelt.runtime.schemes.registry import SCHEMES, WIDTHS, bits_per_weight
+from smelt.runtime.schemes.scheme import Value
 
 # among the patterns of `skip`: what is most sensitive
 AUTO = "auto"
@@ -118,10 +132,16 @@ class QuantizeSettings(FromSchemes):
     unsaid: ClassVar[frozenset[str]] = frozenset({"method", "clip", "bits", "low_rank"})
 
     @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _written(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         found: dict[str, Any] = handler(self)
         plain = {name: type(self).model_fields[name].default for name in self.unsaid}
-        return {name: value for name, value in found.items() if name not in plain or value != plain[name]}
+        kept = {name: value for name, value in found.items() if name not in plain or value != plain[name]}
+        same = as_by_default(self.schemes(), self)
+        if self.vocabulary is not None and self.vocabulary == self._own_table_scheme:
+            same["vocabulary"] = None
+        if info.exclude_defaults:
+            return {name: value for name, value in kept.items() if name not in same}
+        return kept | same
 
     @field_validator("skip", mode="before")
     @classmethod
@@ -137,27 +157,8 @@ class QuantizeSettings(FromSchemes):
         self._check_bits()
         self._check_rows()
         self._check_clip()
-        schemes = [SCHEMES[name] for name in self.schemes()]
-        used = {option.name for scheme in schemes for option in scheme.settings}
-        for name in options_of_all():
-            if name in self.model_fields_set and name not in used:
-                raise ValueError(f"{name} means nothing to {self._who}; remove it")
-        for scheme in schemes:
-            for option in scheme.settings:
-                value = getattr(self, option.name)
-                if not (option.allows(value) or self._said_to_another(option)):
-                    said, *allowed = map(worded, (value, *option.allowed))
-                    who = f"codes of {scheme.bits} bits" if self.bits else f"scheme {scheme.name}"
-                    expected = f"expected one of {', '.join(allowed)}"
-                    raise ValueError(option.others or f"{option.name} {said} is not for {who}; {expected}")
+        check_options(self.schemes(), self, self._who, mixed=self.bits is not None)
         return self
-
-    def _said_to_another(self, option: Option) -> bool:
-        """Say whether what a recipe says under an option's name is for another scheme, or not said at all."""
-        said = getattr(self, option.name)
-        others = [one for name in self.schemes() for one in SCHEMES[name].settings if one.name == option.name]
-        heard = any(one.allows(said) for one in others)
-        return option.later and (heard or option.name not in self.model_fields_set)
 
     def _check_bits(self) -> None:
         """Refuse a budget that no choice of widths can have, and settings that choose widths themselves.
@@ -277,7 +278,11 @@ class QuantizeSettings(FromSchemes):
     @property
     def table_scheme(self) -> str:
         """The scheme of embeddings and head."""
-        return self.vocabulary or SCHEMES[self.scheme].vocabulary or self.scheme
+        return self.vocabulary or self._own_table_scheme
+
+    @property
+    def _own_table_scheme(self) -> str:
+        return SCHEMES[self.scheme].vocabulary or self.scheme
 
     def schemes(self) -> tuple[str, ...]:
         """Return the schemes that are used, the one of the linear layers first."""
@@ -289,20 +294,14 @@ class QuantizeSettings(FromSchemes):
     def meant(self) -> dict[str, Any]:
         """Return what a report says: options as the schemes take them, without those that nothing uses.
 
-        It may be said in a recipe, and gives the same codes.
+        It may be said in a recipe, and gives the same codes under the same key.
         """
-        own: dict[str, Value] = {} if self.bits else {"vocabulary": self.table_scheme}
+        dumped = self.model_dump(mode="json") | taken_by(self.schemes(), self)
+        if self.bits is None:
+            dumped["vocabulary"] = self.table_scheme
         idle = {name for name, means in self._uses().items() if not means}
-        taken = [self.options(scheme) for scheme in self.schemes()]
-        for name in options_of_all():
-            values = [options[name] for options in taken if name in options]
-            if values and all(value == values[0] for value in values):
-                own[name] = values[0]
-            elif not values or name not in self.model_fields_set:  # each scheme has its own
-                idle.add(name)
-        return {
-            name: value for name, value in (self.model_dump(mode="json") | own).items() if name not in idle
-        }
+        idle |= unused_by(self.schemes(), self)
+        return {name: value for name, value in dumped.items() if name not in idle}
 
     def _uses(self) -> dict[str, bool]:
         """Return of settings that some others leave without a meaning whether they have one."""
@@ -322,5 +321,4 @@ class QuantizeSettings(FromSchemes):
 
     def options(self, scheme: str) -> dict[str, Value]:
         """Return what `scheme` wants to know, as a quantized layer takes it."""
-        said = {option: getattr(self, option.name) for option in SCHEMES[scheme].settings}
-        return {one.name: value if one.allows(value) else one.default for one, value in said.items()}
+        return options_for(scheme, self)

@@ -187,7 +187,12 @@ def kind_of(step: Step) -> str:
 
 def matters(difference: Difference) -> bool:
     """Tell whether the difference is significant at 5 %."""
-    return difference.p_value < SIGNIFICANT
+    return matters_at(difference.p_value)
+
+
+def matters_at(p_value: float) -> bool:
+    """Tell whether that is significant at 5 %."""
+    return p_value < SIGNIFICANT
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -223,8 +228,16 @@ def megabytes(size_bytes: int | None) -> str:
 
 
 def probability(p_value: float) -> str:
-    """Return `p = 0.012`, or `p < 0.001` where three digits would show nothing."""
-    return f"p = {p_value:.3f}" if p_value >= 0.001 else "p < 0.001"
+    """Return `p = 0.012`, or `p < 0.001` where three digits would show nothing.
+
+    More digits where three would round a significant value up to the limit: `p = 0.0498`.
+    """
+    if p_value < 0.001:
+        return "p < 0.001"
+    places = 3
+    while matters_at(p_value) != matters_at(round(p_value, places)):
+        places += 1
+    return f"p = {p_value:.{places}f}"
 
 
 def quantity(metric: str, value: float | None) -> str:

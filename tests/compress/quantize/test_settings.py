@@ -105,6 +105,21 @@ def test_keys_of_before_stay_where_an_option_came_later():
     assert QuantizeSettings(granularity="tensor").model_dump()["granularity"] == "tensor"
 
 
+def test_options_that_mean_something_are_in_the_key():
+    plain = QuantizeSettings(scheme="int4").model_dump()
+    assert plain["vocabulary"] is None
+    for said in (
+        {"group_size": 64},
+        {"symmetric": False},
+        {"accuracy_level": 0},
+        {"vocabulary": "int8-static"},
+    ):
+        assert QuantizeSettings(scheme="int4", **said).model_dump() == plain | said
+    ternary = QuantizeSettings(scheme="ternary", symmetric="positive")  # that is of its vocabulary, in int4
+    assert ternary.model_dump()["symmetric"] == "positive"
+    assert ternary.model_dump(exclude_defaults=True) == {"scheme": "ternary", "symmetric": "positive"}
+
+
 def test_the_help_says_true_and_false_as_yaml_does():
     described = QuantizeSettings.model_fields["symmetric"].description
     assert described.endswith("(int8-groupwise, int3, int2: true, false)")
@@ -116,6 +131,7 @@ def test_what_a_report_says_of_any_scheme_with_any_vocabulary_may_be_said_in_a_r
             settings = QuantizeSettings(scheme=scheme, vocabulary=vocabulary)
             again = QuantizeSettings(**settings.meant())
             assert again.meant() == settings.meant()
+            assert again.model_dump() == settings.model_dump()  # keys are of this
             assert [again.options(name) for name in again.schemes()] == [
                 settings.options(name) for name in settings.schemes()
             ]
@@ -147,6 +163,8 @@ def test_report_says_what_the_scheme_takes_and_nothing_that_it_does_not_use(give
     assert meant.items() <= told.items()
     assert not idle & set(told)
     again = QuantizeSettings(**told)  # what is told may be said, and means the same
+    assert again.model_dump() == settings.model_dump()
+    assert again.model_dump(exclude_defaults=True) == settings.model_dump(exclude_defaults=True)
     assert [again.options(name) for name in again.schemes()] == [
         settings.options(name) for name in settings.schemes()
     ]

@@ -9,7 +9,7 @@ from smelt.evaluate.report.schema import (
     validate_report,
 )
 from smelt.evaluate.report.table import table
-from smelt.evaluate.report.view import number, rows, signed, significant_digits
+from smelt.evaluate.report.view import number, probability, rows, signed, significant_digits
 
 
 @pytest.fixture
@@ -38,6 +38,17 @@ def test_tiny_p_values_are_not_shown_as_zero(report):
     text = " ".join(Outline(write_html(report)).texts)
     assert "p < 0.001" in text
     assert "p = 0.000" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0123, "p = 0.012"), (0.0499, "p = 0.0499"), (0.04996, "p = 0.04996"), (0.05, "p = 0.050"),
+        (0.0502, "p = 0.050"), (1.0, "p = 1.000"), (0.001, "p = 0.001"),
+    ],
+)  # fmt: skip
+def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
+    assert probability(value) == text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,9 @@ from smelt.core.data import Columns
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
 from smelt.runtime.text.sentence_files import Pooling
+
+# of a file, a folder, or something on the hub
+Name = Annotated[str, Field(min_length=1)]
 
 
 class NewTokenizer(Settings):
@@ -27,7 +30,7 @@ class Untrained(Settings):
     preprocessor_config.json beside the config nor the config says it.
     """
 
-    config: str
+    config: Name
     tokenizer: str | NewTokenizer | None = None
     image_size: int | None = Field(default=None, ge=1, le=4096)
 
@@ -69,11 +72,11 @@ class Data(Settings):
     `smelt.plan.text_rules`). windows: how the text of a language model is cut.
     """
 
-    train: str | None = None
-    unlabelled: str | None = None
-    validation: str | None = None
-    calibration: str | None = None
-    test: str | None = None
+    train: Name | None = None
+    unlabelled: Name | None = None
+    validation: Name | None = None
+    calibration: Name | None = None
+    test: Name | None = None
     split: Shares = Shares()
     columns: Columns = Columns()
     windows: Windows = Windows()

@@ -97,6 +97,16 @@ def test_the_metrics_of_a_classifier_wait_for_its_model_and_data() -> None:
     assert "mse" in METRICS["text-classification"]
 
 
+def test_files_without_a_name_are_told_so() -> None:
+    splits = ("train", "unlabelled", "validation", "calibration", "test")
+    data = ", ".join(f"{name}: ''" for name in splits)
+    text = f"model: {{config: ''}}\ntask: language-modeling\ndata: {{{data}}}\nstages: []\n"
+    assert mistakes(text) == [
+        f"recipe.yaml:{line}: {key}: expected a text that is not empty, read ''."
+        for line, key in [(1, "model.config"), *((3, f"data.{name}") for name in splits)]
+    ]
+
+
 def test_several_mistakes_are_reported_together_in_the_order_of_their_lines() -> None:
     text = """\
 model: m

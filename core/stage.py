@@ -31,6 +31,10 @@ class Settings(BaseModel):
         """Return which of `references` may be steps whose model has left torch."""
         return frozenset(setting for setting, (_, mark) in self._named().items() if mark.any_format)
 
+    def or_folders(self) -> frozenset[str]:
+        """Return which of `references` may be `{model: FOLDER}` instead."""
+        return frozenset(setting for setting, (_, mark) in self._named().items() if mark.or_folder)
+
     def _named(self) -> dict[str, tuple[str, _Reference]]:
         found: dict[str, tuple[str, _Reference]] = {}
         for name, info in type(self).model_fields.items():
@@ -55,15 +59,28 @@ class Settings(BaseModel):
         """Return what these settings need besides what smelt depends on: packages and oldest releases."""
         return {}
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the step goes on with another model, in which nothing stays of the one that it gets."""
+        return False
+
     def paths(self) -> dict[tuple[str | int, ...], str]:
         """Return the files and folders that these settings name, by setting."""
-        found: dict[tuple[str | int, ...], str] = {}
+        return {place: path for place, (path, _) in self._marked().items()}
+
+    def models(self) -> dict[tuple[str | int, ...], bool]:
+        """Return which of `paths` are folders of models; true where the model is used as it is there."""
+        return {place: mark.as_it_is for place, (_, mark) in self._marked().items() if mark.model}
+
+    def _marked(self) -> dict[tuple[str | int, ...], tuple[str, _Path]]:
+        found: dict[tuple[str | int, ...], tuple[str, _Path]] = {}
         for name, info in type(self).model_fields.items():
+            mark = next((mark for mark in info.metadata if isinstance(mark, _Path)), None)
             for place, value in _leaves(getattr(self, name)):
                 if isinstance(value, Settings):
-                    found |= {(name, *place, *below): path for below, path in value.paths().items()}
-                elif isinstance(value, str) and any(isinstance(mark, _Path) for mark in info.metadata):
-                    found[name, *place] = value
+                    found |= {(name, *place, *below): said for below, said in value._marked().items()}
+                elif isinstance(value, str) and mark is not None:
+                    found[name, *place] = value, mark
         return found
 
     def below(self, base: Path) -> Self:
@@ -93,24 +110,37 @@ def _leaves(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 OtherT = TypeVar("OtherT", bound=Settings)
 
 
+@dataclass(frozen=True)
 class _Path:
-    """Marks a setting that names a file or folder, relative to the recipe."""
+    """Marks a setting that names a file or folder, relative to the recipe.
+
+    model: a folder with a trained model. as_it_is: which has to have all that it is used for.
+    """
+
+    model: bool = False
+    as_it_is: bool = False
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """Marks a setting whose value names an earlier step, one that gives a torch model unless `any_format`."""
+    """Marks a setting whose value names an earlier step, one that gives a torch model unless `any_format`.
+
+    or_folder: it may be `{model: FOLDER}` instead.
+    """
 
     any_format: bool = False
+    or_folder: bool = False
 
 
 StepName = Annotated[str, _Reference()]
-# One such step, or several, among which may be other things that are settings of their own.
-StepNames = Annotated[str | tuple[str | OtherT, ...], _Reference()]
+# One such step, or several, among which may be folders: settings with a `model`.
+StepNames = Annotated[str | tuple[str | OtherT, ...], _Reference(or_folder=True)]
 # The same, of a step in any format that runs: what it says counts, and not its weights.
 RunningStep = Annotated[str | None, _Reference(any_format=True)]
 RecipePath = Annotated[Annotated[str, Field(min_length=1)] | None, _Path()]
-RequiredPath = Annotated[str, Field(min_length=1), _Path()]
+# A folder with a trained model: of which another one is made, or that is used as it is.
+ModelFolder = Annotated[Annotated[str, Field(min_length=1)] | None, _Path(model=True)]
+UsedModel = Annotated[str, Field(min_length=1), _Path(model=True, as_it_is=True)]
 # A setting of stages that write float weights; they compute in float32 whatever it is.
 StoredDtype = Annotated[
     Literal["keep", "fp32", "fp16", "bf16"],

@@ -10,7 +10,7 @@ from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import INNER, LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Task
-from smelt.core.stage import RecipePath, RequiredPath, RunningStep, Settings, StepNames
+from smelt.core.stage import ModelFolder, RecipePath, RunningStep, Settings, StepNames, UsedModel
 
 Layers = int | list[int]
 
@@ -24,7 +24,7 @@ class StudentSettings(Settings):
     config: RecipePath = Field(
         default=None, description="instead: a config.json (or its folder), whose weights are drawn"
     )
-    model: RecipePath = Field(default=None, description="instead: a folder with a model that was trained")
+    model: ModelFolder = Field(default=None, description="instead: a folder with a model that was trained")
     choose: Literal["spread", "first", "last"] = Field(
         default="spread", description="which ones, where a number is given; spread: see docs/distill.md"
     )
@@ -89,7 +89,7 @@ class SequenceSettings(Settings):
 class TeacherSettings(Settings):
     """A teacher that no step of the recipe makes."""
 
-    model: RequiredPath = Field(description="a folder with a trained model and the same tokenizer")
+    model: UsedModel = Field(description="a folder with a trained model and the same tokenizer")
 
 
 class KeepSettings(Settings):
@@ -215,6 +215,11 @@ class DistillSettings(TrainingSettings):
         if self.sequences is not None and self.sequences.decoded_by is None and not steps:
             raise ValueError("sequences: say which step writes the targets, with decoded_by: STEP")
         return self
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the student is another model than the step gets."""
+        return self.student is not None and self.student.other
 
     def teachers(self) -> tuple[str | TeacherSettings, ...]:
         """Return all that teach."""

@@ -21,9 +21,9 @@ def require_finite_models(plan: Plan) -> None:
 
     task = plan.recipe.task
     for step in plan.steps:
-        for place, name in step.settings.paths().items():
-            folder = Path(name)
-            if place[-1] != "model" or not folder.is_dir():
+        paths = step.settings.paths()
+        for folder in (Path(paths[place]) for place in step.settings.models()):
+            if not folder.is_dir():
                 continue
             new_head = task in CLASSIFICATION and not has_classifier(read_config(folder)[0])
             try:

@@ -37,7 +37,7 @@ def poor_order(draft: Draft, above: Sequence[Draft]) -> Iterator[str]:
             " multiplies bits with bits."
         )
     student = draft.entry.word == "distill" and draft.entry.settings.get("student")
-    if getattr(getattr(draft.settings, "student", None), "other", False):
+    if draft.settings is not None and draft.settings.begins_anew:
         yield from _unused(draft, above, where)
         student = None
     late = " and ".join(sorted(set(words) & {"prune", "factorize"}))

@@ -113,21 +113,21 @@ class Checker:
             for place, path in draft.settings.paths().items():
                 in_list = isinstance(draft.entry.settings.get(str(place[0])), list)
                 where = place if in_list else tuple(word for word in place if not isinstance(word, int))
-                for problem in self._problems_of(Path(path), place):
+                for problem in self._problems_of(Path(path), draft.settings.models().get(place)):
                     self.mistakes.add((*draft.entry.path, *where), problem)
                     draft.wrong |= {str(place[0])}
 
-    def _problems_of(self, path: Path, place: tuple[str | int, ...]) -> list[str]:
-        """Say what is wrong with a file or folder that a step names; of a `model` its files are looked at."""
+    def _problems_of(self, path: Path, as_it_is: bool | None) -> list[str]:
+        """Say what is wrong with what a step names; as_it_is: as `Settings.models` has it, None for files."""
         if not is_there(path):
             return [f"{path}: no such file or folder."]
-        if place[-1] != "model":
+        if as_it_is is None:
             return []
         if not path.is_dir():
             return [f"{path}: not a folder; expected a model's folder with config.json."]
         task = None if "task" in self.bad else self.recipe.task
         problems, _ = check_model_folder(path, task, is_baseline=False, texts=task != IMAGES)
-        if not problems and place[0] == "teacher" and task in CLASSIFICATION:
+        if not problems and as_it_is and task in CLASSIFICATION:
             bare = not has_classifier(read_config(path)[0])
             return [f"{path}: its model has no classifier, so it cannot teach one."] if bare else []
         return problems
@@ -168,6 +168,7 @@ class Checker:
         earlier = [name for name in self.names if name != draft.name]
         torch = [name for name in earlier if self._format(name) in ("torch", None)]
         free = draft.settings.of_any_format() if draft.settings else ()
+        folders = draft.settings.or_folders() if draft.settings else ()
         for setting, name in draft.references.items():
             fit = earlier if setting in free else torch
             path = (*draft.entry.path, *(int(w) if w.isdigit() else w for w in setting.split(".")))
@@ -179,7 +180,7 @@ class Checker:
                 what = f"no earlier step '{name[:60]}'."
             hint = nearest(name, fit)
             folder = placed(self.recipe.base, name)
-            if setting.split(".")[0] == "teacher" and name.strip() and is_there(folder / "config.json"):
+            if setting in folders and name.strip() and is_there(folder / "config.json"):
                 hint = f" A model in a folder is named as `{{model: {name}}}`."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
 

@@ -56,7 +56,7 @@ def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[str
     kept = {ROOT}
     for step in steps:
         settings: Any = step.settings
-        if step.parent not in kept or getattr(getattr(settings, "student", None), "other", False):
+        if step.parent not in kept or settings.begins_anew:
             continue
         learned = getattr(getattr(settings, "codes", None), "scales", None) == "lsq"
         if getattr(settings, "moves_codes", False) and not learned:
@@ -110,7 +110,7 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
             continue
         known.add(step.name)
         codes = getattr(settings, "codes", None)
-        other = getattr(getattr(settings, "student", None), "other", False)
+        other = settings.begins_anew
         before = None if other else left.get(step.parent)
         if before is not None:
             for message in _misfits(settings, before):

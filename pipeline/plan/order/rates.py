@@ -28,7 +28,7 @@ def unsaid_rates(steps: Sequence[Step], config: Mapping[str, Any], coded: CodedM
     known: dict[str, tuple[str, ...]] = {ROOT: tuple(coded.schemes) if coded else ()} if config else {}
     for step in steps:
         settings: Any = step.settings
-        if step.parent not in known or getattr(getattr(settings, "student", None), "other", False):
+        if step.parent not in known or settings.begins_anew:
             continue
         if "width" in getattr(settings, "what", ()):
             continue

@@ -24,7 +24,7 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[str]:
         settings: Any = step.settings
         if step.stage == "quantize":
             codes[step.name] = (step.name, {name: settings.options(name) for name in settings.schemes()})
-        elif not getattr(getattr(settings, "student", None), "other", False):
+        elif not settings.begins_anew:
             unknown |= {step.name} if step.parent in unknown else set()
             codes |= {step.name: codes[step.parent]} if step.parent in codes else {}
         tunes = step.stage == "onnx" and getattr(settings, "tune", False) and "tune" not in step.wrong

@@ -57,7 +57,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     wanted = word.casefold()[:_LONGEST]
     found = [
-        (slip, name) for name in known if (slip := _slip(wanted, name.casefold()[:_LONGEST])) is not None
+        (slip, name)
+        for name in known
+        if name != word and (slip := _slip(wanted, name.casefold()[:_LONGEST])) is not None
     ]
     return f" Did you mean '{min(found)[1]}'?" if found else ""
 

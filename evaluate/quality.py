@@ -30,7 +30,8 @@ _BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
 class Score(BaseModel):
     """One metric on one set of examples.
 
-    value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval. signature: version and
+    value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval, None where one example has
+    none. signature: version and
     settings that the value depends on. statistics: per example, for `significance.compare`; left out
     of `model_dump`, keep it with `score.statistics.dump()`.
     """
@@ -41,7 +42,7 @@ class Score(BaseModel):
     unit: str
     higher_is_better: bool = True
     n: int
-    ci95: tuple[float, float]
+    ci95: tuple[float, float] | None
     signature: str
     statistics: Statistics = Field(exclude=True, repr=False)
 

@@ -22,9 +22,12 @@ from smelt.evaluate.label_values import LABEL_VALUES
 
 RESAMPLES = 1000
 SEED = 12345  # sacrebleu's own default, so that both draw the same examples
+# of fewer examples not even a sign that is everywhere the same is significant: 2 / 2^n
+_FEWEST = 6
 _CELLS = 4_000_000  # weights held at a time: 32 MB
 
 Array = NDArray[np.float64]
+Interval = tuple[float, float]
 # whose rows are a prediction and what it should have been, right or wrong
 _HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
@@ -62,7 +65,7 @@ class Comparison(TypedDict):
     """A paired difference between two steps: first minus second, in the metric's unit."""
 
     difference: float
-    ci95: list[float]
+    ci95: list[float] | None
     p_value: float
 
 
@@ -72,7 +75,7 @@ def value_of(statistics: Statistics) -> float:
     return float(_values(statistics.metric, rows, np.ones((1, len(rows))))[0])
 
 
-def interval_of(statistics: Statistics, confidence: float = 0.95) -> tuple[float, float]:
+def interval_of(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of a score, in the metric's unit: Wilson's for hits, else a bootstrap."""
     if statistics.metric in _HITS:
         hits = sum(predicted == gold for predicted, gold in statistics.rows)
@@ -80,24 +83,36 @@ def interval_of(statistics: Statistics, confidence: float = 0.95) -> tuple[float
     return bootstrap_interval(statistics, confidence)
 
 
-def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the percentile interval over 1000 resamples of the examples (Efron 1979)."""
-    return _middle(_resampled(statistics), confidence)
+def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
+    """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
+
+    Of fewer than 6 examples it is all that the resamples hold; one example has none (None), since nothing
+    tells how much another one would differ.
+    """
+    return _middle(_resampled(statistics), len(statistics.rows), confidence)
 
 
-def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> tuple[float, float]:
+def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
 
     The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
+    Few examples: see `bootstrap_interval`.
     """
     _check_pair(step, other)
     if step.metric in _HITS:
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
-    return _middle(_differences(step, other), confidence)
+    return _middle(_differences(step, other), _examples(step, other), confidence)
 
 
-def _middle(drawn: Array, confidence: float) -> tuple[float, float]:
-    low, high = np.quantile(drawn, ((1 - confidence) / 2, (1 + confidence) / 2))
+def _examples(step: Statistics, other: Statistics) -> int:
+    return min(len(step.rows), len(other.rows))
+
+
+def _middle(drawn: Array, n: int, confidence: float) -> Interval | None:
+    if n == 1:
+        return None
+    tail = (1 - confidence) / 2 if n >= _FEWEST else 0.0
+    low, high = np.quantile(drawn, (tail, 1 - tail))
     return float(low), float(high)
 
 
@@ -153,18 +168,19 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: paired bootstrap
     resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in
     which the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
-    so that it never reads 0.
+    so that it never reads 0; nor less than 2 / 2^n, what turning the signs of n differences at will can give
+    at least (Fisher's randomization test): resamples of one example are all alike, and say nothing.
 
     Raises:
         InputError: the two were not taken from the same examples with the same metric.
     """
-    low, high = difference_interval(step, other)
+    interval = difference_interval(step, other)
     difference = value_of(step) - value_of(other)
     if step.metric in _HITS:
         p_value = _mcnemar(*_discordant(step, other))
     else:
-        p_value = _two_sided(_differences(step, other))
-    return {"difference": difference, "ci95": [low, high], "p_value": p_value}
+        p_value = max(_two_sided(_differences(step, other)), 2.0 ** (1 - _examples(step, other)))
+    return {"difference": difference, "ci95": list(interval) if interval else None, "p_value": p_value}
 
 
 def _check_pair(step: Statistics, other: Statistics) -> None:

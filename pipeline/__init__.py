@@ -50,7 +50,7 @@ def run(
         out: the run's folder (default: runs/NAME below the current folder).
         store: where artifacts are kept (default: .store beside the run's folder).
         fresh: steps to build anew; True for all.
-        limit: use so many rows of every split.
+        limit: use so many rows of every split; 1 or more.
         quiet: say nothing on standard error; the log in the run's folder says it all.
 
     Returns:

@@ -52,8 +52,13 @@ class CalibrationRows:
     tokens: int
 
     def some(self, rows: int) -> CalibrationRows:
-        """Return about `rows` rows: the first of every batch, then batches spread over all of them."""
-        single = [{name: value[:1] for name, value in batch.items()} for batch in self.batches]
+        """Return `rows` rows, spread over the batches: the first of each, or any where these are too few."""
+        most = 1 if len(self.batches) >= rows else rows
+        single = [
+            {name: value[at : at + 1] for name, value in batch.items()}
+            for batch in self.batches
+            for at in range(min(most, *map(len, batch.values())))
+        ]
         chosen = [single[i] for i in spread_out(len(single), rows, 0)]
         return replace(self, batches=chosen, rows=len(chosen), tokens=sum(map(_tokens, chosen)))
 

@@ -100,6 +100,22 @@ class InputStatistics:
         return (self.sums, self.squares, self.magnitudes, self.lowest, self.highest, self.second)
 
 
+def few_tokens(fed: Mapping[str, tuple[int, int]], origin: str) -> str:
+    """Return which layers get fewer tokens than they have inputs, the worst of them; nothing where none does.
+
+    In an encoder-decoder no layer gets the tokens of both sides.
+
+    Args:
+        fed: of each layer its tokens and its inputs.
+        origin: of the rows.
+    """
+    short = {inputs: tokens for tokens, inputs in sorted(fed.values(), reverse=True) if 0 < tokens < inputs}
+    if not short:
+        return ""
+    widest = max(short)
+    return f"{short[widest]} tokens of {origin} are few for layers of {widest} inputs"
+
+
 def empty_statistics(
     width: int, *, second: bool, device: str = "cpu", file: Path | None = None
 ) -> InputStatistics:

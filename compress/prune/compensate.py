@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from smelt.compress.calibration.blocks import DrivenBlock, drive, nothing
 from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import InputStatistics, empty_statistics
+from smelt.compress.calibration.statistics import InputStatistics, empty_statistics, few_tokens
 from smelt.compress.prune.cut import cut_heads, cut_neurons
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of
 from smelt.core.stage import Context
@@ -76,19 +76,18 @@ def cut_units(
             leave(block)
         return {}
     left: dict[str, float] = {}
-    short = 0
+    fed: dict[str, tuple[int, int]] = {}
     for step in drive(model, rows, ctx, stage="prune", enter=enter, leave=leave):
         for group, stay in _of(step.block, chosen):
             name = group.parts.products[-1]
             found, whole = inputs_of(step, model, name), columns_of(model, name).weight.detach()
             kept = _cut(model, edits, group, stay())
             left[name] = round(refit(model, name, whole, kept, found), 4)
-            short = max(short, len(kept)) if found.tokens < len(kept) else short
+            fed[name] = found.tokens, len(kept)
             del found, whole  # before the next ones are made
-    if short:
+    if few := few_tokens(fed, rows.origin):
         ctx.warnings.append(
-            f"prune: {rows.tokens} tokens of {rows.origin} are few to refit products of {short} inputs; raise"
-            " rows, or name more with data: {calibration: FILE}"
+            f"prune: {few} that are refitted; raise rows, or name more with data: {{calibration: FILE}}"
         )
     return left
 

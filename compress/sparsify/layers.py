@@ -9,7 +9,7 @@ from torch import Generator, nn
 
 from smelt.compress.calibration.observe import Layers, See
 from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import Collector, InputStatistics, width_of
+from smelt.compress.calibration.statistics import Collector, InputStatistics, few_tokens, width_of
 from smelt.compress.sparsify.method import Method
 from smelt.compress.sparsify.pattern import Pattern
 from smelt.core.errors import InputError
@@ -55,6 +55,7 @@ class Sparsifier:
         self._counts = [0, 0]  # zeros, weights
         self._odd: list[str] = []
         self._unreached: list[str] = []
+        self._fed: dict[str, tuple[int, int]] = {}
 
     @torch.no_grad()
     def sparsify(self, layers: dict[str, nn.Linear], observe: Observe | None) -> None:
@@ -69,6 +70,8 @@ class Sparsifier:
             if seen is not None and not seen.tokens:
                 self._unreached.append(name)
                 continue
+            if seen is not None:
+                self._fed[name] = seen.tokens, layer.in_features
             weight = layer.weight.detach().float().cpu()
             sparse = self._method(weight, seen, self._pattern, self._draw)
             if keeps_zeros(layer):  # it was made sparse before
@@ -120,9 +123,9 @@ class Sparsifier:
             )
         if self._unreached:
             ctx.warnings.append(f"sparsify: no row reaches {', '.join(self._unreached)}, which stay whole")
-        widest = max((m.in_features for m in self._seen if isinstance(m, nn.Linear)), default=0)
-        if rows is not None and self._method.looks == "moments" and rows.tokens < widest:
-            ctx.warnings.append(
-                f"sparsify: {rows.tokens} tokens of {rows.origin} are few for layers of {widest} inputs;"
-                " raise rows, or name more with data: {calibration: FILE}"
-            )
+        if (
+            rows is not None
+            and self._method.looks == "moments"
+            and (few := few_tokens(self._fed, rows.origin))
+        ):
+            ctx.warnings.append(f"sparsify: {few}; raise rows, or name more with data: {{calibration: FILE}}")

@@ -51,6 +51,8 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
         if task == "language-modeling" and file_kind(path) == ".txt":
             return _read_lines(path, origin, name)
         rows = read_file(path)
+    elif path.is_dir():
+        raise InputError(f"{path}: a folder; '{name}' is one file of rows. Name a file in it.")
     elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
         raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}")
     else:

@@ -101,7 +101,7 @@ def scatter(report: Report, canvas: Canvas = WIDE) -> Chart | None:
     logarithmic = max(speeds) >= _LOG_FROM * min(speeds)
     x_scale, x_ticks = _horizontal([v for span in spans for v in span], logarithmic, canvas)
     scores = [step.quality[metric] for step, _ in drawn]
-    y_scale, y_ticks = _vertical([v for score in scores for v in (score.value, *score.ci95)], canvas)
+    y_scale, y_ticks = _vertical([v for score in scores for v in (score.value, *(score.ci95 or ()))], canvas)
     points = [_point(step, row, metric, x_scale, y_scale, report, canvas) for step, row in drawn]
     _place_labels(points, canvas)
     shapes = list(dict.fromkeys(point.shape for point in points))
@@ -121,6 +121,7 @@ def _point(
     step: Step, row: Latency, metric: str, x: Scale, y: Scale, report: Report, canvas: Canvas
 ) -> Point:
     score, span, most = step.quality[metric], _speed_span(row), canvas.name_letters
+    low, high = score.ci95 or (score.value, score.value)
     title = (
         f"{step.name}: {view.label(metric)} {view.number(score.value, view.digits(metric))}"
         f" {view.interval(score.ci95, view.digits(metric))},"
@@ -135,8 +136,8 @@ def _point(
         y=y(score.value),
         x_low=x(span[1]),
         x_high=x(span[2]),
-        y_low=y(score.ci95[0]),
-        y_high=y(score.ci95[1]),
+        y_low=y(low),
+        y_high=y(high),
         front=step.name in report.frontier,
         baseline=baseline,
         competes=baseline or (step.deployable is not False and row.stable is not False),

@@ -99,7 +99,7 @@ def _recommend(report: Report, step: Step, times: Latency) -> str:
     if metric and (score := step.quality.get(metric)):
         shown = view.digits(metric)
         lost = step.against_baseline.get(metric)
-        change = f" ({view.signed(lost.difference, shown)}, {view.probability(lost.p_value)})" if lost else ""
+        change = f" ({view.change(lost, metric)}, {view.probability(lost.p_value)})" if lost else ""
         parts.append(f"{view.label(metric)} {view.number(score.value, shown)}{change}")
     ratio = view.ratio_of_size(step, report.base)
     share = f" ({100 * ratio:.0f} % of {report.baseline})" if ratio is not None else ""

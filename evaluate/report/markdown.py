@@ -100,14 +100,12 @@ def _score(step: Step, metric: str) -> str:
     if score is None:
         return view.MISSING
     shown = view.digits(metric)
-    return f"{view.number(score.value, shown)} {_text(view.interval(score.ci95, shown))}"
+    return f"{view.number(score.value, shown)} {_text(view.interval(score.ci95, shown))}".rstrip()
 
 
 def _difference(step: Step, metric: str) -> str:
     found = step.against_baseline.get(metric)
-    if found is None:
-        return view.MISSING
-    return view.signed(found.difference, view.digits(metric)) + ("\\*" if view.matters(found) else "")
+    return view.change(found, metric) + ("\\*" if found and view.matters(found) else "")
 
 
 def _times(step: Step, size: int) -> tuple[str, str]:

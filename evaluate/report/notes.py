@@ -58,7 +58,7 @@ def few_text(gate: Gate, step: Step) -> str:
     score, difference = step.quality.get(gate.metric), step.against_baseline.get(gate.metric)
     word = "token" if gate.metric in view.OF_TOKENS else "example"
     n = f"n = {view.counted(score.n, word)}" if score else "n"
-    low, high = difference.ci95 if difference else (0.0, 0.0)
+    low, high = (difference and difference.ci95) or (0.0, 0.0)
     shown = view.digits(gate.metric)
     return (
         f"gate {gate_text(gate)}: {n} is too small to see it; the difference is known to"

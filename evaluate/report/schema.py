@@ -26,11 +26,12 @@ class _Part(BaseModel):
 
 
 class _WithInterval(_Part):
-    ci95: tuple[float, float]
+    ci95: tuple[float, float] | None
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
-        _ordered(self.ci95)
+        if self.ci95 is not None:
+            _ordered(self.ci95)
         return self
 
 

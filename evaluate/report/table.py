@@ -74,7 +74,7 @@ def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
     mark = "" if difference is None else "*" if view.matters(difference) else " "
     return [
         view.number(score.value if score else None, view.digits(metric)),
-        view.signed(difference.difference if difference else None, view.digits(metric)) + mark,
+        view.change(difference, metric) + mark,
         *(
             [view.significant_digits(latency.p50_ms if latency else None), view.speed(latency)]
             if sizes
@@ -154,6 +154,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     failed = [
         f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}"
         + (f", read {notes.gate_value(gate)}" if gate.value is not None else "")
+        + (f": {gate.reason}" if gate.reason else "")
         for step in report.steps
         for gate in step.gates
         if not gate.passed

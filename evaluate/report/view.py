@@ -21,6 +21,7 @@ MISSING = "–"
 MINUS = "−"
 DOUBT = "?"  # behind a speed-up whose times were disturbed
 SIGNIFICANT = 0.05
+_MOST_DIGITS = 6
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
 _TITLES |= {"size_bytes": "size", "speedup": "speed-up"}
 
@@ -207,6 +208,25 @@ def signed(value: float | None, digits: int = 2) -> str:
     """Return `value` with its sign; a zero has none."""
     text = number(value, digits)
     return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
+
+
+def digits_of_change(value: float, p_value: float, digits: int) -> int:
+    """Return with how many digits a difference is shown: more where a significant one would be a zero."""
+    while matters_at(p_value) and digits < _MOST_DIGITS and not round(value, digits):
+        digits += 1
+    return digits
+
+
+def change(found: Difference | None, metric: str) -> str:
+    """Return a difference with its sign."""
+    if found is None:
+        return MISSING
+    return signed(found.difference, digits_of_change(found.difference, found.p_value, digits(metric)))
+
+
+def change_interval(found: Difference, metric: str) -> str:
+    """Return the 95 % interval of a difference, or nothing."""
+    return interval(found.ci95, digits_of_change(found.difference, found.p_value, digits(metric)))
 
 
 def interval(pair: tuple[float, float] | None, digits: int = 2) -> str:

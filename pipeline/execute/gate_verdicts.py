@@ -44,6 +44,8 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
         return found | {"reason": f"the times were disturbed: {row['reason']}"}
     bound = None if gate.confidence is None else _bound_of(gate, step, evidence, gate.confidence)
+    if bound is None and gate.confidence is not None and _is_one_example(gate, step):
+        return found | {"reason": "one example has no interval, so that no confidence can be told"}
     judged = value if bound is None else bound
     passed = judged <= gate.limit if gate.kind in ("max_drop", "max") else judged >= gate.limit
     return found | {"bound": bound, "n_needed": needed(gate, step), "passed": passed}
@@ -65,6 +67,8 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
     difference = step["against_baseline"].get(gate.metric)
     if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
         return None
+    if difference["ci95"] is None:
+        return None  # one example tells nothing of others
     low, high = difference["ci95"]
     half = float(high - low) / 2
     score = step["quality"][gate.metric]
@@ -73,6 +77,12 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
         return None
     n: int = score["n"]
     return math.ceil(n * (half / gate.limit) ** 2)
+
+
+def _is_one_example(gate: PlannedGate, step: Step) -> bool:
+    """Return whether the interval that `gate` asks for is missing because there is one example."""
+    where = step["against_baseline"] if gate.kind == "max_drop" else step["quality"]
+    return gate.metric in where and where[gate.metric]["ci95"] is None
 
 
 def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None:
@@ -101,13 +111,13 @@ def _bound_of(gate: PlannedGate, step: Step, evidence: Evidence, confidence: flo
         return _slowest(step, confidence)
     own = Statistics.model_validate(evidence.own[gate.metric])
     if gate.kind != "max_drop":
-        low, high = interval_of(own, confidence)
-        return high if gate.kind == "max" else low
+        ends = interval_of(own, confidence)
+        return ends and ends[gate.kind == "max"]
     if not step["against_baseline"].get(gate.metric):
         return None  # the baseline itself
     other = Statistics.model_validate(evidence.baseline[gate.metric])
-    low, high = difference_interval(own, other, confidence)
-    return 0.0 - low if step["quality"][gate.metric]["higher_is_better"] else high
+    ends = difference_interval(own, other, confidence)
+    return ends and (0.0 - ends[0] if step["quality"][gate.metric]["higher_is_better"] else ends[1])
 
 
 def _slowest(step: Step, confidence: float) -> float | None:

@@ -52,7 +52,7 @@ class Options:
 
 
 def run_plan(plan: Plan, options: Options) -> Result:
-    """Carry out `plan`. The report is written after every step, so also for a run that fails.
+    """Carry out `plan`. The report is written before every step, so also for a run that is killed.
 
     Raises:
         InputError: what can be known before any work is done; nothing has been written then.
@@ -62,6 +62,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
         raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
+    _require_rows(options.limit)
     whole = plan.read_data()
     data = {name: split.head(options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
@@ -85,6 +86,16 @@ def run_plan(plan: Plan, options: Options) -> Result:
         run = _Run(plan, options, data, folder, store, display)
         run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.go()
+
+
+def _require_rows(limit: object) -> None:
+    """Require that a limit is a number of rows.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise InputError(f"limit: expected how many rows of every split, 1 or more, read {limit!r}.")
 
 
 def _refuse(folder: Path, holder: str) -> None:
@@ -179,6 +190,7 @@ class _Run:
         begun = begin(self.plan, self.data, self.shop, self.scorer, self.warn, self._is_fresh(ROOT))
         self.shop, self.scorer = begun.shop, begun.scorer
         self._finished(ROOT, begun.artifact, begun.cached, 0.0)
+        self._write_report()  # the first step may be a long training
 
     def _step(self, step: Step) -> None:
         if step.unavailable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -97,11 +98,12 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     if metric is None or name == report["baseline"]:
         return []
     score, test = step["quality"][metric], step["against_baseline"][metric]
-    digits, counted = view.digits(metric), view.counted(score["n"], view.unit(metric))
+    counted = view.counted(score["n"], view.unit(metric))
+    digits = view.digits_of_change(test["difference"], test["p_value"], view.digits(metric))
     ends = view.interval(test["ci95"], digits).replace(" ", _HARD)
-    difference = f"{view.label(metric)} {view.signed(test['difference'], digits)}{_HARD}{ends}"
+    difference = f"{view.label(metric)} {view.signed(test['difference'], digits)}{_HARD}{ends}".rstrip(_HARD)
     sign = 1 if score["higher_is_better"] else -1
-    reach = -min(sign * end for end in test["ci95"])
+    reach = -min(sign * end for end in test["ci95"]) if test["ci95"] else math.inf
     if _is_worse(step):
         asked = [gate["passed"] for gate in step.get("gates") or [] if gate["metric"] == metric]
         kept = bool(asked) and all(asked)

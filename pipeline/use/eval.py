@@ -159,8 +159,9 @@ def quality_lines(scores: dict[str, Any]) -> list[str]:
 
     width = max([9, *map(len, scores)])
     return [
-        f"{name:{width}} {s['value']:6.{n}f}  [{s['ci95'][0]:.{n}f}, {s['ci95'][1]:.{n}f}]"
-        f"  n={s['n']}  {s['signature']}"
+        f"{name:{width}} {s['value']:6.{n}f}  "
+        + (f"[{s['ci95'][0]:.{n}f}, {s['ci95'][1]:.{n}f}]  " if s["ci95"] else "")
+        + f"n={s['n']}  {s['signature']}"
         for name, s in scores.items()
         for n in [digits(name)]
     ]

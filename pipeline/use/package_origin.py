@@ -125,7 +125,8 @@ def _scores(report: Report, step: str) -> list[Score]:
 
     def text(metric: str, found: Quality) -> str:
         n = digits(metric)
-        return f"{found.value:.{n}f} [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]"
+        ends = f" [{found.ci95[0]:.{n}f}, {found.ci95[1]:.{n}f}]" if found.ci95 else ""
+        return f"{found.value:.{n}f}{ends}"
 
     return [
         Score(

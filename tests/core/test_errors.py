@@ -36,6 +36,7 @@ def test_nearest_word_is_proposed_when_it_was_mistyped(word, known, meant):
         ("", ["a"]),
         ("data", ["bleu"]),
         ("of", ["of-course"]),
+        ("rows", ["rows"]),  # it is there, and not what was wanted
     ],
 )
 def test_nothing_is_proposed_when_the_word_is_another_one(word, known):

@@ -9,7 +9,8 @@ from smelt.core.errors import InputError
 from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.significance import compare
 
-LOSSES, TOKENS, SIZES = [10.0, 30.0, 8.0, 12.0], [5, 10, 4, 5], [20, 50, 15, 21]
+LOSSES = [10.0, 30.0, 8.0, 12.0, 11.0, 9.0, 13.0]
+TOKENS, SIZES = [5, 10, 4, 5, 6, 3, 7], [20, 50, 15, 21, 25, 14, 30]
 
 
 def _scores(losses=LOSSES, examples=("x",)):
@@ -21,15 +22,15 @@ def _scores(losses=LOSSES, examples=("x",)):
 def test_values_are_ratios_of_sums_when_windows_differ_in_length():
     found = _scores()
     assert list(found) == ["bits_per_byte", "perplexity"]
-    assert found["perplexity"].value == pytest.approx(math.exp(60 / 24))
-    assert found["bits_per_byte"].value == pytest.approx(60 / math.log(2) / 106)
-    assert (found["perplexity"].n, found["perplexity"].higher_is_better) == (24, False)
+    assert found["perplexity"].value == pytest.approx(math.exp(93 / 40))
+    assert found["bits_per_byte"].value == pytest.approx(93 / math.log(2) / 175)
+    assert (found["perplexity"].n, found["perplexity"].higher_is_better) == (40, False)
     assert found["perplexity"].signature.startswith("window:8|stride:8|ci:bootstrap over windows")
 
 
 def test_interval_is_that_of_resampled_windows():
     low, high = _scores()["perplexity"].ci95
-    drawn = np.random.default_rng(1).integers(0, 4, (20000, 4))
+    drawn = np.random.default_rng(1).integers(0, 7, (20000, 7))
     values = np.exp(np.array(LOSSES)[drawn].sum(1) / np.array(TOKENS)[drawn].sum(1))
     assert (low, high) == pytest.approx(tuple(np.quantile(values, (0.025, 0.975))), rel=0.02)
 
@@ -37,31 +38,34 @@ def test_interval_is_that_of_resampled_windows():
 def test_difference_is_a_rise_when_the_model_got_worse():
     worse = _scores([loss * 1.1 for loss in LOSSES])["perplexity"].statistics
     found = compare(worse, _scores()["perplexity"].statistics)
-    assert found["difference"] == pytest.approx(math.exp(66 / 24) - math.exp(60 / 24))
-    assert found["p_value"] < 0.01
+    assert found["difference"] == pytest.approx(math.exp(102.3 / 40) - math.exp(93 / 40))
+    assert found["p_value"] == pytest.approx(2 / 2**7)  # of seven windows the least that signs can give
     with pytest.raises(InputError, match="examples differ"):
         compare(worse, _scores(examples=("y",))["perplexity"].statistics)
 
 
 def test_same_text_in_other_windows_is_drawn_apart():
     """As after a vocabulary was trimmed: more tokens, windows that begin elsewhere."""
-    losses, tokens, sizes = [14.0, 21.0, 9.0, 11.0, 9.0], [6, 7, 5, 5, 5], [26, 25, 19, 21, 15]
+    losses, tokens, sizes = (
+        [14.0, 21.0, 9.0, 11.0, 9.0, 12.0, 10.0, 11.0], [6, 7, 5, 5, 5, 6, 4, 5],
+        [26, 25, 19, 21, 15, 24, 22, 23],
+    )  # fmt: skip
     other = score_windows(["bits_per_byte"], losses, tokens, sizes, "window:8|stride:8", ["x"])
     found = compare(other["bits_per_byte"].statistics, _scores()["bits_per_byte"].statistics)
     draw = np.random.default_rng(1)
     one, two = (
         np.array(n)[at].sum(1) / np.array(b)[at].sum(1) / math.log(2)
         for n, b, at in (
-            (losses, sizes, draw.integers(0, 5, (20000, 5))), (LOSSES, SIZES, draw.integers(0, 4, (20000, 4)))
+            (losses, sizes, draw.integers(0, 8, (20000, 8))), (LOSSES, SIZES, draw.integers(0, 7, (20000, 7)))
         )
     )  # fmt: skip
-    assert found["difference"] == pytest.approx((64 / 106 - 60 / 106) / math.log(2))
+    assert found["difference"] == pytest.approx((97 / 175 - 93 / 175) / math.log(2))
     assert found["ci95"] == pytest.approx(np.quantile(one - two, (0.025, 0.975)), abs=0.03)
     assert found["p_value"] > 0.05
 
 
 def test_perplexity_stays_finite_when_a_model_is_broken():
-    assert math.isfinite(_scores([1e6] * 4)["perplexity"].value)
+    assert math.isfinite(_scores([1e6] * 7)["perplexity"].value)
 
 
 def test_scores_are_refused_when_metric_or_windows_are_missing():

@@ -72,6 +72,34 @@ def test_step_against_itself_shows_no_difference():
     assert compare(same, same) == {"difference": 0.0, "ci95": [0.0, 0.0], "p_value": 1.0}
 
 
+@pytest.mark.parametrize("metric", TEXT_METRICS)
+def test_few_examples_are_significant_only_as_far_as_their_signs_can_be(metric):
+    better, worse = statistics(metric, GOOD), statistics(metric, POOR)
+    for n in range(1, 9):
+        one, two = (s.model_copy(update={"rows": s.rows[:n]}) for s in (better, worse))
+        assert compare(one, two)["p_value"] >= 2 / 2**n
+    five = compare(*(s.model_copy(update={"rows": [s.rows[0]] * 5}) for s in (better, worse)))
+    assert five["p_value"] == 2 / 2**5  # all are the same, and yet no 2 / 1001
+
+
+def test_one_example_has_no_interval_and_few_have_all_that_was_drawn():
+    good, poor = (score_texts(["bleu"], [t], [[REFERENCES[0]]])["bleu"] for t in (GOOD[0], POOR[0]))
+    assert (good.ci95, interval_of(good.statistics)) == (None, None)
+    assert compare(good.statistics, poor.statistics) == {
+        "difference": good.value - poor.value, "ci95": None, "p_value": 1.0
+    }  # fmt: skip
+    few, other = (
+        s.model_copy(update={"rows": s.rows[:5]})
+        for s in (statistics("rouge1", GOOD), statistics("rouge1", POOR))
+    )
+    drawn = np.random.default_rng(12345).integers(0, 5, size=(1000, 5))
+    means = 100 * np.array(few.rows)[:, 0][drawn].mean(axis=1)
+    off = means - 100 * np.array(other.rows)[:, 0][drawn].mean(axis=1)
+    for confidence in (0.5, 0.95):
+        assert interval_of(few, confidence) == pytest.approx((means.min(), means.max()))
+        assert difference_interval(few, other, confidence) == pytest.approx((off.min(), off.max()))
+
+
 def test_chance_is_not_called_a_difference():
     result = compare(statistics("bleu", predictions(0.3, 5)), statistics("bleu", predictions(0.3, 6)))
     assert result["p_value"] > 0.05

@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 import smelt
+from smelt.execute.steps import Workshop
 
 RECIPE = """
 model: m
@@ -41,6 +42,33 @@ def classifier(tmp_path_factory):
 def _command(*arguments):
     result = harness.smelt(*arguments, code=0)
     return result.output.splitlines()
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "3", True, [1]])
+def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written(limit, translator, tmp_path):
+    home, _ = translator
+    with pytest.raises(
+        smelt.InputError, match=r"^limit: expected how many rows of every split, 1 or more, read "
+    ):
+        smelt.run(home / "recipe.yaml", out=tmp_path / "run", limit=limit, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_report_lies_there_while_the_first_step_works(translator, tmp_path, monkeypatch):
+    """So that a run which is killed in a long training tells what was done."""
+    home, _ = translator
+    whole, seen = Workshop.run_step, []
+
+    def looked_at(self, *args):
+        seen.append(json.loads((tmp_path / "run" / "report.json").read_text()))
+        return whole(self, *args)
+
+    monkeypatch.setattr(Workshop, "run_step", looked_at)
+    smelt.run(home / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    (report,) = seen
+    assert report["status"] == "interrupted"
+    assert [step["status"] for step in report["steps"]] == ["done", "not-reached"]
+    assert report["steps"][0]["quality"]
 
 
 def test_run_gives_the_report_that_lies_in_its_folder(translator):

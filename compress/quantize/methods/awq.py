@@ -14,13 +14,13 @@ Shapes: K = inputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import InputStatistics, collected
+from smelt.compress.calibration.statistics import InputStatistics, collected, few_tokens
 from smelt.compress.quantize.methods.channel_scales import Found, Product, clipped, searched_scales
 from smelt.compress.quantize.methods.scale_places import Place, places_of
 from smelt.compress.quantize.planned import Planned
@@ -84,7 +84,11 @@ def awq(
                 codes |= _cut(cut, _moment(seen[name]), scales.get(name))
     _tell(places, names, found, ctx)
     ctx.facts["awq_without_scales"] = left  # output layers, and matrices that others have too
-    _warn(rows, places, unreached, ctx)
+    fed = {
+        name: (seen[name].tokens, int(place.coded[0].module.in_features))
+        for name, place in zip(names, places, strict=True)
+    }
+    _warn(fed, unreached, rows.origin, ctx)
     renamed = {layer.module: layer for place in places for layer in place.coded}
     return Scaled([renamed.get(one.module, one) for one in layers], edits, codes)
 
@@ -137,15 +141,13 @@ def _tell(places: Sequence[Place], names: Sequence[str], found: dict[str, Found]
     ctx.facts["awq_scales_in"] = went
 
 
-def _warn(rows: CalibrationRows, places: Sequence[Place], unreached: list[str], ctx: Context) -> None:
+def _warn(fed: Mapping[str, tuple[int, int]], unreached: list[str], origin: str, ctx: Context) -> None:
     if unreached:
         ctx.warnings.append(
             f"quantize: no row reaches {', '.join(unreached)}, whose weights are rounded to nearest"
         )
-    widest = max((int(place.coded[0].module.in_features) for place in places), default=0)
-    if rows.tokens < widest:
+    if few := few_tokens(fed, origin):
         ctx.warnings.append(
-            f"quantize: {rows.tokens} tokens of {rows.origin} are few for layers of {widest} inputs:"
-            " what is chosen may fit these rows alone, and be worse than nearest on others; raise rows, or"
-            " name more with data: {calibration: FILE}"
+            f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on others;"
+            " raise rows, or name more with data: {calibration: FILE}"
         )

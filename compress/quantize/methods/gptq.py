@@ -23,7 +23,7 @@ from torch import Tensor
 from smelt.compress.calibration.blocks import Observe, drive
 from smelt.compress.calibration.inverse import DAMP, inverse_factor
 from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, width_of
+from smelt.compress.calibration.statistics import Collector, InputStatistics, collected, few_tokens, width_of
 from smelt.compress.quantize.coding import Fit
 from smelt.compress.quantize.low_rank import Joint, joint, metric_of, values_of, with_pairs
 from smelt.compress.quantize.planned import Planned
@@ -149,7 +149,7 @@ class GptqWork:
         self.unfed: dict[str, int] = {}
         self.damped: dict[str, float] = {}
         self.unreached: list[str] = []
-        self.widest = 0
+        self.fed: dict[str, tuple[int, int]] = {}
 
     def new(self, layers: Sequence[Planned]) -> list[Planned]:
         """Return of each weight that is not decided yet the first layer."""
@@ -191,7 +191,7 @@ class GptqWork:
         if unfed := int((seen.squares == 0).sum()):
             self.unfed[layer.name] = unfed
         self.codes[layer.weight] = _joined([part[0] for part in parts])
-        self.widest = max(self.widest, weight.shape[1])
+        self.fed[layer.name] = seen.tokens, weight.shape[1]
 
     def _rows_at_once(self, layer: Planned) -> int:
         """Return how many rows of a layer are decided at once: all, but of a vocabulary's, which are many."""
@@ -268,11 +268,10 @@ class GptqWork:
             self.ctx.warnings.append(
                 f"quantize: no row reaches {', '.join(self.unreached)}, whose weights are rounded to nearest"
             )
-        if self.rows.tokens < self.widest:
+        if few := few_tokens(self.fed, self.rows.origin):
             self.ctx.warnings.append(
-                f"quantize: {self.rows.tokens} tokens of {self.rows.origin} are few for layers of"
-                f" {self.widest} inputs: what is chosen may fit these rows alone, and be worse than nearest"
-                " on others; raise rows, or name more with data: {calibration: FILE}"
+                f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on"
+                " others; raise rows, or name more with data: {calibration: FILE}"
             )
 
 

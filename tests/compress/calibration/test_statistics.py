@@ -10,7 +10,7 @@ from torch import nn
 from smelt.compress.calibration import statistics
 from smelt.compress.calibration.observe import observe
 from smelt.compress.calibration.rows import CalibrationRows
-from smelt.compress.calibration.statistics import collected, empty_statistics
+from smelt.compress.calibration.statistics import collected, empty_statistics, few_tokens
 from smelt.runtime.models.checkpoint import load_model
 
 
@@ -26,6 +26,22 @@ def rows():
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return CalibrationRows("made", batches, 5, 39)
+
+
+@pytest.mark.parametrize(
+    ("fed", "told"),
+    [
+        ({"a": (64, 64), "b": (900, 256)}, ""),
+        ({"a": (0, 64)}, ""),  # told as a layer that no row reaches
+        ({"a": (63, 64)}, "63 tokens of rows.jsonl are few for layers of 64 inputs"),
+        (
+            {"a": (63, 64), "b": (90, 256), "c": (80, 256), "d": (300, 256)},
+            "80 tokens of rows.jsonl are few for layers of 256 inputs",
+        ),
+    ],
+)
+def test_the_widest_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
+    assert few_tokens(fed, "rows.jsonl") == told
 
 
 def layers_of(model):

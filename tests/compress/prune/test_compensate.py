@@ -146,5 +146,5 @@ def test_without_rows_nothing_is_fitted_and_that_is_said(tmp_path):
 
 def test_fewer_tokens_than_inputs_are_told(tmp_path):
     ctx = pruned(every_family.of_layers("bert", 1), "bert", tmp_path / "out", rows=1, what=["ffn"])
-    (told,) = [w for w in ctx.warnings if "few to refit" in w]
-    assert "few to refit products of 32 inputs; raise rows, or name more" in told
+    (told,) = [w for w in ctx.warnings if "are few" in w]
+    assert "few for layers of 32 inputs that are refitted; raise rows, or name more" in told

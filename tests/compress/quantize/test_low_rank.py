@@ -279,3 +279,44 @@ def test_a_pair_that_takes_what_codes_save_is_warned_of():
     (said,) = pairs_that_save_nothing(layers, found, 4.25, 16)
     assert said.startswith("low_rank: the pairs beside 1 of 2 layers take what their codes save (b); lower")
     assert pairs_that_save_nothing(layers[:1], {1: found[1]}, 4.25, 16) == []
+
+
+def test_an_output_layer_of_its_own_gets_no_pair(tmp_path):
+    source = every_family.of_layers("llama", 1)
+    assert not load_model(source)[0].config.tie_word_embeddings
+    settings = QuantizeSettings(**INT4, low_rank=LowRank(rank=2))
+    ctx = every_family.run(Quantize(), settings, source, "llama", tmp_path / "out")
+    assert ctx.facts["low_rank"]["layers"] == 7
+    assert "lm_head" not in ctx.facts["low_rank"]["error_left"]
+
+
+def test_what_was_smoothed_is_looked_at_anew(tmp_path, monkeypatch):
+    """What was kept of the stored model's inputs is not what the smoothed one's layers are fed."""
+    from smelt.compress.quantize import low_rank
+
+    def kept(*_, **__):
+        raise AssertionError("statistics of the model before it was smoothed")
+
+    monkeypatch.setattr(low_rank, "kept_statistics", kept)
+    settings = QuantizeSettings(
+        scheme="int8-dynamic", smooth=0.5, low_rank=LowRank(rank=2, error="outputs"), rows=4
+    )
+    ctx = every_family.run(
+        Quantize(), settings, every_family.of_layers("llama", 1), "llama", tmp_path / "out"
+    )
+    assert ctx.facts["smoothed"]
+    assert ctx.facts["low_rank"]["layers"]
+
+
+def test_what_codes_save_is_told_of_the_type_that_weights_are_stored_in(tmp_path):
+    """32 x 32 in 16 bits, coded in 5: 11,264 bits are saved, and rank 12 takes 12 x 64 x 16 = 12,288."""
+    source, said = every_family.of_layers("bert", 1), {}
+    for kind in ("float16", "float32"):
+        stored = tmp_path / kind
+        load_model(source)[0].to(getattr(torch, kind)).save_pretrained(stored)
+        copy_tokenizer(source, stored)
+        settings = QuantizeSettings(**INT4, low_rank=LowRank(rank=12))
+        ctx = every_family.run(Quantize(), settings, stored, "bert", tmp_path / f"{kind}-out")
+        said[kind] = [text for text in ctx.warnings if "take what their codes save" in text]
+    assert len(said["float16"]) == 1
+    assert said["float32"] == []

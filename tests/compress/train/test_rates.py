@@ -71,6 +71,7 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     source = tiny.marian(tmp_path / "model")  # 32 wide: 2e-5 of 512 is 3.2e-4, and ten times as much too much
     coded = harness.run(Quantize(), QuantizeSettings(scheme="int2"), source, tmp_path / "codes")
     eight = harness.run(Quantize(), QuantizeSettings(scheme="int8-groupwise"), source, tmp_path / "eight")
+    four = harness.run(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "four")
 
     def rate(stage, settings, source, name):
         ctx = harness.run(
@@ -81,6 +82,7 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
 
     assert rate(Finetune(), FinetuneSettings(**SHORT), source, "whole") == pytest.approx(3.2e-4)
     assert rate(Finetune(), FinetuneSettings(**SHORT), eight.out, "whole-codes") == pytest.approx(3.2e-4)
+    assert rate(Finetune(), FinetuneSettings(**SHORT), four.out, "four-codes") == pytest.approx(3.2e-4)
     assert rate(Finetune(), FinetuneSettings(**SHORT, learning_rate=7e-5), source, "said") == 7e-5
     assert rate(Finetune(), FinetuneSettings(**SHORT), coded.out, "few") == 1e-3
     # the matrix of 62 words, which four modules share, is a third of what has codes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from smelt.evaluate.quality import score_labels
+from smelt.evaluate.quality import score_labels, score_texts
 from smelt.evaluate.significance import compare, difference_interval, interval_of
 from smelt.execute.gate_verdicts import Evidence, judge, needed, smallest_batch
 from smelt.plan.plan import PlannedGate
@@ -53,6 +53,20 @@ def test_bound_is_judged_when_confidence_is_asked_for():
     assert (between["passed"], between["value"], between["bound"]) == (False, drop, bound)
     assert judge(gate(limit=bound, confidence=0.95), step(), EVIDENCE)["passed"]
     assert judge(gate(limit=bound, confidence=0.99), step(), EVIDENCE)["passed"] is False
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("max_drop", 100.0), ("min", 0.0), ("max", 100.0)])
+def test_one_example_is_no_evidence_where_confidence_is_asked_for(kind, limit):
+    alone = [
+        score_texts(["bleu"], [text], [["a man and a dog run"]])["bleu"] for text in ("a man ran", "a dog")
+    ]
+    own, base = (score.statistics for score in alone)
+    told = step(quality={"bleu": alone[0].public()}, against_baseline={"bleu": compare(own, base)})
+    evidence = Evidence({"bleu": own.dump()}, {"bleu": base.dump()})
+    found = judge(gate("bleu", kind, limit, 0.95), told, evidence)
+    assert (found["passed"], found["bound"], found["n_needed"]) == (None, None, None)
+    assert found["reason"] == "one example has no interval, so that no confidence can be told"
+    assert judge(gate("bleu", kind, limit), told, evidence)["passed"]  # the value alone
 
 
 def test_bound_of_a_score_is_its_lower_end_and_where_less_is_better_its_upper():

@@ -7,6 +7,7 @@ from ort import ort_session
 from torch import nn
 
 from smelt.compress.quantize.coding import fill_, quantize_module
+from smelt.runtime.schemes.parts.integers import dynamic_quantize_linear
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -105,3 +106,14 @@ def test_blocks_do_not_depend_on_the_other_rows_and_one_range_does():
         with torch.inference_mode():
             moved[form] = float((layer(x)[:3] - layer(x[:3])).abs().max())
     assert moved["MatMulNBits"] < 1e-5 < 0.1 < moved["DynamicQuantizeMatMul"]
+
+
+def test_of_a_symmetric_range_the_largest_value_is_cut_off_at_the_last_code():
+    """127.5 steps and a zero point at 127.5 both become 128: code 256, which is 255."""
+    torch.manual_seed(0)
+    x = torch.linspace(-127.5, 127.5, 64)[None].repeat(3, 1)
+    matrix = schemes.filled("int8-dynamic", torch.randn(5, 64))
+    codes, scale, zero = dynamic_quantize_linear(x)
+    assert (zero, int(codes.max())) == (128, 255)
+    wanted = (codes.float() - zero) * scale @ matrix.values().T
+    torch.testing.assert_close(matrix.scheme.product(matrix, x, None), wanted, rtol=1e-4, atol=1e-2)

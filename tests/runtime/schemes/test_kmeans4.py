@@ -117,3 +117,9 @@ def test_a_graph_holds_four_bits_a_weight_and_the_codebooks():
     told = 512 * (1024 // 2 + 4 * 16 + 4 * 2)
     assert sum(len(t.raw_data) for t in stored) == told
     assert told < len(made.SerializeToString()) < 1.05 * told  # tables of spreading among it
+
+
+def test_what_fills_up_the_last_group_is_no_weight_of_zero():
+    weight = torch.linspace(0.2, 0.9, 8)[None]
+    values = schemes.filled("kmeans4", weight).values()
+    torch.testing.assert_close(values, weight, rtol=0, atol=0.9 / 127 / 2 + 1e-3)

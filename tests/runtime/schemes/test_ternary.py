@@ -75,3 +75,11 @@ def test_five_codes_lie_in_a_byte():
 def test_a_row_costs_little_more_than_five_codes_a_byte():
     row = {"group_size": 64, "granularity": "row", "accuracy_level": 4}
     assert bits_per_weight(find("ternary"), row, 1280) == 1.6 + 16 / 1280
+
+
+def test_what_fills_up_the_last_group_is_no_weight():
+    """Mean 0.55, so that 0.1 lies within 0.7 of it; of 32 weights the mean would be 0.1375."""
+    last = torch.tensor([[1.0, -1, 1, -1, 0.1, -0.1, 0.1, -0.1]])
+    weight = torch.cat([torch.ones(1, 32), last], dim=1)
+    values = schemes.filled("ternary", weight, group_size=32).values()
+    assert values[0, 32:].tolist() == [1, -1, 1, -1, 0, 0, 0, 0]

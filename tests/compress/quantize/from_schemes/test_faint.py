@@ -43,10 +43,11 @@ def test_a_layer_is_named_where_its_scales_lose_digits_that_its_codes_have(schem
     assert all(text.startswith(f"quantize: a: the largest weight is {largest:g}, ") for text in told)
 
 
-def test_rows_that_vanish_beside_one_that_stands_are_seen():
+@pytest.mark.parametrize("stands", [2e-5, 2e-4])
+def test_rows_that_vanish_beside_one_that_stands_are_seen(stands):
     one = layer(3e-6, "kmeans4")
     one.module.weight.data[0] = 0
-    one.module.weight.data[0, 0] = 2e-5
+    one.module.weight.data[0, 0] = stands
     assert len(faint_warnings([one], faint([one]))) == 1
 
 

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from smelt.compress.calibration.rows import CalibrationRows, calibration_rows
 from smelt.compress.calibration.statistics import collected
 from smelt.compress.quantize.methods.awq import awq
-from smelt.compress.quantize.planned import plan_layers
+from smelt.compress.quantize.methods.scale_places import Place
+from smelt.compress.quantize.planned import output_layer, plan_layers
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.quantize.through_codes import load_trainable, settle
@@ -22,6 +23,8 @@ from smelt.core.errors import InputError
 from smelt.core.stage import needs_of
 from smelt.export.onnx_stage import Onnx
 from smelt.export.stage.settings import OnnxSettings
+from smelt.families.walk import attentions_of
+from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 
@@ -213,3 +216,75 @@ def test_weights_that_are_no_numbers_are_refused_before_any_method_looks_at_them
     settings = QuantizeSettings(**AWQ | {"method": method})
     with pytest.raises(InputError, match=f"quantize: {DENSE}: its largest weight is inf"):
         every_family.run(Quantize(), settings, tmp_path / "bad", "bert", tmp_path / "out")
+
+
+def queries_and_keys(model):
+    """The products that make them, halves of pairs too, by the name that `plan_layers` has for each."""
+    names = [name for one in attentions_of(model) for name in (one.query, one.key)]
+    return {n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n.startswith(tuple(names))}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])  # scales in norms, and in factors before the products
+@pytest.mark.parametrize("pair", [False, True])
+def test_ends_of_ranges_are_cut_off_of_all_products_but_queries_and_keys(family, pair, tmp_path):
+    model = family_models.load(family)
+    torch.manual_seed(0)
+    if pair:
+        name = attentions_of(model)[0].query
+        whole = model.get_submodule(name)
+        model.set_submodule(name, LowRankLinear(whole.in_features, whole.out_features, 9, bias=False))
+    scored = queries_and_keys(model)
+    assert len(scored) == 2 * len(attentions_of(model)) + pair
+    batch = family_models.batch_for(model)
+    rows = CalibrationRows("made", [batch], 2, batch["input_ids"].numel())
+    layers = plan_layers(model, QuantizeSettings(**AWQ, clip="awq"))
+    found = awq(model, layers, rows, True, lambda names: torch.float32, harness.context(tmp_path / "out"))
+    uncut = {
+        n.name.removesuffix(".linear") for n in found.layers if n.product and n.weight not in found.codes
+    }
+    assert uncut - {"lm_head", "classifier"} == scored
+
+
+@pytest.mark.parametrize("shared", ["module", "weight"])
+@torch.no_grad()
+def test_a_product_that_stands_in_two_places_takes_the_scales_of_none(shared, tmp_path):
+    model = family_models.load("llama")
+    first, second = (layer.mlp for layer in model.model.layers)
+    if shared == "module":
+        second.up_proj = first.up_proj
+    else:
+        second.up_proj.weight = first.up_proj.weight
+    batch = family_models.batch_for(model)
+    before = family_models.run(model, batch).logits
+    scaled(model, tmp_path)
+    torch.testing.assert_close(family_models.run(model, batch).logits, before, rtol=1e-4, atol=1e-4)
+    assert isinstance(first.down_proj, ScaledLinear)
+    assert isinstance(second.down_proj, ScaledLinear)
+
+
+@torch.no_grad()
+def test_the_output_layer_gets_no_factor_of_its_own(tmp_path):
+    model = family_models.load("bert")
+    found, ctx = scaled(model, tmp_path)
+    head = output_layer(model)
+    names = [layer.name for layer in found.layers if layer.module is head]
+    assert names
+    assert ctx.facts["awq_without_scales"] == names
+    assert not any(isinstance(m, ScaledLinear) and m.linear is head for m in model.modules())
+
+
+@torch.no_grad()
+def test_channels_whose_factor_its_type_does_not_hold_are_left_alone():
+    model = family_models.load("bert")
+    layer = next(one for one in plan_layers(model, QuantizeSettings(**AWQ)) if one.name == DENSE)
+    before, scales = layer.module.weight.clone(), torch.full((layer.module.in_features,), 2.0)
+    scales[:2] = torch.tensor([1e-6, 1e9])  # factors of 1e6 and 1e-9, which float16 does not have
+    done = Place([layer]).put(model, scales, lambda names: torch.float16, [])
+    assert done[:3].tolist() == [1, 1, 2]
+    assert model.get_submodule(DENSE).factors[:3].tolist() == [1, 1, 0.5]
+    assert layer.module.weight[:, :3].equal(before[:, :3] * torch.tensor([1, 1, 2]))
+
+
+def test_few_rows_are_said(tmp_path):
+    _, ctx = made("bert", tmp_path / "few", rows=1)
+    assert sum("tokens of" in text and "are few for layers of" in text for text in ctx.warnings) == 1

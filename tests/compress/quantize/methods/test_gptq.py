@@ -21,7 +21,7 @@ from smelt.compress.quantize.coding import plain_fit, round_to_nearest
 from smelt.compress.quantize.methods import gptq as module
 from smelt.compress.quantize.methods.gptq import gptq_codes
 from smelt.compress.quantize.planned import Planned
-from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.settings import LowRank, QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.core.data import Columns
@@ -339,6 +339,19 @@ def test_a_matrix_that_is_looked_up_too_is_rounded_to_nearest(tmp_path):
     np.testing.assert_allclose(matrix.values().double().numpy(), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_tokens_of_the_other_side_are_no_tokens_of_a_layer(method, tmp_path):
+    """An encoder-decoder whose rows have more tokens than any layer inputs, and either side fewer."""
+    ctx = every_family.run(
+        Quantize(), QuantizeSettings(scheme="int4", group_size=16, method=method, rows=4),
+        every_family.of_layers("marian", 1), "marian", tmp_path / "out",
+    )  # fmt: skip
+    tokens = ctx.facts["calibration"]["tokens"]
+    (said,) = [text for text in ctx.warnings if "are few for layers of" in text]
+    few, inputs = int(said.split()[1]), int(said.split("layers of ")[1].split()[0])
+    assert few < inputs <= tokens
+
+
 def test_few_rows_are_said(tmp_path):
     made = QuantizeSettings(scheme="int4", method="gptq", rows=1)
     ctx = every_family.run(Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / "out")
@@ -376,3 +389,35 @@ def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
         QuantizeSettings(scheme="int4", method="gptq", damage_rows=4)
     with pytest.raises(ValidationError, match="rows: nothing looks"):
         QuantizeSettings(scheme="int4", rows=4)
+
+
+def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
+    """The pair is of all rows: of some alone it would be another one."""
+
+    def run(name):
+        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, low_rank=LowRank(rank=2))
+        return every_family.run(
+            Quantize(), made, every_family.of_layers("llama", 1), "llama", tmp_path / name
+        )
+
+    whole = run("whole")
+    monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)
+    parts = run("parts")
+    assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
+    assert parts.facts["low_rank"] == whole.facts["low_rank"]
+
+
+def test_beside_a_pair_codes_take_what_it_puts_where_weights_are_zero(tmp_path):
+    pattern = SparsifySettings(method="magnitude", pattern="2:4")
+    sparse = every_family.run(Sparsify(), pattern, every_family.of_layers("bert", 1), "bert", tmp_path / "s")
+    before = harness.model_of(sparse)
+    beside = LowRank(rank=4, begin="pair")
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, low_rank=beside)
+    ctx = every_family.run(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    model = harness.model_of(ctx)
+    for name in sparse.facts["sparsity_by_layer"]:
+        layer, zeros = model.get_submodule(name), before.get_submodule(name).weight == 0
+        codes = layer.coded.matrix.values()
+        assert bool(codes[zeros].any())
+        pair = layer.adapter.up.weight @ layer.adapter.down.weight
+        assert bool((codes + pair)[zeros].square().mean() < pair[zeros].square().mean())

@@ -155,3 +155,13 @@ def test_one_scale_for_a_matrix_is_fitted_to_all_of_its_weights():
     assert found.unique().numel() == 1
     assert float(found[0]) == pytest.approx(best[1], rel=1e-5)
     assert best[1] != start
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "int8-groupwise"])
+def test_scales_are_tried_as_they_are_stored_under_every_width(name):
+    scheme, groups = find(name), drawn(64, 4, 32)
+    options = defaults(scheme) | {"symmetric": False, "group_size": 32}
+    found, own = half_quadratic_grid(groups, 128, scheme, options), scheme.fit(groups, 128, options)
+    assert found["scales"].equal(found["scales"].half().float())
+    assert (found["scales"] != own["scales"]).float().mean() > 0.5
+    assert int(found["zeros"].max()) <= scheme.most

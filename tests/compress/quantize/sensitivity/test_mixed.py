@@ -10,11 +10,11 @@ import tiny
 import torch
 from pydantic import ValidationError
 
-from smelt.compress.calibration.rows import calibration_rows, outputs
+from smelt.compress.calibration.rows import CalibrationRows, calibration_rows, outputs
 from smelt.compress.quantize.methods.awq import awq
 from smelt.compress.quantize.planned import plan_layers, quantize_layers
 from smelt.compress.quantize.sensitivity import mixed
-from smelt.compress.quantize.sensitivity.widths import units_of
+from smelt.compress.quantize.sensitivity.widths import measure, units_of
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.data import Columns
@@ -222,3 +222,19 @@ def test_rows_are_needed_and_validation_for_what_is_scored():
     assert needs_of(Quantize, drop, {"train", "calibration"}) == {"calibration", "validation"}
     assert "bits" not in QuantizeSettings().model_dump()
     assert QuantizeSettings(bits={"budget": 5, "widths": [4, 8]}).schemes() == ("int4", "int8-groupwise")
+
+
+def test_what_is_measured_is_put_back_under_all_of_its_names(tmp_path):
+    source = every_family.of_layers("gpt2", 1)
+    model, _ = load_model(source)
+    made = QuantizeSettings(bits={"budget": 4.5}, group_size=32, rows=2, damage_rows=1)
+    before = dict(model.named_modules(remove_duplicate=False))
+    units = units_of(plan_layers(model, made), made, [2, 4])
+    assert max(len(unit.layers) for unit in units) == 2  # embedding and head
+    ctx = harness.context(tmp_path / "out")
+    rows = CalibrationRows(
+        "made", [{"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9).long()}], 1, 9
+    )
+    measure(model, units, rows, made, lambda layer: None, ctx)
+    assert dict(model.named_modules(remove_duplicate=False)) == before
+    assert all(unit.damage[2] > unit.damage[4] > 0 for unit in units)

@@ -191,3 +191,10 @@ def test_learned_scales_fit_better_than_those_that_follow(scheme):
 
     learned, following = left(True), left(False)
     assert learned < 0.9 * following
+
+
+def test_no_weight_decay_draws_steps_back(tmp_path):
+    made = coded(tmp_path / "coded", **STATIC)
+    model, _ = load_trainable(tiny.artifact(made, TASK), harness.context(tmp_path / "out", TASK))
+    (group,) = LearnedSteps(model, CodesSettings(scales="lsq"), "finetune").extension().groups
+    assert group.weight_decay == 0

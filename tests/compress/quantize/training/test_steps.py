@@ -177,3 +177,18 @@ def test_a_matrix_with_one_scale_learns_one_step(scheme):
     assert matrix.dequantize().equal(seen)
     assert matrix.scales.unique().numel() == 1
     assert float(matrix.scales[0]) == pytest.approx(2.0**-5 * np.exp(0.2), rel=1e-5)
+
+
+def test_what_fills_the_last_group_up_is_not_counted_among_those_that_share_a_step():
+    """1 / sqrt(N Q_P): the last group of 40 inputs has 8 weights, where the others have 32."""
+    torch.manual_seed(0)
+    matrix = schemes.filled("int4", torch.randn(3, 40), group_size=32)
+    steps = Steps(matrix)
+    weight = torch.full((3, 40), 100.0)  # all beyond the end, which then is the gradient of each
+    steps.fake(weight).sum().backward()
+    low, high = (
+        float(torch.as_tensor(end).max()) for end in matrix.scheme.ends(matrix.decided().grid, matrix.options)
+    )
+    beyond = torch.where(steps.first > 0, high, low) * steps.first  # times ds/dlog
+    wanted = beyond * torch.tensor([32 / (32 * high) ** 0.5, 8 / (8 * high) ** 0.5])
+    torch.testing.assert_close(steps.log.grad, wanted, rtol=1e-3, atol=1e-6)

@@ -1,0 +1,97 @@
+"""What no row reaches, what is fed no numbers, and on how many rows damage is told."""
+
+import every_family
+import harness
+import pytest
+import tiny
+import torch
+
+from smelt.compress.quantize.decided import decide
+from smelt.compress.quantize.planned import plan_layers
+from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.core.data import Columns
+from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
+from smelt.runtime.models.checkpoint import load_model
+
+ASLEEP = "bert.encoder.layer.0.intermediate.dense"
+
+
+def decided(tmp_path, change, **settings):
+    source = every_family.of_layers("bert", 1)
+    model, _ = load_model(source)
+    change(model.bert.encoder.layer[0].intermediate)
+    rows = read_split(str(tiny.labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path)
+    ctx = harness.context(tmp_path / "out", "text-classification", rows)
+    made = QuantizeSettings(**settings)
+    found = decide(model, plan_layers(model, made), tiny.artifact(source, ctx.task), made, ctx)
+    return found, ctx
+
+
+def put_to_sleep(part):
+    """Let `part` give zeros without its linear layer."""
+    part.forward = lambda x: x.new_zeros(*x.shape[:-1], part.dense.out_features)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"scheme": "int8-static", "damage_rows": 0}, "which stay float"),
+        ({"scheme": "int4", "method": "gptq"}, "whose weights are rounded to nearest"),
+        ({"scheme": "int4", "method": "awq"}, "whose weights are rounded to nearest"),
+        ({"scheme": "int4", "method": "awq-gptq"}, "whose weights are rounded to nearest"),
+    ],
+    ids=["static", "gptq", "awq", "awq-gptq"],
+)
+def test_layers_that_no_row_reaches_are_told_once(settings, told, tmp_path):
+    found, ctx = decided(tmp_path, put_to_sleep, **settings)
+    said = [text for text in ctx.warnings if "no row reaches" in text]
+    assert said == [f"quantize: no row reaches {ASLEEP}, {told}"]
+    names = [layer.name for layer in found.layers]
+    assert (ASLEEP in names) == (settings["scheme"] == "int4")
+    if settings["scheme"] == "int8-static":
+        assert {layer.weight for layer in found.layers if layer.observes} == set(found.ranges)
+
+
+@pytest.mark.parametrize("error", ["inputs", "outputs"])
+@pytest.mark.parametrize("method", ["nearest", "gptq"])
+def test_the_pair_of_a_layer_that_no_row_reaches_is_nearest_to_its_weights(method, error, tmp_path):
+    made = {"scheme": "int4", "method": method, "low_rank": LowRank(rank=2, error=error)}
+    found, _ = decided(tmp_path, put_to_sleep, **made)
+    weight = next(layer.weight for layer in found.layers if layer.name == ASLEEP)
+    if method == "nearest":
+        assert bool(found.pairs[weight].product.isfinite().all())
+    else:
+        assert weight not in found.pairs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "int8-static"},
+        {"scheme": "int4", "method": "gptq"},
+        {"scheme": "int4", "low_rank": LowRank(rank=2, error="inputs")},
+        {"scheme": "int4", "low_rank": LowRank(rank=2, error="outputs")},
+    ],
+    ids=["static", "gptq", "inputs", "outputs"],
+)
+def test_what_is_fed_numbers_that_are_none_is_refused_by_name(settings, tmp_path):
+    def astray(part):
+        part.dense.register_forward_hook(lambda module, x, out: out * torch.inf)
+
+    with pytest.raises(InputError, match=r"^quantize: bert\.encoder\.layer\.0\.output\.dense: .*not finite"):
+        decided(tmp_path, astray, **settings)
+
+
+def test_damage_is_told_with_the_rows_that_there_were(tmp_path):
+    _, ctx = decided(tmp_path, lambda part: None, scheme="int8-static", damage_rows=64)
+    assert 0 < ctx.facts["damage_rows"] <= ctx.facts["calibration"]["rows"] < 64
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scheme": "int8-dynamic"}, {"scheme": "int4", "skip": "auto"}], ids=str
+)
+def test_what_compares_or_smooths_measures_damage(settings, tmp_path):
+    smooth = {} if "skip" in settings else {"smooth": 0.5}
+    _, ctx = decided(tmp_path, lambda part: None, **settings, **smooth)
+    assert ctx.facts["damage"]

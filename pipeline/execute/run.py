@@ -27,7 +27,7 @@ from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work
 from smelt.look.machine import unscored_reason
 from smelt.plan.untrained import NOT_SCORED
-from smelt.plan.warnings import data_warnings
+from smelt.plan.warnings import data_warnings, few_windows
 
 if TYPE_CHECKING:
     from smelt.plan.plan import Plan, Step
@@ -235,6 +235,8 @@ class _Run:
         score = self._score(name, artifact)
         self.artifacts[name] = artifact
         self.report.done(name, artifact, score, cached)
+        if name == self.plan.recipe.baseline and self.options.limit is None:
+            self.warn(few_windows(score["statistics"]))
         if name == self.plan.recipe.baseline and self.scorer.compares:
             for other in [n for n in self.report.statistics if n != name]:  # scored before it was there
                 self.report.rescored(other, self.artifacts[other], self._score(other, self.artifacts[other]))

@@ -32,7 +32,7 @@ from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 5
+VERSION = 6
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 

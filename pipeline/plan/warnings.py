@@ -22,6 +22,7 @@ FEWEST_ROWS = 100
 # Shorter rows of running text are empty lines and headings, which any two texts share.
 _LEAST_CHARACTERS = 80
 _NAMED = 3
+_OF_WINDOWS = ("perplexity", "bits_per_byte")
 
 
 def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> list[str]:
@@ -47,6 +48,21 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
     if recipe.task in CLASSIFICATION:
         found += _spellings(splits)
     return found
+
+
+def few_windows(statistics: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return that a text has few windows, from which intervals and tests draw.
+
+    Args:
+        statistics: of a step, by metric.
+    """
+    counts = {len(found["rows"]) for metric, found in statistics.items() if metric in _OF_WINDOWS}
+    return [
+        f"test has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to tell"
+        " most steps apart. Give more text, or shorter windows (data: windows: length)."
+        for many in counts
+        if many < FEWEST_ROWS
+    ]
 
 
 def _copies(test: Split, other: Split, name: str, task: Task) -> list[str]:

@@ -69,7 +69,8 @@ def gptq_codes(
     left = weight.clone()
     left[:, found.second.diagonal() == 0] = 0.0  # never fed anything
     # Grids come after that, as in the published code; but not where they are means of magnitudes (binary,
-    # ternary) or fitted to all weights (kmeans4), which so many zeros would make too small.
+    # ternary), which zeros would make too small, nor where they are fitted to all weights (kmeans4), which
+    # gains by it only where a fifth of the inputs and more is never fed.
     ranged = scheme.ranges and not scheme.trained
     grid = fit(groups_of(left if ranged else weight, size), weight.shape[1], scheme, options)
     codes = scheme.nearest(groups_of(left, size), grid, options)

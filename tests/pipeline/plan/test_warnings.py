@@ -10,7 +10,7 @@ from smelt.core.data import Example, Split
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.markdown import write_markdown
 from smelt.evaluate.report.table import table
-from smelt.plan.warnings import data_warnings, decoding_warnings
+from smelt.plan.warnings import data_warnings, decoding_warnings, few_windows
 from smelt.recipe.recipe import parse_recipe
 
 ROWS = 120
@@ -217,3 +217,13 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
     scored = harness.smelt("eval", folder, "--data", tmp_path / "data.jsonl", "--json")
     assert "warning: this graph is for CUDA and was run on the CPU" in scored.stderr
     assert json.loads(scored.stdout)["accuracy"]["n"] == 8
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(1, "test has 1 window; "), (99, "test has 99 windows; "), (100, None)]
+)
+def test_few_windows_of_a_text_are_told_once(count, told):
+    rows = {"rows": [[1.0, 2, 3]] * count}
+    found = few_windows({"perplexity": rows, "bits_per_byte": rows})
+    assert [text[: len(told or "")] for text in found] == ([told] if told else [])
+    assert few_windows({"bleu": rows}) == []

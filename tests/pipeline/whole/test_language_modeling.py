@@ -1,6 +1,7 @@
 """A language model through the command line: plan, run, gates, eval, predict, and what is refused."""
 
 import json
+import re
 
 import causal
 import fake_workers
@@ -42,6 +43,12 @@ def report(home):
         result = harness.smelt("run", home / "recipe.yaml", "--out", home / "run", "--quiet")
     assert result.exit_code == 3, result.output  # the gate of 1.5 cannot hold
     return json.loads((home / "run" / "report.json").read_text())
+
+
+def test_few_windows_are_warned_of(report):
+    assert (
+        len([text for text in report["warnings"] if re.match(r"test has \d\d windows; below 100", text)]) == 1
+    )
 
 
 def test_report_holds_perplexity_and_tokens_per_second_when_a_run_is_over(report):

@@ -54,8 +54,11 @@ def _json_lines(path: Path) -> Rows:
             except (ValueError, RecursionError) as error:
                 # a line that begins no value of JSON at all is of another kind of file
                 plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
+                what = str(error)
+                if isinstance(error, json.JSONDecodeError):  # whose own words count the lines of this one
+                    what = f"{error.msg} at character {error.pos + 1}"
                 raise InputError(
-                    f"{path}:{number}: broken JSON: {error}. Read: {line[:80]!r}.{plain}"
+                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}"
                 ) from error
             yield f"{path}:{number}", object_row(row, f"{path}:{number}")
 

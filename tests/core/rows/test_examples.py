@@ -90,7 +90,11 @@ def test_what_is_no_label_is_refused(tmp_path, label):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"source": "a", "target": "b"}\n{"source": ', r"a\.jsonl:2: broken JSON"),
+        (
+            "a.jsonl",
+            '{"source": "a", "target": "b"}\n{"source": ',
+            r"a\.jsonl:2: broken JSON: Expecting value at character 12\. Read: ",
+        ),
         ("a.jsonl", "[1, 2]", r"a\.jsonl:1: expected a JSON object"),
         ("a.jsonl", "\n\n", "no rows in this file"),
         ("a.csv", "source,target\n", "no rows in this file"),

@@ -217,7 +217,7 @@ def digits_of_change(value: float, p_value: float, digits: int) -> int:
     return digits
 
 
-def change(found: Difference | None, metric: str) -> str:
+def change(found: Difference | None, metric: str | None) -> str:
     """Return a difference with its sign."""
     if found is None:
         return MISSING

@@ -14,7 +14,9 @@ from smelt.export.parity import check
 from smelt.export.parity.operators import _operator
 from smelt.export.stage.settings import OnnxSettings
 from smelt.export.tune import products
+from smelt.export.tune.in_stage import _compare
 from smelt.export.tune.products import choice, choose_forms, multiplied
+from smelt.export.tune.settings import Tune
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.schemes.registry import defaults, find
 
@@ -280,3 +282,14 @@ def test_codes_with_one_operator_are_compared_all_the_same(tmp_path):
     by_graph = ctx.facts["tune"]["microseconds_by_graph"]
     assert by_graph.keys() == ctx.facts["graphs"].keys()
     assert all(took["chosen"] > 0 < took["int8-dynamic"] for took in by_graph.values())
+
+
+def test_a_graph_is_said_to_be_slower_where_it_is_so_by_more_than_times_vary(tmp_path):
+    def told(chosen):
+        ctx = harness.context(tmp_path / "out")
+        _compare({"decoder": {"chosen": chosen, "int8-dynamic": 100.0}}, "decoder", Tune(batch_size=1), ctx)
+        return ctx.warnings
+
+    assert told(104.0) == []
+    (said,) = told(110.0)
+    assert "1.10 times in decoder (110 against 100 µs)" in said

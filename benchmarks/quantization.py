@@ -223,11 +223,15 @@ def _bits(step: dict[str, Any]) -> str:
 
 def _quality(step: dict[str, Any], metric: str) -> tuple[str, str]:
     value, test = step["quality"][metric], (step["against_baseline"] or {}).get(metric)
-    told = "{:.2f} [{:.2f}, {:.2f}]".format(value["value"], *value["ci95"])
+    told = "{:.2f}".format(value["value"]) + _ends(value["ci95"], "")
     if not test:
         return told, "–"
-    difference = "{:+.2f} [{:+.2f}, {:+.2f}]".format(test["difference"], *test["ci95"])
+    difference = "{:+.2f}".format(test["difference"]) + _ends(test["ci95"], "+")
     return told, f"{difference}, p = {test['p_value']:.3f}"
+
+
+def _ends(interval: list[float] | None, sign: str) -> str:
+    return " [{:{sign}.2f}, {:{sign}.2f}]".format(*interval, sign=sign) if interval else ""
 
 
 def _time(artifact: dict[str, Any] | None, size: int) -> str:

@@ -38,4 +38,6 @@ METRICS: dict[str, Metric] = {
     "perplexity": Metric("perplexity", "Perplexity", higher_is_better=False),
     "bits_per_byte": Metric("bits/byte", "Bits per byte", higher_is_better=False),
 }
+# of running text, whose examples are windows that two tokenizers cut at other places
+WINDOW_METRICS = ("perplexity", "bits_per_byte")
 LOWER_IS_BETTER = frozenset(name for name, metric in METRICS.items() if not metric.higher_is_better)

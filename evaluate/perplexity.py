@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
-from smelt.evaluate.metrics import METRICS
+from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 from smelt.evaluate.quality import Score
 from smelt.evaluate.significance import RESAMPLES, SEED, Statistics, bootstrap_interval, value_of
-
-WINDOW_METRICS = ("perplexity", "bits_per_byte")
 
 
 def score_windows(

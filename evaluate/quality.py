@@ -30,8 +30,8 @@ _BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
 class Score(BaseModel):
     """One metric on one set of examples.
 
-    value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval, None where one example has
-    none. signature: version and
+    value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval, None where there are
+    too few examples. signature: version and
     settings that the value depends on. statistics: per example, for `significance.compare`; left out
     of `model_dump`, keep it with `score.statistics.dump()`.
     """

@@ -19,11 +19,10 @@ from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
 from smelt.evaluate.label_values import LABEL_VALUES
+from smelt.evaluate.metrics import WINDOW_METRICS
 
 RESAMPLES = 1000
 SEED = 12345  # sacrebleu's own default, so that both draw the same examples
-# of fewer examples not even a sign that is everywhere the same is significant: 2 / 2^n
-_FEWEST = 6
 _CELLS = 4_000_000  # weights held at a time: 32 MB
 
 Array = NDArray[np.float64]
@@ -32,8 +31,6 @@ Interval = tuple[float, float]
 _HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
 _MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement", "relative_error"})
-# of running text, which two tokenizers cut into other windows
-_WINDOWS = frozenset({"perplexity", "bits_per_byte"})
 
 
 class Statistics(BaseModel):
@@ -86,33 +83,54 @@ def interval_of(statistics: Statistics, confidence: float = 0.95) -> Interval | 
 def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
 
-    Of fewer than 6 examples it is all that the resamples hold; one example has none (None), since nothing
-    tells how much another one would differ.
+    None of fewer examples than `fewest`, whose resamples are too alike: of one they are all the same.
     """
-    return _middle(_resampled(statistics), len(statistics.rows), confidence)
+    if len(statistics.rows) < fewest(statistics.metric, confidence):
+        return None
+    return _middle(_resampled(statistics), confidence)
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
 
     The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
-    Few examples: see `bootstrap_interval`.
+    None of too few examples, as in `bootstrap_interval`.
     """
     _check_pair(step, other)
     if step.metric in _HITS:
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
-    return _middle(_differences(step, other), _examples(step, other), confidence)
+    if _examples(step, other) < fewest(step.metric, confidence):
+        return None
+    return _middle(_differences(step, other), confidence)
+
+
+def fewest(metric: str, confidence: float = 0.95) -> int:
+    """Return how many examples an interval of `metric` takes.
+
+    A bootstrap's: as many differences of one sign as a randomization test needs to call them significant,
+    2 / 2^n <= 1 - confidence: 6 at 0.95, 8 at 0.99. The score intervals of shares hold for one.
+    """
+    return 1 if metric in _HITS else 1 + math.ceil(-math.log2(1 - confidence))
 
 
 def _examples(step: Statistics, other: Statistics) -> int:
     return min(len(step.rows), len(other.rows))
 
 
-def _middle(drawn: Array, n: int, confidence: float) -> Interval | None:
-    if n == 1:
-        return None
-    tail = (1 - confidence) / 2 if n >= _FEWEST else 0.0
-    low, high = np.quantile(drawn, (tail, 1 - tail))
+def _changed(step: Statistics, other: Statistics) -> int:
+    """Return in how many examples the two differ; windows that make no pairs all do."""
+    if _apart(step, other):
+        return _examples(step, other)
+    return sum(one != two for one, two in zip(step.rows, other.rows, strict=True))
+
+
+def _apart(step: Statistics, other: Statistics) -> bool:
+    """Tell whether a text was cut into other windows."""
+    return step.metric in WINDOW_METRICS and [r[1:] for r in step.rows] != [r[1:] for r in other.rows]
+
+
+def _middle(drawn: Array, confidence: float) -> Interval:
+    low, high = np.quantile(drawn, ((1 - confidence) / 2, (1 + confidence) / 2))
     return float(low), float(high)
 
 
@@ -168,8 +186,8 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     p_value: two-sided. Accuracy, also of whole sets: McNemar's exact test. All others: paired bootstrap
     resampling (Koehn 2004, https://aclanthology.org/W04-3250), twice the smaller share of the resamples in
     which the difference is not positive or not negative, each count raised by one (Davison & Hinkley 1997),
-    so that it never reads 0; nor less than 2 / 2^n, what turning the signs of n differences at will can give
-    at least (Fisher's randomization test): resamples of one example are all alike, and say nothing.
+    so that it never reads 0; nor less than 2 / 2^n, what turning the signs of the n examples that differ at
+    will can give at least (Fisher's randomization test): resamples of one example are all alike.
 
     Raises:
         InputError: the two were not taken from the same examples with the same metric.
@@ -179,7 +197,7 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     if step.metric in _HITS:
         p_value = _mcnemar(*_discordant(step, other))
     else:
-        p_value = max(_two_sided(_differences(step, other)), 2.0 ** (1 - _examples(step, other)))
+        p_value = max(_two_sided(_differences(step, other)), min(1.0, 2.0 ** (1 - _changed(step, other))))
     return {"difference": difference, "ci95": list(interval) if interval else None, "p_value": p_value}
 
 
@@ -191,7 +209,7 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
                 f"These scores cannot be compared in pairs: their {what} differ, {one!r} and {two!r}."
                 " Score both steps on the same data with the same settings."
             )
-    if len(step.rows) != len(other.rows) and step.metric not in _WINDOWS:
+    if len(step.rows) != len(other.rows) and step.metric not in WINDOW_METRICS:
         raise InputError(
             f"These scores cannot be compared in pairs: {len(step.rows)} and {len(other.rows)} examples."
         )
@@ -200,7 +218,7 @@ def _check_pair(step: Statistics, other: Statistics) -> None:
 def _differences(step: Statistics, other: Statistics) -> Array:
     """Return the difference on each of the resamples, [R]: in pairs where the examples are the same ones."""
     one, two = _resampled(step), _resampled(other)  # one seed: both see the same examples
-    if step.metric in _WINDOWS and [row[1:] for row in step.rows] != [row[1:] for row in other.rows]:
+    if _apart(step, other):
         two = np.roll(two, 1)  # another draw beside each
     return one - two
 

@@ -13,7 +13,7 @@ Shapes: K = inputs of a layer.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,20 +100,22 @@ class InputStatistics:
         return (self.sums, self.squares, self.magnitudes, self.lowest, self.highest, self.second)
 
 
-def few_tokens(fed: Mapping[str, tuple[int, int]], origin: str) -> str:
-    """Return which layers get fewer tokens than they have inputs, the worst of them; nothing where none does.
+def few_tokens(fed: Iterable[tuple[int, int]], rows: CalibrationRows) -> str:
+    """Return that layers get fewer tokens than they have inputs, the worst of them; nothing where none does.
 
-    In an encoder-decoder no layer gets the tokens of both sides.
+    In an encoder-decoder no layer gets the tokens of both sides. What gets one vector of each text (a
+    classifier) is counted as if it got all tokens, or any usual number of rows would be too few.
 
     Args:
         fed: of each layer its tokens and its inputs.
-        origin: of the rows.
+        rows: on which they were seen.
     """
-    short = {inputs: tokens for tokens, inputs in sorted(fed.values(), reverse=True) if 0 < tokens < inputs}
+    seen = [(rows.tokens if tokens <= rows.rows else tokens, inputs) for tokens, inputs in fed if tokens]
+    short = [(tokens, inputs) for tokens, inputs in seen if tokens < inputs]
     if not short:
         return ""
-    widest = max(short)
-    return f"{short[widest]} tokens of {origin} are few for layers of {widest} inputs"
+    tokens, inputs = min(short, key=lambda one: one[0] / one[1])
+    return f"{tokens} tokens of {rows.origin} are few for layers of {inputs} inputs"
 
 
 def empty_statistics(

@@ -76,16 +76,16 @@ def cut_units(
             leave(block)
         return {}
     left: dict[str, float] = {}
-    fed: dict[str, tuple[int, int]] = {}
+    fed: list[tuple[int, int]] = []
     for step in drive(model, rows, ctx, stage="prune", enter=enter, leave=leave):
         for group, stay in _of(step.block, chosen):
             name = group.parts.products[-1]
             found, whole = inputs_of(step, model, name), columns_of(model, name).weight.detach()
             kept = _cut(model, edits, group, stay())
             left[name] = round(refit(model, name, whole, kept, found), 4)
-            fed[name] = found.tokens, len(kept)
+            fed.append((found.tokens, len(kept)))
             del found, whole  # before the next ones are made
-    if few := few_tokens(fed, rows.origin):
+    if few := few_tokens(fed, rows):
         ctx.warnings.append(
             f"prune: {few} that are refitted; raise rows, or name more with data: {{calibration: FILE}}"
         )

@@ -137,7 +137,8 @@ class QuantizeSettings(FromSchemes):
         plain = {name: type(self).model_fields[name].default for name in self.unsaid}
         kept = {name: value for name, value in found.items() if name not in plain or value != plain[name]}
         same = as_by_default(self.schemes(), self)
-        if self.vocabulary is not None and self.vocabulary == self._own_table_scheme:
+        idle = not (self.embeddings or self.head)
+        if self.vocabulary is not None and (idle or self.vocabulary == self._own_table_scheme):
             same["vocabulary"] = None
         if info.exclude_defaults:
             return {name: value for name, value in kept.items() if name not in same}

@@ -62,7 +62,7 @@ class Quantize:
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)

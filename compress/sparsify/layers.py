@@ -55,7 +55,7 @@ class Sparsifier:
         self._counts = [0, 0]  # zeros, weights
         self._odd: list[str] = []
         self._unreached: list[str] = []
-        self._fed: dict[str, tuple[int, int]] = {}
+        self._fed: list[tuple[int, int]] = []
 
     @torch.no_grad()
     def sparsify(self, layers: dict[str, nn.Linear], observe: Observe | None) -> None:
@@ -71,7 +71,7 @@ class Sparsifier:
                 self._unreached.append(name)
                 continue
             if seen is not None:
-                self._fed[name] = seen.tokens, layer.in_features
+                self._fed.append((seen.tokens, layer.in_features))
             weight = layer.weight.detach().float().cpu()
             sparse = self._method(weight, seen, self._pattern, self._draw)
             if keeps_zeros(layer):  # it was made sparse before
@@ -123,9 +123,5 @@ class Sparsifier:
             )
         if self._unreached:
             ctx.warnings.append(f"sparsify: no row reaches {', '.join(self._unreached)}, which stay whole")
-        if (
-            rows is not None
-            and self._method.looks == "moments"
-            and (few := few_tokens(self._fed, rows.origin))
-        ):
+        if rows is not None and self._method.looks == "moments" and (few := few_tokens(self._fed, rows)):
             ctx.warnings.append(f"sparsify: {few}; raise rows, or name more with data: {{calibration: FILE}}")

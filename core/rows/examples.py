@@ -52,7 +52,7 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
             return _read_lines(path, origin, name)
         rows = read_file(path)
     elif path.is_dir():
-        raise InputError(f"{path}: a folder; '{name}' is one file of rows. Name a file in it.")
+        raise InputError(f"{path}: a folder, not a file of rows (data for '{name}'){_or_hub(origin)}.")
     elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
         raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}")
     else:
@@ -62,6 +62,12 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
         raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.")
     windows = Windows(separator="\n\n") if task == "language-modeling" else None
     return Split(origin, examples, windows)
+
+
+def _or_hub(origin: str) -> str:
+    """Say what becomes of a data set of the hub whose name a folder has."""
+    hub = "/" in origin and not origin.startswith((".", "/", "~"))
+    return "; a data set of that name on the hub is looked for where there is no such folder" if hub else ""
 
 
 _NAMED = 5  # wrong rows that are named; of the others there is a count

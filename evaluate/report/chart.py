@@ -124,8 +124,9 @@ def _point(
     low, high = score.ci95 or (score.value, score.value)
     title = (
         f"{step.name}: {view.label(metric)} {view.number(score.value, view.digits(metric))}"
-        f" {view.interval(score.ci95, view.digits(metric))},"
-        f" {view.speed(row)} {view.interval(row.speedup_ci95)}, p50 {view.significant_digits(row.p50_ms)} ms"
+        + f" {view.interval(score.ci95, view.digits(metric))}".rstrip()
+        + f", {view.speed(row)} {view.interval(row.speedup_ci95)}".rstrip()
+        + f", p50 {view.significant_digits(row.p50_ms)} ms"
     )
     baseline = step.name == report.baseline
     name = step.name + (f" {view.DOUBT}" if row.stable is False and not baseline else "")

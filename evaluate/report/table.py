@@ -154,7 +154,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     failed = [
         f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}"
         + (f", read {notes.gate_value(gate)}" if gate.value is not None else "")
-        + (f": {gate.reason}" if gate.reason else "")
+        + (f": {gate.reason}" if gate.reason and gate.reason not in (step.error, step.reason) else "")
         for step in report.steps
         for gate in step.gates
         if not gate.passed

@@ -110,8 +110,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(_plain, value))
-    return str(value)
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -210,23 +210,28 @@ def signed(value: float | None, digits: int = 2) -> str:
     return f"+{text}" if value is not None and value > 0 and text.strip("0.") else text
 
 
-def digits_of_change(value: float, p_value: float, digits: int) -> int:
-    """Return with how many digits a difference is shown: more where a significant one would be a zero."""
-    while matters_at(p_value) and digits < _MOST_DIGITS and not round(value, digits):
-        digits += 1
-    return digits
+def digits_of_change(found: Difference, metric: str | None) -> int:
+    """Return with how many digits a difference is shown: more where a significant one would be a zero.
+
+    So would be an end of its interval, which then seems to hold a zero.
+    """
+    places = digits(metric)
+    told = [value for value in (found.difference, *(found.ci95 or ())) if value]
+    while matters(found) and places < _MOST_DIGITS and not all(round(value, places) for value in told):
+        places += 1
+    return places
 
 
 def change(found: Difference | None, metric: str | None) -> str:
     """Return a difference with its sign."""
     if found is None:
         return MISSING
-    return signed(found.difference, digits_of_change(found.difference, found.p_value, digits(metric)))
+    return signed(found.difference, digits_of_change(found, metric))
 
 
-def change_interval(found: Difference, metric: str) -> str:
+def change_interval(found: Difference, metric: str | None) -> str:
     """Return the 95 % interval of a difference, or nothing."""
-    return interval(found.ci95, digits_of_change(found.difference, found.p_value, digits(metric)))
+    return interval(found.ci95, digits_of_change(found, metric))
 
 
 def interval(pair: tuple[float, float] | None, digits: int = 2) -> str:

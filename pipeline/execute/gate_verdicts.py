@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from smelt.core.text import count
+from smelt.evaluate.metrics import WINDOW_METRICS
+
 if TYPE_CHECKING:
     from smelt.plan.plan import PlannedGate
 
@@ -43,9 +46,9 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
         return found | {"passed": None if unscored else False, "reason": reason}
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
         return found | {"reason": f"the times were disturbed: {row['reason']}"}
+    if gate.confidence is not None and (lacking := _lacking(gate, evidence, gate.confidence)):
+        return found | {"reason": lacking}
     bound = None if gate.confidence is None else _bound_of(gate, step, evidence, gate.confidence)
-    if bound is None and gate.confidence is not None and _is_one_example(gate, step):
-        return found | {"reason": "one example has no interval, so that no confidence can be told"}
     judged = value if bound is None else bound
     passed = judged <= gate.limit if gate.kind in ("max_drop", "max") else judged >= gate.limit
     return found | {"bound": bound, "n_needed": needed(gate, step), "passed": passed}
@@ -68,7 +71,7 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
     if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
         return None
     if difference["ci95"] is None:
-        return None  # one example tells nothing of others
+        return None  # so few examples tell nothing of how many it takes
     low, high = difference["ci95"]
     half = float(high - low) / 2
     score = step["quality"][gate.metric]
@@ -79,10 +82,18 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
     return math.ceil(n * (half / gate.limit) ** 2)
 
 
-def _is_one_example(gate: PlannedGate, step: Step) -> bool:
-    """Return whether the interval that `gate` asks for is missing because there is one example."""
-    where = step["against_baseline"] if gate.kind == "max_drop" else step["quality"]
-    return gate.metric in where and where[gate.metric]["ci95"] is None
+def _lacking(gate: PlannedGate, evidence: Evidence, confidence: float) -> str:
+    """Return why there is no interval of what `gate` judges: too few examples; nothing where there is one."""
+    from smelt.evaluate.significance import fewest
+
+    if gate.metric not in evidence.own:
+        return ""
+    sides = (evidence.own, evidence.baseline) if gate.kind == "max_drop" else (evidence.own,)
+    n = min(len(side[gate.metric]["rows"]) for side in sides if gate.metric in side)
+    least = fewest(gate.metric, confidence)
+    told = count(n, "window" if gate.metric in WINDOW_METRICS else "example")
+    verb = "is" if n == 1 else "are"
+    return f"{told} {verb} too few for confidence {confidence:g}; give {least} or more" if n < least else ""
 
 
 def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ class Options:
 
 
 def run_plan(plan: Plan, options: Options) -> Result:
-    """Carry out `plan`. The report is written before every step, so also for a run that is killed.
+    """Carry out `plan`. The report is written before the first step and after each, so also if it is killed.
 
     Raises:
         InputError: what can be known before any work is done; nothing has been written then.
@@ -62,7 +63,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
     if unknown:
         known = ", ".join(s.name for s in plan.steps)
         raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
-    _require_rows(options.limit)
+    options = replace(options, limit=_rows(options.limit))
     whole = plan.read_data()
     data = {name: split.head(options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
@@ -88,14 +89,18 @@ def run_plan(plan: Plan, options: Options) -> Result:
         return run.go()
 
 
-def _require_rows(limit: object) -> None:
-    """Require that a limit is a number of rows.
+def _rows(limit: Any) -> int | None:
+    """Return a limit as a number of rows.
 
     Raises:
         InputError: it is something else.
     """
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise InputError(f"limit: expected how many rows of every split, 1 or more, read {limit!r}.")
+    if limit is None:
+        return None
+    with suppress(TypeError):
+        if not isinstance(limit, bool) and (rows := operator.index(limit)) >= 1:
+            return rows
+    raise InputError(f"limit: expected how many rows of every split, 1 or more, read {limit!r}.")
 
 
 def _refuse(folder: Path, holder: str) -> None:

@@ -73,7 +73,7 @@ def summary_lines(result: Result) -> Sequence[str]:
     lines = [table(result.report), "", f"Report: {_short(result.folder / 'report.html')}"]
     step = step_to_ship(result.report)
     if step is not None and result.report["status"] != "interrupted":  # whose gates nobody has judged
-        lines += _left_open(result.report, step)
+        lines += _failed(result.report, step) + _left_open(result.report, step)
         place = shlex.quote(_short(result.folder / "artifacts" / step))
         if result.report["recipe"].get("task") == TENSORS:
             return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]
@@ -86,32 +86,45 @@ def summary_lines(result: Result) -> Sequence[str]:
     return lines
 
 
+def _failed(report: Mapping[str, Any], name: str) -> list[str]:
+    """Say that the step fails a gate: then all do."""
+    gates = next(step.get("gates") or [] for step in report["steps"] if step["name"] == name)
+    if all(gate["passed"] is not False for gate in gates):
+        return []
+    return textwrap.wrap(f"{name} fails a gate, as do all steps that could be shipped.", 80)
+
+
 def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     """Say that a step is worse than the baseline, or that the rows were too few to tell.
 
     A loss may be large and not significant: of 30 translations 7.5 BLEU were.
     """
     from smelt.evaluate.report import view
+    from smelt.evaluate.report.schema import Difference
 
     step = next(step for step in report["steps"] if step["name"] == name)
     metric = next((m for m in step["quality"] if m in (step.get("against_baseline") or {})), None)
     if metric is None or name == report["baseline"]:
         return []
     score, test = step["quality"][metric], step["against_baseline"][metric]
-    counted = view.counted(score["n"], view.unit(metric))
-    digits = view.digits_of_change(test["difference"], test["p_value"], view.digits(metric))
-    ends = view.interval(test["ci95"], digits).replace(" ", _HARD)
-    difference = f"{view.label(metric)} {view.signed(test['difference'], digits)}{_HARD}{ends}".rstrip(_HARD)
+    who = "so short a text" if metric in view.OF_TOKENS else view.counted(score["n"], view.unit(metric))
+    found = Difference.model_validate(test)
+    ends = view.change_interval(found, metric).replace(" ", _HARD)
+    difference = f"{view.label(metric)} {view.change(found, metric)}{_HARD}{ends}".rstrip(_HARD)
     sign = 1 if score["higher_is_better"] else -1
-    reach = -min(sign * end for end in test["ci95"]) if test["ci95"] else math.inf
+    ends_up = [sign * end for end in test["ci95"] or (-math.inf, math.inf)]
     if _is_worse(step):
         asked = [gate["passed"] for gate in step.get("gates") or [] if gate["metric"] == metric]
         kept = bool(asked) and all(asked)
         told = f"{difference}, {view.probability(test['p_value'])}{'; its gate allows that' if kept else ''}"
         text = f"{name} is worse than {report['baseline']}: {told}."
-    elif score["n"] < _ROWS or reach > _OPEN * abs(score["value"] - test["difference"]):
+    elif (
+        score["n"] < _ROWS
+        or -min(ends_up) > _OPEN * abs(score["value"] - test["difference"])
+        or max(ends_up) < 0  # and yet not significant
+    ):
         text = (
-            f"{name}: {counted} cannot tell whether it is worse than {report['baseline']}: {difference}."
+            f"{name}: {who} cannot tell whether it is worse than {report['baseline']}: {difference}."
             " Score it on more before you ship it."
         )
     else:

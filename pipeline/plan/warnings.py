@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.data import CLASSIFICATION, IMAGES, TEXT_TO_TEXT, Example, Split, Task
 from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
 from smelt.core.text import article
+from smelt.evaluate.metrics import WINDOW_METRICS
 
 if TYPE_CHECKING:
     from smelt.recipe.recipe import Recipe
@@ -22,7 +23,6 @@ FEWEST_ROWS = 100
 # Shorter rows of running text are empty lines and headings, which any two texts share.
 _LEAST_CHARACTERS = 80
 _NAMED = 3
-_OF_WINDOWS = ("perplexity", "bits_per_byte")
 
 
 def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> list[str]:
@@ -56,7 +56,7 @@ def few_windows(statistics: Mapping[str, Mapping[str, Any]]) -> list[str]:
     Args:
         statistics: of a step, by metric.
     """
-    counts = {len(found["rows"]) for metric, found in statistics.items() if metric in _OF_WINDOWS}
+    counts = {len(found["rows"]) for metric, found in statistics.items() if metric in WINDOW_METRICS}
     return [
         f"test has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to tell"
         " most steps apart. Give more text, or shorter windows (data: windows: length)."

@@ -166,12 +166,15 @@ def _translated(error: ValidationError, value: Any, schema: Schema | None) -> It
     seen: set[tuple[Where, str]] = set()
     found = [(*_place(detail, value), detail) for detail in error.errors(include_url=False)]
     places = {where for where, _, _ in found}
+    empty = {where for where, _, detail in found if detail["type"] == "string_too_short"}
     for where, read, detail in found:
         # where one member of a union fits but for something inside, what the others say is noise
         if detail["type"] not in _OWN_WORDS and any(p[: len(where)] == where != p for p in places):
             continue
         part = _part(schema, where) if schema else None
         kind = detail["type"]
+        if where in empty and kind != "string_too_short":
+            continue
         if kind == "extra_forbidden":
             known = _known(_part(schema, where[:-1]) if schema else None, schema)
             word = str(where[-1])

@@ -31,7 +31,7 @@ class Untrained(Settings):
     """
 
     config: Name
-    tokenizer: str | NewTokenizer | None = None
+    tokenizer: Name | NewTokenizer | None = None
     image_size: int | None = Field(default=None, ge=1, le=4096)
 
 

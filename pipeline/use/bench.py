@@ -161,7 +161,8 @@ def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
     from smelt.look.data import guess_column
 
     if not path.is_file():
-        raise InputError(f"{path}: no such file (--data).")
+        what = "a folder, not a file of rows" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {what} (--data).")
     if file_kind(path) == ".txt":
         found = [line for line in read_text_file(path).splitlines() if line.strip()]
     else:

@@ -9,11 +9,13 @@ from scipy.stats import multinomial, norm
 from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
+from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.quality import TEXT_METRICS, score_labels, score_texts
 from smelt.evaluate.significance import (
     bootstrap_interval,
     compare,
     difference_interval,
+    fewest,
     interval_of,
     tango_interval,
 )
@@ -82,22 +84,46 @@ def test_few_examples_are_significant_only_as_far_as_their_signs_can_be(metric):
     assert five["p_value"] == 2 / 2**5  # all are the same, and yet no 2 / 1001
 
 
-def test_one_example_has_no_interval_and_few_have_all_that_was_drawn():
+def test_examples_that_do_not_differ_have_no_sign():
+    good = statistics("chrf", GOOD)
+    rows = [*statistics("chrf", POOR).rows[:4], *good.rows[4:]]
+    found = compare(good.model_copy(update={"rows": rows}), good)
+    assert found["difference"] < 0
+    assert found["p_value"] >= 2 / 2**4
+
+
+def test_few_examples_have_no_interval():
     good, poor = (score_texts(["bleu"], [t], [[REFERENCES[0]]])["bleu"] for t in (GOOD[0], POOR[0]))
     assert (good.ci95, interval_of(good.statistics)) == (None, None)
     assert compare(good.statistics, poor.statistics) == {
         "difference": good.value - poor.value, "ci95": None, "p_value": 1.0
     }  # fmt: skip
-    few, other = (
-        s.model_copy(update={"rows": s.rows[:5]})
-        for s in (statistics("rouge1", GOOD), statistics("rouge1", POOR))
+    for confidence, least in ((0.5, 2), (0.9, 5), (0.95, 6), (0.99, 8), (0.999, 11)):
+        assert fewest("bleu", confidence) == least
+        assert 2 / 2**least <= 1 - confidence < 2 / 2 ** (least - 1)
+        for n in (least - 1, least):
+            own, other = (
+                s.model_copy(update={"rows": s.rows[:n]})
+                for s in (statistics("bleu", GOOD), statistics("bleu", POOR))
+            )
+            assert (interval_of(own, confidence) is None) == (n < least)
+            assert (difference_interval(own, other, confidence) is None) == (n < least)
+    hits = score_labels(["accuracy"], [1], [1])["accuracy"]  # Wilson's and Tango's hold for one
+    assert hits.ci95 == interval_of(hits.statistics)
+    assert compare(hits.statistics, hits.statistics)["ci95"] is not None
+
+
+def test_other_windows_of_a_text_are_as_few_as_the_fewer_of_both():
+    few, many = (
+        score_windows(["perplexity"], [9.0] * n, [4] * n, [12] * n, "window:8", ["x"])[
+            "perplexity"
+        ].statistics
+        for n in (5, 9)
     )
-    drawn = np.random.default_rng(12345).integers(0, 5, size=(1000, 5))
-    means = 100 * np.array(few.rows)[:, 0][drawn].mean(axis=1)
-    off = means - 100 * np.array(other.rows)[:, 0][drawn].mean(axis=1)
-    for confidence in (0.5, 0.95):
-        assert interval_of(few, confidence) == pytest.approx((means.min(), means.max()))
-        assert difference_interval(few, other, confidence) == pytest.approx((off.min(), off.max()))
+    for one, two in ((few, many), (many, few)):
+        found = compare(one, two)
+        assert found["ci95"] is None
+        assert found["p_value"] >= 2 / 2**5
 
 
 def test_chance_is_not_called_a_difference():

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import harness
+import numpy as np
 import pytest
 import tiny
 
 import smelt
+from smelt.execute.run_result import summary_lines
 from smelt.execute.steps import Workshop
 
 RECIPE = """
@@ -44,7 +46,7 @@ def _command(*arguments):
     return result.output.splitlines()
 
 
-@pytest.mark.parametrize("limit", [0, -1, 2.5, "3", True, [1]])
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "3", True, [1], np.int64(0)])
 def test_a_limit_that_is_no_number_of_rows_is_refused_before_anything_is_written(limit, translator, tmp_path):
     home, _ = translator
     with pytest.raises(
@@ -71,6 +73,30 @@ def test_a_report_lies_there_while_the_first_step_works(translator, tmp_path, mo
     assert report["steps"][0]["quality"]
 
 
+def test_one_row_is_scored_reported_and_packaged_without_an_interval(translator, tmp_path):
+    home, _ = translator
+    text = RECIPE.format(task="translation", stages="[quantize, onnx]")
+    (home / "one.yaml").write_text(f"{text}gates: {{bleu: {{max_drop: 50, confidence: 0.95}}}}\n")
+    result = smelt.run(home / "one.yaml", out=tmp_path / "run", limit=1, quiet=True)
+    assert result.exit_code == 3
+    step = result.report["steps"][-1]
+    assert step["quality"]["bleu"]["ci95"] is step["against_baseline"]["bleu"]["ci95"] is None
+    assert step["against_baseline"]["bleu"]["p_value"] == 1.0
+    assert step["gates"][0]["reason"] == "1 example is too few for confidence 0.95; give 6 or more"
+    ends = " ".join(summary_lines(result))
+    assert "onnx: 1 example cannot tell whether it is worse than model" in ends
+    assert "read 0.00: 1 example is too few for confidence 0.95; give 6 or more" in " ".join(ends.split())
+    made = smelt.package(tmp_path / "run" / "artifacts" / "onnx", out=tmp_path / "package")
+    (line,) = [one for one in (made.folder / "README.md").read_text().splitlines() if "| BLEU" in one]
+    assert "[" not in line
+    assert "None" not in line
+    scored = "\n".join(
+        _command("eval", tmp_path / "run" / "artifacts" / "onnx", "--data", home / "data.jsonl")
+    )
+    assert "n=8" in scored
+    assert "[" in scored
+
+
 def test_run_gives_the_report_that_lies_in_its_folder(translator):
     home, result = translator
     assert result.exit_code == 0
@@ -91,7 +117,7 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
         out=tmp_path / "run",
         store=home / ".store",
         fresh="quantize",
-        limit=4,
+        limit=np.int64(4),
         quiet=True,
     )
     steps = {s["name"]: s for s in result.report["steps"]}

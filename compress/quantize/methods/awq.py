@@ -14,7 +14,7 @@ Shapes: K = inputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -84,11 +84,11 @@ def awq(
                 codes |= _cut(cut, _moment(seen[name]), scales.get(name))
     _tell(places, names, found, ctx)
     ctx.facts["awq_without_scales"] = left  # output layers, and matrices that others have too
-    fed = {
-        name: (seen[name].tokens, int(place.coded[0].module.in_features))
+    fed = [
+        (seen[name].tokens, int(place.coded[0].module.in_features))
         for name, place in zip(names, places, strict=True)
-    }
-    _warn(fed, unreached, rows.origin, ctx)
+    ]
+    _warn(fed, unreached, rows, ctx)
     renamed = {layer.module: layer for place in places for layer in place.coded}
     return Scaled([renamed.get(one.module, one) for one in layers], edits, codes)
 
@@ -141,12 +141,12 @@ def _tell(places: Sequence[Place], names: Sequence[str], found: dict[str, Found]
     ctx.facts["awq_scales_in"] = went
 
 
-def _warn(fed: Mapping[str, tuple[int, int]], unreached: list[str], origin: str, ctx: Context) -> None:
+def _warn(fed: list[tuple[int, int]], unreached: list[str], rows: CalibrationRows, ctx: Context) -> None:
     if unreached:
         ctx.warnings.append(
             f"quantize: no row reaches {', '.join(unreached)}, whose weights are rounded to nearest"
         )
-    if few := few_tokens(fed, origin):
+    if few := few_tokens(fed, rows):
         ctx.warnings.append(
             f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on others;"
             " raise rows, or name more with data: {calibration: FILE}"

@@ -150,7 +150,7 @@ class GptqWork:
         self.unfed: dict[str, int] = {}
         self.damped: dict[str, float] = {}
         self.unreached: list[str] = []
-        self.fed: dict[str, tuple[int, int]] = {}
+        self.fed: list[tuple[int, int]] = []
 
     def new(self, layers: Sequence[Planned]) -> list[Planned]:
         """Return of each weight that is not decided yet the first layer."""
@@ -192,7 +192,7 @@ class GptqWork:
         if unfed := int((seen.squares == 0).sum()):
             self.unfed[layer.name] = unfed
         self.codes[layer.weight] = _joined([part[0] for part in parts])
-        self.fed[layer.name] = seen.tokens, weight.shape[1]
+        self.fed.append((seen.tokens, weight.shape[1]))
 
     def _rows_at_once(self, layer: Planned) -> int:
         """Return how many rows of a layer are decided at once: all, but of a vocabulary's, which are many."""
@@ -269,7 +269,7 @@ class GptqWork:
             self.ctx.warnings.append(
                 f"quantize: no row reaches {', '.join(self.unreached)}, whose weights are rounded to nearest"
             )
-        if few := few_tokens(self.fed, self.rows.origin):
+        if few := few_tokens(self.fed, self.rows):
             self.ctx.warnings.append(
                 f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on"
                 " others; raise rows, or name more with data: {calibration: FILE}"

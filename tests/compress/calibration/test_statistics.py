@@ -31,17 +31,16 @@ def rows():
 @pytest.mark.parametrize(
     ("fed", "told"),
     [
-        ({"a": (64, 64), "b": (900, 256)}, ""),
-        ({"a": (0, 64)}, ""),  # told as a layer that no row reaches
-        ({"a": (63, 64)}, "63 tokens of rows.jsonl are few for layers of 64 inputs"),
-        (
-            {"a": (63, 64), "b": (90, 256), "c": (80, 256), "d": (300, 256)},
-            "80 tokens of rows.jsonl are few for layers of 256 inputs",
-        ),
+        ([(64, 64), (900, 256)], ""),
+        ([(0, 64)], ""),  # told as a layer that no row reaches
+        ([(5, 64), (900, 256)], ""),  # one vector of each text
+        ([(63, 64)], "63 tokens of rows.jsonl are few for layers of 64 inputs"),
+        ([(255, 256), (20, 64), (63, 64)], "20 tokens of rows.jsonl are few for layers of 64 inputs"),
+        ([(5, 1024), (255, 256)], "900 tokens of rows.jsonl are few for layers of 1024 inputs"),
     ],
 )
-def test_the_widest_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
-    assert few_tokens(fed, "rows.jsonl") == told
+def test_the_worst_layers_with_fewer_tokens_than_inputs_are_told(fed, told):
+    assert few_tokens(fed, CalibrationRows("rows.jsonl", [], 5, 900)) == told
 
 
 def layers_of(model):

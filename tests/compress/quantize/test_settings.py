@@ -120,6 +120,18 @@ def test_options_that_mean_something_are_in_the_key():
     assert ternary.model_dump(exclude_defaults=True) == {"scheme": "ternary", "symmetric": "positive"}
 
 
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"scheme": "ternary", "vocabulary": "int8-dynamic", "granularity": "row"}, {"granularity": "row"}),
+        ({"scheme": "int8-dynamic", "vocabulary": "int4", "symmetric": False}, {"symmetric": False}),
+        ({"scheme": "int4", "vocabulary": "int3", "embeddings": False, "head": False}, {"vocabulary": None}),
+    ],
+)
+def test_an_option_that_one_of_two_schemes_takes_is_in_the_key(said, kept):
+    assert kept.items() <= QuantizeSettings(**said).model_dump().items()
+
+
 def test_the_help_says_true_and_false_as_yaml_does():
     described = QuantizeSettings.model_fields["symmetric"].description
     assert described.endswith("(int8-groupwise, int3, int2: true, false)")

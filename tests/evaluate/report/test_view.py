@@ -1,15 +1,23 @@
 """Rows and numbers as every drawing shows them."""
 
+import re
+
 import pytest
 from sample_report import Outline, sample
 
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.markdown import write_markdown
-from smelt.evaluate.report.schema import (
-    validate_report,
-)
+from smelt.evaluate.report.schema import Difference, validate_report
 from smelt.evaluate.report.table import table
-from smelt.evaluate.report.view import number, probability, rows, signed, significant_digits
+from smelt.evaluate.report.view import (
+    change,
+    change_interval,
+    number,
+    probability,
+    rows,
+    signed,
+    significant_digits,
+)
 
 
 @pytest.fixture
@@ -49,6 +57,35 @@ def test_tiny_p_values_are_not_shown_as_zero(report):
 )  # fmt: skip
 def test_a_significant_p_value_is_not_shown_as_one_that_is_not(value, text):
     assert probability(value) == text
+
+
+@pytest.mark.parametrize(
+    ("difference", "ends", "p_value", "text", "brackets"),
+    [
+        (-0.0034, (-0.0061, -0.0012), 0.01, "−0.003", "[−0.006, −0.001]"),
+        (-0.0014, (-0.0023, -0.0003), 0.0496, "−0.0014", "[−0.0023, −0.0003]"),
+        (-0.0034, (-0.0061, 0.0012), 0.3, "0.00", "[−0.01, 0.00]"),
+        (-1.25, (-2.0, -0.3), 0.01, "−1.25", "[−2.00, −0.30]"),
+        (-1.25, (-2.5, 0.0), 0.01, "−1.25", "[−2.50, 0.00]"),  # a zero that is one
+        (1e-9, (1e-10, 1e-8), 0.01, "0.000000", "[0.000000, 0.000000]"),
+        (-1.25, None, 0.2, "−1.25", ""),
+    ],
+)
+def test_a_significant_difference_is_not_shown_as_a_zero(difference, ends, p_value, text, brackets):
+    found = Difference(difference=difference, ci95=ends, p_value=p_value)
+    assert change(found, "bleu") == text
+    assert change_interval(found, "bleu") == brackets
+    assert change(None, "bleu") == "–"
+
+
+def test_what_has_no_interval_is_drawn_without_brackets(report):
+    for one in report["steps"]:
+        for part in ("quality", "against_baseline", "against_parent"):
+            for found in one[part].values():
+                found["ci95"] = None
+    for drawn in (write_html(report), write_markdown(report), table(report)):
+        assert "37.05" in drawn
+        assert not re.search(r"None|null|\d \[\]|, ,|\d ,|interval ,|>, p", drawn)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.quality import score_labels, score_texts
 from smelt.evaluate.significance import compare, difference_interval, interval_of
 from smelt.execute.gate_verdicts import Evidence, judge, needed, smallest_batch
@@ -56,17 +57,27 @@ def test_bound_is_judged_when_confidence_is_asked_for():
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("max_drop", 100.0), ("min", 0.0), ("max", 100.0)])
-def test_one_example_is_no_evidence_where_confidence_is_asked_for(kind, limit):
-    alone = [
-        score_texts(["bleu"], [text], [["a man and a dog run"]])["bleu"] for text in ("a man ran", "a dog")
-    ]
+@pytest.mark.parametrize(("n", "confidence", "least"), [(1, 0.95, 6), (5, 0.95, 6), (7, 0.99, 8)])
+def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit, n, confidence, least):
+    texts = [["a man ran"] * n, ["a dog"] * n]
+    alone = [score_texts(["bleu"], text, [["a man and a dog run"]] * n)["bleu"] for text in texts]
     own, base = (score.statistics for score in alone)
     told = step(quality={"bleu": alone[0].public()}, against_baseline={"bleu": compare(own, base)})
     evidence = Evidence({"bleu": own.dump()}, {"bleu": base.dump()})
-    found = judge(gate("bleu", kind, limit, 0.95), told, evidence)
+    found = judge(gate("bleu", kind, limit, confidence), told, evidence)
     assert (found["passed"], found["bound"], found["n_needed"]) == (None, None, None)
-    assert found["reason"] == "one example has no interval, so that no confidence can be told"
+    many = "1 example is" if n == 1 else f"{n} examples are"
+    assert found["reason"] == f"{many} too few for confidence {confidence:g}; give {least} or more"
     assert judge(gate("bleu", kind, limit), told, evidence)["passed"]  # the value alone
+
+
+def test_few_windows_are_no_evidence_however_many_tokens_they_have():
+    scores = score_windows(["perplexity"], [900.0] * 5, [400] * 5, [1200] * 5, "window:400", ["x"])
+    own = scores["perplexity"].statistics
+    told = step(quality={"perplexity": scores["perplexity"].public()}, against_baseline={})
+    evidence = Evidence({"perplexity": own.dump()}, {"perplexity": own.dump()})
+    found = judge(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
+    assert found["reason"] == "5 windows are too few for confidence 0.95; give 6 or more"
 
 
 def test_bound_of_a_score_is_its_lower_end_and_where_less_is_better_its_upper():

@@ -101,7 +101,27 @@ OPEN, WORSE = "examples cannot tell whether it is worse than model", "is worse t
         ("bleu", 37.0, -2.4, [-4.0, -0.9], 0.01, 30, f" {WORSE}: BLEU −2.40 [−4.00, −0.90], p = 0.010."),
         ("bleu", 37.0, 0.0, [0.0, 0.0], 1.0, 2, f": 2 {OPEN}: BLEU 0.00 [0.00, 0.00]."),  # drawn from two
         ("bleu", 37.0, 0.0, [0.0, 0.0], 1.0, 20, None),
-        ("perplexity", 95.0, 9.0, [-1.0, 19.0], 0.09, 90, ": 90 tokens cannot tell whether it is worse than"),
+        (
+            "perplexity",
+            95.0,
+            9.0,
+            [-1.0, 19.0],
+            0.09,
+            90,
+            ": so short a text cannot tell whether it is worse than",
+        ),
+        ("bleu", 37.0, -0.4, [-0.5, -0.3], 0.25, 30, f": 30 {OPEN}: BLEU −0.40 [−0.50, −0.30]."),
+        ("bleu", 37.0, 0.4, [0.3, 0.5], 0.25, 30, None),
+        ("bleu", 37.0, -0.4, None, 0.25, 500, f": 500 {OPEN}: BLEU −0.40. Score it"),
+        (
+            "bleu",
+            37.0,
+            -0.004,
+            [-0.006, -0.001],
+            0.01,
+            500,
+            f" {WORSE}: BLEU −0.004 [−0.006, −0.001], p = 0.010.",
+        ),
         ("perplexity", 77.0, -9.0, [-19.0, 1.0], 0.09, 90, None),  # less is better: one more of 86
     ],
 )
@@ -124,6 +144,7 @@ def test_a_step_is_named_with_what_it_loses_or_what_few_rows_leave_open(
     if said.startswith(f" {WORSE}"):
         failed = {"metric": metric, "passed": False, "kind": "min", "limit": 39.0, "value": value}
         chosen["gates"] = [failed, failed | {"passed": True}]
+        assert f"{name} fails a gate, as do all steps" in " ".join(summary_lines(Result(report, tmp_path)))
         assert "gate allows" not in " ".join(summary_lines(Result(report, tmp_path))[-4:])
         chosen["gates"] = [{"metric": metric, "passed": True, "kind": "max_drop", "limit": 3.0, "value": 2.4}]
         allowed = " ".join(summary_lines(Result(report, tmp_path)))

@@ -68,7 +68,7 @@ def test_splits_that_cannot_be_are_told(folder: Path, data: str, message: str) -
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model", None, "model: a folder; 'test' is one file of rows. Name a file in it."),
+        ("model", None, "model: a folder, not a file of rows (data for 'test')."),
         ("tset.jsonl", None, "tset.jsonl: no such file (data for 'test'). Did you mean 'test.jsonl'?"),
         ("empty.jsonl", b"", "no rows in this file"),
         # a time of 0: the id of a test must be the same in every process

@@ -47,11 +47,15 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
         return found | {"reason": f"the times were disturbed: {row['reason']}"}
     if gate.confidence is not None and (lacking := _lacking(gate, evidence, gate.confidence)):
-        return found | {"reason": lacking}
+        # no bound is better than a value that is beyond the limit itself
+        return found | ({"reason": lacking} if _keeps(gate, value) else {"passed": False})
     bound = None if gate.confidence is None else _bound_of(gate, step, evidence, gate.confidence)
-    judged = value if bound is None else bound
-    passed = judged <= gate.limit if gate.kind in ("max_drop", "max") else judged >= gate.limit
+    passed = _keeps(gate, value if bound is None else bound)
     return found | {"bound": bound, "n_needed": needed(gate, step), "passed": passed}
+
+
+def _keeps(gate: PlannedGate, judged: float) -> bool:
+    return judged <= gate.limit if gate.kind in ("max_drop", "max") else judged >= gate.limit
 
 
 def smallest_batch(step: Step) -> dict[str, Any] | None:

@@ -180,7 +180,8 @@ class Checker:
                 what = f"no earlier step '{name[:60]}'."
             hint = nearest(name, fit)
             folder = placed(self.recipe.base, name)
-            if setting in folders and name.strip() and is_there(folder / "config.json"):
+            there = name.strip() and is_there(folder / "config.json") and any(folder.glob("*.safetensors"))
+            if setting in folders and there:
                 hint = f" A model in a folder is named as `{{model: {name}}}`."
             self.mistakes.add(path, f"{what} Those are: {', '.join(fit)}.{hint}")
 

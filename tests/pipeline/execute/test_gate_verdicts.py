@@ -69,6 +69,9 @@ def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit,
     many = "1 example is" if n == 1 else f"{n} examples are"
     assert found["reason"] == f"{many} too few for confidence {confidence:g}; give {least} or more"
     assert judge(gate("bleu", kind, limit), told, evidence)["passed"]  # the value alone
+    beyond = gate("bleu", kind, {"max_drop": -50.0, "min": 100.0, "max": -1.0}[kind], confidence)
+    failed = judge(beyond, told, evidence)  # which no number of examples would mend
+    assert (failed["passed"], failed["bound"], failed["reason"]) == (False, None, None)
 
 
 def test_few_windows_are_no_evidence_however_many_tokens_they_have():

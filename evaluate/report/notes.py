@@ -56,8 +56,7 @@ def gate_text(gate: Gate) -> str:
 def few_text(gate: Gate, step: Step) -> str:
     """Return that n is too small to see what `gate` asks, and how large it would have to be."""
     score, difference = step.quality.get(gate.metric), step.against_baseline.get(gate.metric)
-    word = "token" if gate.metric in view.OF_TOKENS else "example"
-    n = f"n = {view.counted(score.n, word)}" if score else "n"
+    n = f"n = {view.counted(score.n, view.unit(gate.metric))}" if score else "n"
     low, high = (difference and difference.ci95) or (0.0, 0.0)
     shown = view.digits(gate.metric)
     return (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smelt.core.data import IMAGES, TENSORS
-from smelt.evaluate.metrics import METRICS
+from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 from smelt.evaluate.report.schema import (
     ClassifierParts,
     Difference,
@@ -24,9 +24,6 @@ SIGNIFICANT = 0.05
 _MOST_DIGITS = 6
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
 _TITLES |= {"size_bytes": "size", "speedup": "speed-up"}
-
-# whose n counts the tokens that were predicted
-OF_TOKENS = frozenset({"perplexity", "bits_per_byte"})
 
 # digits after the point, where two would hide what matters
 _DIGITS = {"bits_per_byte": 4}
@@ -133,7 +130,7 @@ def sample(report: Report) -> tuple[int, str] | None:
 
 def unit(metric: str) -> str:
     """Return of what a metric counts `n`."""
-    return "token" if metric in OF_TOKENS else "example"
+    return "token" if metric in WINDOW_METRICS else "example"
 
 
 def sample_text(report: Report) -> str:

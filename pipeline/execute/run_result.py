@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.data import IMAGES, TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_atomically
+from smelt.evaluate.metrics import WINDOW_METRICS
 
 # The share of the baseline's score that an interval may reach below it before more rows are asked for.
 _OPEN = 0.05
@@ -107,7 +108,7 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     if metric is None or name == report["baseline"]:
         return []
     score, test = step["quality"][metric], step["against_baseline"][metric]
-    who = "so short a text" if metric in view.OF_TOKENS else view.counted(score["n"], view.unit(metric))
+    who = "so short a text" if metric in WINDOW_METRICS else view.counted(score["n"], view.unit(metric))
     found = Difference.model_validate(test)
     ends = view.change_interval(found, metric).replace(" ", _HARD)
     difference = f"{view.label(metric)} {view.change(found, metric)}{_HARD}{ends}".rstrip(_HARD)

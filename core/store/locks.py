@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from smelt.core.store.holder import read_holder, this_process, write_holder
 
 # Seconds of silence after which the lease of another machine's process may be taken.
 LEASE_S = 600.0
+# Seconds after which a lease that names nobody is that of a process that died between making and naming it.
+_NAMELESS_S = 30.0
 # Seconds between two looks at a lock that is waited for, and at a lease.
 _LOOK_S, _LOOK_AT_LEASE_S = 0.1, 0.5
 # What file systems answer that know no locks.
@@ -177,11 +180,16 @@ def _leased(path: Path, waiting: Callable[[str], None]) -> Iterator[None]:
     place = path.with_name(path.name + _LEASE)
     _remove_dead_lease(place)  # who refuses to wait would never see how long it is silent
     lease = _lease(place)
-    try:
-        lease.acquire(blocking=False)
-    except Timeout:
-        waiting(_of_lease(lease))
-        lease.acquire(poll_interval=_LOOK_AT_LEASE_S)
+    told = False
+    while not lease.is_locked:
+        try:
+            lease.acquire(blocking=False)
+        except Timeout:
+            if not told:
+                waiting(_of_lease(lease))
+            told = True
+            time.sleep(_LOOK_AT_LEASE_S)
+            _break_nameless(lease, place)
     try:
         yield
     finally:
@@ -198,6 +206,13 @@ def _of_lease(lease: Any) -> str:
     return f"process {owner.pid}" + ("" if host == here.host else f" on {host}")
 
 
+def _break_nameless(lease: Any, path: Path) -> None:
+    """Give up the lease of a process that died before it wrote who it is; filelock waits for it for ever."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == 0 and seconds_since_written(path) > _NAMELESS_S:
+            lease.force_break()
+
+
 def _remove_dead_lease(path: Path) -> None:
     """Remove the lease of a process of this machine that died, or of which nothing was heard for long."""
     from filelock import Timeout
@@ -208,5 +223,6 @@ def _remove_dead_lease(path: Path) -> None:
             return
         if seconds_since_written(path) > 2 * LEASE_S:
             lease.force_break()
+        _break_nameless(lease, path)
         lease.acquire(blocking=False)
         lease.release()

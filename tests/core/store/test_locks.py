@@ -240,6 +240,24 @@ def test_who_would_not_wait_gets_the_lease_of_another_machine_after_long_silence
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lease_that_names_nobody_is_given_up_also_while_it_is_waited_for(tmp_path, monkeypatch):
+    """A process that was killed between making the file and writing into it."""
+    take_locks_away(monkeypatch)
+    monkeypatch.setattr(locks, "_NAMELESS_S", 2.0)
+    lease, said = tmp_path / "x.lock.lease", []
+    lease.touch()
+    began = time.monotonic()
+    with lock(tmp_path / "x.lock", said.append):
+        assert 1 < time.monotonic() - began < 30
+        assert f"pid={os.getpid()}" in lease.read_text()
+    assert said == ["another process"]
+    lease.touch()
+    os.utime(lease, (time.time() - 60,) * 2)
+    with lock(tmp_path / "x.lock", said.append):  # nobody waits for one that is old
+        pass
+    assert said == ["another process"]
+
+
 def test_the_lease_of_a_living_holder_is_kept_beyond_its_length_by_its_heartbeat(tmp_path, monkeypatch):
     take_locks_away(monkeypatch)
     monkeypatch.setattr(locks, "LEASE_S", 6.0)

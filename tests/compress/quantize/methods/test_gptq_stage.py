@@ -1,0 +1,291 @@
+"""GPTQ as a part of the stage: blocks in turn, rows at a time, what is told."""
+
+import json
+import shutil
+import weakref
+
+import every_family
+import harness
+import numpy as np
+import pytest
+import tiny
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from smelt.compress.calibration.rows import calibration_rows
+from smelt.compress.calibration.statistics import collected
+from smelt.compress.quantize.coding import plain_fit, round_to_nearest
+from smelt.compress.quantize.methods import gptq as module
+from smelt.compress.quantize.methods.gptq import gptq_codes
+from smelt.compress.quantize.settings import LowRank, QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core.data import Columns
+from smelt.core.rows.examples import read_split
+from smelt.core.stage import needs_of
+from smelt.runtime.models.checkpoint import load_model
+from smelt.runtime.schemes.registry import find
+
+
+def of(codes, scheme, options, width):
+    return scheme.values(codes.codes, codes.grid, options).flatten(1)[:, :width].double().numpy()
+
+
+def stage(family, out, **settings):
+    source = every_family.of_layers(family, 2)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, **settings)
+    return source, every_family.run(Quantize(), made, source, family, out)
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "gpt2"])
+def test_blocks_are_gone_through_on_what_the_ones_before_give(family, tmp_path):
+    source, ctx = stage(family, tmp_path / "out")
+    model = harness.model_of(ctx)
+    plain, _ = load_model(source)
+    names = list(ctx.facts["gptq_error"])
+    last = [n for n in names if ".1." in n][-1]  # the last product of the last block
+    # the model as it was when the block was reached: all blocks before it quantized
+    place = last[: last.index(".1.") + 3]
+    with torch.no_grad():
+        for name in names:
+            if not name.startswith(place) and model.get_submodule(name) is not model.get_output_embeddings():
+                plain.get_submodule(name).weight.copy_(model.get_submodule(name).matrix.values())
+    rows = calibration_rows(plain, tiny.artifact(source, ctx.task), 8, ctx, "quantize")
+    with collected(plain, rows, {last: [plain.get_submodule(last)]}, ctx) as found:
+        scheme, matrix = find("int4"), model.get_submodule(last).matrix
+        weight = plain.get_submodule(last).weight.detach()
+        codes = gptq_codes(weight, found[last], scheme, matrix.options, plain_fit)
+    values = of(codes, scheme, matrix.options, weight.shape[1])
+    assert np.isclose(values, matrix.values().double().numpy(), atol=1e-5).mean() > 0.99
+    nearest = of(round_to_nearest(weight, scheme, matrix.options), scheme, matrix.options, weight.shape[1])
+    assert not np.isclose(values, nearest, atol=1e-5).all()
+    assert sum(ctx.facts["gptq_error"].values()) / len(names) < 0.9
+    linears = [n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)]
+    head = plain.get_output_embeddings()
+    tied = head is not None and head.weight is plain.get_input_embeddings().weight
+    assert set(names) == {n for n in linears if not (tied and plain.get_submodule(n) is head)}
+
+
+def test_zeros_that_are_to_stay_stay_and_the_others_make_up_for_them(tmp_path):
+    """SparseGPT's published code, with quantization: masked weights are 0, and their error is passed on."""
+    pattern = SparsifySettings(method="magnitude", pattern="2:4")
+    sparse = every_family.run(Sparsify(), pattern, every_family.of_layers("bert", 2), "bert", tmp_path / "s")
+    before = harness.model_of(sparse)
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8)
+    ctx = every_family.run(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    model = harness.model_of(ctx)
+    for name in sparse.facts["sparsity_by_layer"]:
+        values = model.get_submodule(name).matrix.values()
+        zeros = before.get_submodule(name).weight == 0
+        assert int(zeros.sum()) == zeros.numel() // 2
+        assert not bool(values[zeros].any())
+        assert not torch.equal(values, before.get_submodule(name).weight)
+        assert ctx.facts["gptq_error"][name] < 1
+
+
+class Elsewhere:
+    """Statistics on another device: of no use until they are brought to the CPU."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def to(self, device):
+        assert device == "cpu"
+        return self.found
+
+
+def test_statistics_are_summed_where_the_model_computes_and_then_brought_to_the_cpu(tmp_path, monkeypatch):
+    asked, collector = [], module.Collector
+
+    class Far(collector):
+        def __post_init__(self):
+            asked.append(self.device)
+            super().__post_init__()
+
+        @property
+        def see(self):
+            return lambda key, x: self.found[key].found.see(x)
+
+    def made(widths, **said):
+        assert said["device"] == "cpu"  # as a default it would be so on a GPU too
+        new = Far(widths, **said)
+        new.found = {name: Elsewhere(seen) for name, seen in new.found.items()}
+        return new
+
+    monkeypatch.setattr(module, "Collector", made)
+    source, ctx = stage("bert", tmp_path / "out")
+    assert asked == ["cpu"] * load_model(source)[0].config.num_hidden_layers
+    assert ctx.facts["gptq_error"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("int4", {"group_size": 16, "symmetric": False}),
+        ("ternary", {"group_size": 64}),
+        ("kmeans4", {}),
+        ("int8-dynamic", {}),
+    ],
+)
+def test_rows_that_are_decided_a_few_at_a_time_get_the_codes_of_all_at_once(
+    scheme, options, tmp_path, monkeypatch
+):
+    sizes, inverted = [], []
+    real, invert, source = module.gptq_codes, module.inverse_factor, every_family.of_layers("llama", 2)
+
+    def run(name):
+        made = QuantizeSettings(scheme=scheme, method="gptq", rows=8, **options)
+        return every_family.run(Quantize(), made, source, "llama", tmp_path / name)
+
+    def seen(rows, *more):
+        sizes.append(len(rows))
+        return real(rows, *more)
+
+    def once(found):
+        inverted.append(found)
+        return invert(found)
+
+    whole = run("whole")
+    monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)  # seven rows of 64 inputs
+    monkeypatch.setattr(module, "gptq_codes", seen)
+    monkeypatch.setattr(module, "inverse_factor", once)
+    parts = run("parts")
+    assert max(sizes) == 7
+    assert len(inverted) == len(parts.facts["gptq_error"])  # what a layer is fed is inverted once
+    assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
+    a, b = load_file(whole.out / "model.safetensors"), load_file(parts.out / "model.safetensors")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_rows_that_share_a_scale_are_decided_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)
+    made = QuantizeSettings(granularity="tensor", method="gptq", rows=8)
+    ctx = every_family.run(Quantize(), made, every_family.of_layers("llama", 2), "llama", tmp_path / "out")
+    stored = load_file(ctx.out / "model.safetensors")
+    scales = [tensor for name, tensor in stored.items() if name.endswith(".scales")]
+    assert len(scales) > 7
+    assert all(one.unique().numel() == 1 for one in scales)
+
+
+def test_what_a_layer_was_fed_is_forgotten_when_its_codes_are_decided(tmp_path, monkeypatch):
+    moments, alive, real = [], [], module.inverse_factor
+
+    def counting(found):
+        moments.append(weakref.ref(found.second))
+        alive.append(sum(moment() is not None for moment in moments))
+        return real(found)
+
+    monkeypatch.setattr(module, "inverse_factor", counting)
+    stage("llama", tmp_path / "out")
+    assert len(alive) > 10
+    assert set(alive) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_it_decides_on_a_gpu_what_it_decides_on_the_cpu(tmp_path):
+    source, found = every_family.of_layers("bert", 2), []
+    data = read_split(str(tiny.labelled(tmp_path / "rows.jsonl")), "text-classification", Columns(), tmp_path)
+    for device in ("cpu", "cuda"):
+        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8)
+        ctx = harness.run(
+            Quantize(), made, source, tmp_path / device, "text-classification", data, device=device
+        )
+        found.append(ctx.facts["gptq_error"])
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def test_a_matrix_that_is_looked_up_too_is_rounded_to_nearest(tmp_path):
+    source, ctx = stage("gpt2", tmp_path / "out")
+    model, plain = harness.model_of(ctx), load_model(source)[0]
+    matrix, weight = model.get_output_embeddings().matrix, plain.get_output_embeddings().weight.detach()
+    assert matrix is model.get_input_embeddings().matrix
+    codes = round_to_nearest(weight, matrix.scheme, matrix.options)
+    wanted = of(codes, matrix.scheme, matrix.options, weight.shape[1])
+    np.testing.assert_allclose(matrix.values().double().numpy(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_tokens_of_the_other_side_are_no_tokens_of_a_layer(method, tmp_path):
+    """An encoder-decoder whose rows have more tokens than any layer inputs, and either side fewer."""
+    ctx = every_family.run(
+        Quantize(), QuantizeSettings(scheme="int4", group_size=16, method=method, rows=4),
+        every_family.of_layers("marian", 1), "marian", tmp_path / "out",
+    )  # fmt: skip
+    tokens = ctx.facts["calibration"]["tokens"]
+    (said,) = [text for text in ctx.warnings if "are few for layers of" in text]
+    few, inputs = int(said.split()[1]), int(said.split("layers of ")[1].split()[0])
+    assert few < inputs <= tokens
+
+
+def test_few_rows_are_said(tmp_path):
+    made = QuantizeSettings(scheme="int4", method="gptq", rows=1)
+    ctx = every_family.run(Quantize(), made, every_family.of_layers("bert", 1), "bert", tmp_path / "out")
+    assert any("tokens of" in text and "are few for layers of" in text for text in ctx.warnings)
+    assert "gptq_unfed" not in ctx.facts
+
+
+def test_inputs_that_no_row_feeds_are_counted(tmp_path):
+    """Behind a ReLU: neurons that no row wakes; their columns become 0."""
+    folder = every_family.of_layers("bart", 1)
+    shutil.copytree(folder, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    config = json.loads((tmp_path / "m" / "config.json").read_text()) | {"activation_function": "relu"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    tensors["model.encoder.layers.0.fc1.bias"][[1, 5]] = -1e4
+    save_file(tensors, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    made = QuantizeSettings(scheme="int4", method="gptq", rows=8)
+    ctx = every_family.run(Quantize(), made, tmp_path / "m", "bart", tmp_path / "out")
+    told = ctx.facts["gptq_unfed"]["model.encoder.layers.0.fc2"]
+    values = harness.model_of(ctx).model.encoder.layers[0].fc2.matrix.values()
+    unfed = (values == 0).all(dim=0)
+    assert told == int(unfed.sum())
+    assert bool(unfed[[1, 5]].all())
+
+
+def test_rows_are_needed_and_the_usual_settings_are_written_as_ever():
+    plain = QuantizeSettings(scheme="int4")
+    assert {"method", "clip"}.isdisjoint(plain.model_dump())
+    assert needs_of(Quantize, plain, {"train"}) == frozenset()
+    gptq = QuantizeSettings(scheme="int4", method="gptq", rows=16)
+    assert gptq.model_dump()["method"] == "gptq"
+    assert needs_of(Quantize, gptq, {"train"}) == {"train"}
+    assert needs_of(Quantize, gptq, {"train", "calibration"}) == {"calibration"}
+    with pytest.raises(ValidationError, match="damage_rows: nothing looks"):
+        QuantizeSettings(scheme="int4", method="gptq", damage_rows=4)
+    with pytest.raises(ValidationError, match="rows: nothing looks"):
+        QuantizeSettings(scheme="int4", rows=4)
+
+
+def test_a_layer_with_a_pair_is_decided_at_once(tmp_path, monkeypatch):
+    """The pair is of all rows: of some alone it would be another one."""
+
+    def run(name):
+        made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, low_rank=LowRank(rank=2))
+        return every_family.run(
+            Quantize(), made, every_family.of_layers("llama", 1), "llama", tmp_path / name
+        )
+
+    whole = run("whole")
+    monkeypatch.setattr(module, "_AT_ONCE", 7 * 64)
+    parts = run("parts")
+    assert parts.facts["gptq_error"] == pytest.approx(whole.facts["gptq_error"], rel=1e-2)
+    assert parts.facts["low_rank"] == whole.facts["low_rank"]
+
+
+def test_beside_a_pair_codes_take_what_it_puts_where_weights_are_zero(tmp_path):
+    pattern = SparsifySettings(method="magnitude", pattern="2:4")
+    sparse = every_family.run(Sparsify(), pattern, every_family.of_layers("bert", 1), "bert", tmp_path / "s")
+    before = harness.model_of(sparse)
+    beside = LowRank(rank=4, begin="pair")
+    made = QuantizeSettings(scheme="int4", method="gptq", group_size=16, rows=8, low_rank=beside)
+    ctx = every_family.run(Quantize(), made, sparse.out, "bert", tmp_path / "out")
+    model = harness.model_of(ctx)
+    for name in sparse.facts["sparsity_by_layer"]:
+        layer, zeros = model.get_submodule(name), before.get_submodule(name).weight == 0
+        codes = layer.coded.matrix.values()
+        assert bool(codes[zeros].any())
+        pair = layer.adapter.up.weight @ layer.adapter.down.weight
+        assert bool((codes + pair)[zeros].square().mean() < pair[zeros].square().mean())

@@ -11,9 +11,19 @@ from typing import ClassVar
 
 
 class SmeltError(Exception):
-    """Base of all errors that smelt explains to the user."""
+    """Base of all errors that smelt explains to the user.
+
+    Args:
+        message: what is wrong, what was read, and how to fix it.
+        code: a slug that names the kind of error, such as `unknown-label`. Code and tests compare it,
+            never the message.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *message: object, code: str = "") -> None:
+        super().__init__(*message)
+        self.code = code
 
 
 class InputError(SmeltError):

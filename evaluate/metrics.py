@@ -24,6 +24,7 @@ METRICS: dict[str, Metric] = {
     "rouge1": Metric("ROUGE-1", "ROUGE-1"),
     "rouge2": Metric("ROUGE-2", "ROUGE-2"),
     "rougeL": Metric("ROUGE-L", "ROUGE-L"),
+    "rougeLsum": Metric("ROUGE-Lsum", "ROUGE-Lsum"),
     "accuracy": Metric("%", "Accuracy"),
     "f1": Metric("F1", "F1"),
     "f1_micro": Metric("F1", "F1 micro"),

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import hash_of
+from smelt.core.scripts import UNSPACED, bleu_tokenizer
 from smelt.evaluate.metrics import METRICS
 from smelt.evaluate.significance import (
     RESAMPLES,
@@ -22,7 +23,7 @@ from smelt.evaluate.significance import (
     wilson_interval,
 )
 
-TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
+TEXT_METRICS = ("bleu", "chrf", "rouge1", "rouge2", "rougeL", "rougeLsum")
 LABEL_METRICS = ("accuracy", "f1")
 _BOOTSTRAP = f"ci:bootstrap|bs:{RESAMPLES}|seed:{SEED}"
 
@@ -52,7 +53,11 @@ class Score(BaseModel):
 
 
 def score_texts(
-    metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]]
+    metrics: Sequence[str],
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    tokenize: str | None = None,
+    language: str | None = None,
 ) -> dict[str, Score]:
     """Score generated texts.
 
@@ -60,9 +65,13 @@ def score_texts(
         metrics: names from TEXT_METRICS; the result has their order.
         predictions: n texts.
         references: for each prediction its references, one or more; their number may differ.
+        tokenize: sacrebleu's tokenizer for BLEU; None takes the one that the language or else the script of
+            the references needs, see `bleu_tokenizer`. The signature names it.
+        language: of the references, an ISO 639 code, where it is known.
 
     Raises:
-        InputError: an unknown metric, no examples, or an example without a reference.
+        InputError: an unknown metric, no examples, an example without a reference, or a tokenizer that
+            cannot split the references.
     """
     _check(metrics, TEXT_METRICS, len(predictions), len(references))
     for index, texts in enumerate(references, start=1):
@@ -76,9 +85,9 @@ def score_texts(
     rouge_rows = _rouge_rows(rouge, predictions, references) if rouge else {}
     for metric in metrics:
         if metric in rouge_rows:
-            signature, rows = _rouge_signature(references), rouge_rows[metric]
+            signature, rows = _rouge_signature(metric, references), rouge_rows[metric]
         else:
-            signature, rows = _sacrebleu_rows(metric, predictions, references)
+            signature, rows = _sacrebleu_rows(metric, predictions, references, tokenize, language)
         scores[metric] = _score(Statistics(metric=metric, signature=signature, examples=examples, rows=rows))
     return scores
 
@@ -146,13 +155,21 @@ def _check(metrics: Sequence[str], known: Sequence[str], outputs: int, expected:
 
 
 def _sacrebleu_rows(
-    metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]
+    metric: str,
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    tokenize: str | None,
+    language: str | None,
 ) -> tuple[str, list[list[int | float]]]:
     """Return sacrebleu's signature and its statistics per segment."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
-    scorer = BLEU() if metric == "bleu" else CHRF()
+    if metric == "bleu":
+        every = (text for texts in references for text in texts)
+        scorer: BLEU | CHRF = BLEU(tokenize=bleu_tokenizer(every, tokenize, language))
+    else:
+        scorer = CHRF()
     # sacrebleu wants the references turned by 90 degrees, and None where an example has fewer
     most = max(map(len, references))
     columns = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
@@ -162,14 +179,16 @@ def _sacrebleu_rows(
     return str(scorer.get_signature()), rows
 
 
-_IDEOGRAPH = re.compile("([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
+# A sentence ends at a line's end, or behind a full stop, question or exclamation mark.
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])\s*")
 _NO_LETTER = re.compile(r"[\W_]")
 
 
 class UnicodeWords:
     """A tokenizer for rouge-score that keeps every script's letters.
 
-    Lower case, words are runs of letters, digits and combining marks, ideographs and kana stand alone.
+    Lower case, words are runs of letters, digits and combining marks. Characters of scripts that are written
+    without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese, Tibetan) are one word each.
     On English it gives what rouge-score's own tokenizer gives; that one drops all but a-z and 0-9, so
     German "schön" would become "sch", "n".
     """
@@ -178,7 +197,7 @@ class UnicodeWords:
         """Split `text` into words."""
         text = unicodedata.normalize("NFC", text).lower()
         text = _NO_LETTER.sub(lambda hit: hit[0] if _is_mark(hit[0]) else " ", text)
-        return _IDEOGRAPH.sub(r" \1 ", text).split()
+        return UNSPACED.sub(r" \1 ", text).split()
 
 
 def _is_mark(character: str) -> bool:
@@ -193,12 +212,22 @@ def _rouge_rows(
 
     scorer = RougeScorer(list(metrics), tokenizer=UnicodeWords())
     score: Callable[[Sequence[str], str], dict[str, Any]] = scorer.score_multi
-    results = [score(texts, text) for texts, text in zip(references, predictions, strict=True)]
+    results = [
+        score([_lines(text) for text in texts], _lines(text))
+        for texts, text in zip(references, predictions, strict=True)
+    ]
     return {metric: [[float(result[metric].fmeasure)] for result in results] for metric in metrics}
 
 
-def _rouge_signature(references: Sequence[Sequence[str]]) -> str:
+def _lines(text: str) -> str:
+    """Return `text` with a sentence a line, as ROUGE-Lsum reads it; no other ROUGE sees line ends."""
+    return _SENTENCE_END.sub("\n", text)
+
+
+def _rouge_signature(metric: str, references: Sequence[Sequence[str]]) -> str:
     counts = {len(texts) for texts in references}
     number = str(counts.pop()) if len(counts) == 1 else "var"
-    settings = "case:lower|tok:smelt-unicode-words|stem:no|refs:best F1|average:mean"
+    settings = "case:lower|tok:smelt-unicode-words-2|stem:no|refs:best F1|average:mean"
+    if metric == "rougeLsum":
+        settings += "|sentences:line ends and .!?"
     return f"nrefs:{number}|{settings}|{_BOOTSTRAP}|version:rouge-score {version('rouge-score')}"

@@ -30,7 +30,7 @@ Interval = tuple[float, float]
 # whose rows are a prediction and what it should have been, right or wrong
 _HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
-_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "agreement", "relative_error"})
+_MEANS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "relative_error"})
 
 
 class Statistics(BaseModel):

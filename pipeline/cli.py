@@ -15,6 +15,7 @@ from smelt.commands.package import package
 from smelt.commands.predict import predict
 from smelt.commands.store import store
 from smelt.commands.tensorrt_check import tensorrt_check
+from smelt.core.scripts import TOKENIZERS
 
 
 class _Commands(click.Group):
@@ -162,6 +163,11 @@ def stages(name: str | None) -> None:
 @click.option("--stride", type=click.IntRange(min=1), metavar="N", help="Tokens from window to window.")
 @click.option(
     "--baseline", type=FOLDER, help="An artifact whose vectors or arrays this one's should agree with."
+)
+@click.option(
+    "--tokenize",
+    type=click.Choice(TOKENIZERS),
+    help="How BLEU splits texts (default: by language).",
 )
 @search
 @click.option("--threads", type=click.IntRange(min=1))

@@ -14,8 +14,9 @@ from typing import Any
 
 from smelt.compress.distill.settings import SequenceSettings
 from smelt.core.artifact import Artifact
-from smelt.core.data import Example, Split
+from smelt.core.data import Split
 from smelt.core.files import hash_of
+from smelt.core.scripts import bleu_tokenizer
 from smelt.core.stage import Context
 
 VERSION = 1  # raised whenever the same settings give other texts
@@ -38,9 +39,10 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
             "version": VERSION,
             "artifact": teacher.key,
             "settings": settings.model_dump(mode="json", exclude={"mix", "decoded_by"}),
+            "tokenize": _tokenizer(split) if settings.best_of else None,
             "rows": split.fingerprint if settings.best_of else hash_of([e.text for e in split.examples]),
         },
-        lambda: _decode(teacher, split.examples, settings, ctx),
+        lambda: _decode(teacher, split, settings, ctx),
     )
     taught = [replace(e, references=(text,)) for e, text in zip(split.examples, texts, strict=True) if text]
     own, written = shares(len(split), len(taught), settings.mix)
@@ -65,9 +67,11 @@ def shares(rows: int, written: int, mix: float) -> tuple[int, int]:
     return own, written if mix == 0 else min(written, round(own * (1 - mix) / mix))
 
 
-def _decode(
-    teacher: Artifact, examples: Sequence[Example], settings: SequenceSettings, ctx: Context
-) -> list[str]:
+def _tokenizer(split: Split) -> str:
+    return bleu_tokenizer(text for example in split.examples for text in example.references)
+
+
+def _decode(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: Context) -> list[str]:
     from smelt.runtime.backends.open_runner import open_runner
     from smelt.runtime.generate.settings import Generation
     from smelt.runtime.predict import generate_candidates, generate_texts
@@ -75,7 +79,7 @@ def _decode(
     said: dict[str, Any] = {"beams": settings.beams, "max_new_tokens": settings.max_new_tokens}
     if settings.beams > 1:
         said["length_penalty"] = settings.length_penalty
-    generation, texts = Generation(**said), [e.text for e in examples]
+    generation, texts = Generation(**said), [e.text for e in split.examples]
     device = "cpu" if ctx.device == "cpu" else "auto"
     with open_runner(teacher, ctx.threads, device) as runner:
         if settings.best_of is None:
@@ -83,12 +87,16 @@ def _decode(
         found = generate_candidates(
             runner, texts, generation, settings.best_of, settings.batch_size, ctx.progress
         )
-    return [nearest_to(e.references, candidates) for e, candidates in zip(examples, found, strict=True)]
+    tokenize = _tokenizer(split)
+    return [
+        nearest_to(e.references, candidates, tokenize)
+        for e, candidates in zip(split.examples, found, strict=True)
+    ]
 
 
-def nearest_to(references: Sequence[str], candidates: Sequence[str]) -> str:
-    """Return the candidate with the highest sentence BLEU (sacrebleu's defaults); the first of equal ones."""
+def nearest_to(references: Sequence[str], candidates: Sequence[str], tokenize: str = "13a") -> str:
+    """Return the candidate with the highest sentence BLEU; the first of equal ones."""
     from sacrebleu.metrics.bleu import BLEU
 
-    bleu = BLEU(effective_order=True)
+    bleu = BLEU(effective_order=True, tokenize=tokenize)
     return max(candidates, key=lambda text: bleu.sentence_score(text, list(references)).score)

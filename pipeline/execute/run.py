@@ -138,6 +138,7 @@ class _Run:
             recipe.threads,
             recipe.strict,
             recipe.device,
+            recipe.tokenize,
         )
         self.shop = Workshop(
             store,

@@ -30,9 +30,10 @@ from smelt.recipe.problem import AGREEMENT
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
+from smelt.runtime.text.rules import read_text_rules
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 6
+VERSION = 7
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 
@@ -41,6 +42,7 @@ CUT_SHARE = 0.01
 class Scorer:
     """Scores artifacts on one split with fixed metrics, decoding and batches.
 
+    tokenize: how BLEU splits texts, None for what the references need.
     reference: the artifact whose vectors others are compared with (`agreement`); None as long as there is
     none, and then the metric is left out. Of the outputs of graphs the untouched one. vectors: of the
     reference, by the rows that they are of.
@@ -54,6 +56,7 @@ class Scorer:
     threads: int | None
     strict: bool = False
     device: str = "auto"
+    tokenize: str | None = None
     reference: Artifact | None = None
     vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -112,6 +115,7 @@ class Scorer:
             "version": VERSION,
             "generation": self.generation.model_dump() if self.task in TEXT_TO_TEXT else None,
             "batch_size": self.batch_size,
+            "tokenize": self.tokenize,
             "strict": self.strict,
             "libraries": library_versions(_METRIC_LIBRARIES),
         }
@@ -143,7 +147,9 @@ class Scorer:
         predictions = generate_texts(
             runner, texts, self.generation, self.batch_size, progress, lambda *found: stopped.append(found)
         )
-        scores = score_texts(self.metrics, predictions, [e.references for e in split.examples])
+        references = [e.references for e in split.examples]
+        language = read_text_rules(runner.folder).target_language
+        scores = score_texts(self.metrics, predictions, references, self.tokenize, language)
         value = {**_dump(scores), "predictions": predictions, "warnings": _of_lengths(stopped, len(texts))}
         for scored in value["quality"].values():
             scored["signature"] += f"|{settle(self.generation, runner).describe()}"
@@ -242,7 +248,7 @@ _SCORED: dict[Task, Callable[[Scorer, Any, Split, Progress], dict[str, Any]]] = 
     "sentence-similarity": Scorer._vectors,
     "tensors": Scorer._arrays,
 }
-_METRIC_LIBRARIES = ("sacrebleu", "rouge-score", "scikit-learn")
+_METRIC_LIBRARIES = ("sacrebleu", "mecab-python3", "mecab-ko", "rouge-score", "scikit-learn")
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ _ROWS = {
 }
 _QUALITY = {
     "translation": "[bleu, chrf]",
-    "summarization": "[rouge1, rouge2, rougeL]",
+    "summarization": "[rouge1, rouge2, rougeL, rougeLsum]",
     "language-modeling": "[perplexity, bits_per_byte]",
 }
 _LEADS = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
+from smelt.core.scripts import bleu_tokenizer
 from smelt.families.registry import BY_TASK
 from smelt.look.machine import cuda_lacks
 from smelt.look.model_folder import check_model_folder, local_folder, read_config
@@ -87,6 +89,19 @@ def check_data(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> dict[str, S
         except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have
             mistakes.add(("data", name), f"cannot be read: {error}.")
     return splits if readable else {}
+
+
+def check_tokenizer(recipe: Recipe, splits: Mapping[str, Split], mistakes: Mistakes) -> None:
+    """Check that the tokenizer named for BLEU can split the references."""
+    for name in ("test", "validation"):
+        if recipe.tokenize is None or name not in splits:
+            continue
+        try:
+            bleu_tokenizer((t for e in splits[name].examples for t in e.references), recipe.tokenize)
+        except InputError as error:
+            at = next((n for n, metric in enumerate(recipe.score.quality) if metric == "bleu"), 0)
+            mistakes.add(("score", "quality", at, "bleu", "tokenize"), f"data.{name}: {error}")
+            return
 
 
 def _is_hub(origin: str, path: Path) -> bool:

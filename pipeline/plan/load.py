@@ -13,7 +13,7 @@ from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
 from smelt.plan.foreign.graph import check_foreign, fit_batches
 from smelt.plan.gates import baseline, cut, gates
-from smelt.plan.inputs import check_data, check_device, check_model
+from smelt.plan.inputs import check_data, check_device, check_model, check_tokenizer
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
 from smelt.plan.order.coded import codes_lost
@@ -68,6 +68,7 @@ def make_plan(
     check_engines(foreign, every, checker.places, mistakes)
     check_windows(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)
+    check_tokenizer(read, splits, mistakes)
     check_device(read, mistakes, bad)
     read, problem = check_classifier(read, folder, splits, mistakes, bad)
     read = check_sentences(read, folder, splits, mistakes, bad, checker.warnings)

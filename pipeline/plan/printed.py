@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
+from smelt.core.scripts import bleu_tokenizer
 from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.plan.foreign.graph import described as described_graph
 from smelt.plan.plan import Plan, Step
@@ -15,6 +16,7 @@ from smelt.plan.sentences import described, sentence_rules
 from smelt.plan.text_rules import text_rules
 from smelt.recipe.inputs import Untrained
 from smelt.recipe.stages import ROOT
+from smelt.runtime.text.rules import read_text_rules
 
 WIDTH = 80
 
@@ -92,9 +94,23 @@ def _step(step: Step, first: str, rest: str) -> Iterator[str]:
     )
 
 
+def _tokenizer(plan: Plan) -> str:
+    """Return how BLEU will split the test references; they are read by then, unless they are large."""
+    recipe = plan.recipe
+    if recipe.task not in TEXT_TO_TEXT or "test" not in plan.splits:
+        return "as the references need"
+    language = recipe.data.target_language
+    if language is None and plan.local_model:
+        language = read_text_rules(plan.local_model).target_language
+    texts = (text for example in plan.splits["test"].examples for text in example.references)
+    return bleu_tokenizer(texts, language=language)
+
+
 def _score(plan: Plan) -> list[str]:
     score = plan.recipe.score
-    text = f"score       {', '.join(score.quality) or 'what fits the labels'}"
+    tokenize = plan.recipe.tokenize or _tokenizer(plan)
+    names = [f"{m} ({tokenize})" if m == "bleu" else m for m in score.quality]
+    text = f"score       {', '.join(names) or 'what fits the labels'}"
     if plan.recipe.task in TEXT_TO_TEXT:
         text += f"; {score.generation.summary()}"
     if score.latency:

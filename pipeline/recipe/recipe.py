@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from smelt.core.data import EVERY_TASK, IMAGES, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
+from smelt.core.scripts import TOKENIZERS
 from smelt.core.stage import Settings
 from smelt.core.windows import Windows
 from smelt.evaluate.latency import LatencySettings
@@ -25,7 +26,7 @@ from smelt.runtime.generate.settings import Generation
 
 METRICS: dict[str, tuple[str, ...]] = {
     "translation": ("bleu", "chrf", "rouge1", "rouge2", "rougeL"),
-    "summarization": ("rouge1", "rouge2", "rougeL", "bleu", "chrf"),
+    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf"),
     "language-modeling": ("perplexity", "bits_per_byte"),
     IMAGES: LABEL_METRICS,
     "text-classification": LABEL_METRICS,
@@ -36,7 +37,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 # the problem type decides, of vectors whether there are scores, which is known when model and data are
 # (smelt.plan.labels, smelt.plan.sentences).
 DEFAULT_METRICS = METRICS | {
-    "summarization": ("rouge1", "rouge2", "rougeL"),
+    "summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
     "text-classification": (),
     IMAGES: (),
     "sentence-similarity": (),
@@ -96,13 +97,15 @@ class RecipeKeys(Settings):
 class Recipe(RecipeKeys):
     """A recipe that was read.
 
-    stages: the steps as they were written. path: the file. document: the file's content as plain
-    values, `--set` applied, as report.json shows it.
+    stages: the steps as they were written. path: the file. tokenize: of BLEU, as its entry in score.quality
+    says, None where the references decide. document: the file's content as plain values, `--set` applied,
+    as report.json shows it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stages: tuple[StageEntry, ...] = ()
     path: Path
+    tokenize: str | None = None
     document: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -181,6 +184,7 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
     for key in value:
         if key not in _KEYS:
             mistakes.add((key,), f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}")
+    tokenize = _take_metric_options(head, mistakes)
     task_bad = _check_task(head, mistakes)
     keys, places = check(RecipeKeys, head | task_bad, (), mistakes, _STAND_INS)
     assert keys is not None  # each key has a default or a stand-in
@@ -196,8 +200,39 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
         trained = next((name for entry, name in names if entry.word in TRAINING_STAGES), keys.baseline)
         keys = keys.model_copy(update={"baseline": trained})
     parts = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
-    recipe = Recipe(**parts, stages=tuple(entries), path=path, document=value)
+    recipe = Recipe(**parts, stages=tuple(entries), path=path, tokenize=tokenize, document=value)
     return recipe, mistakes, bad
+
+
+def _take_metric_options(head: dict[str, Any], mistakes: Mistakes) -> str | None:
+    """Put the name in place of each metric with options; return how BLEU tokenizes, None where none says."""
+    score = head.get("score")
+    if not isinstance(score, dict) or not isinstance(score.get("quality"), list):
+        return None
+    names: list[Any] = []
+    tokenize = None
+    for number, entry in enumerate(score["quality"]):
+        if not (isinstance(entry, dict) and len(entry) == 1 and isinstance(next(iter(entry)), str)):
+            names.append(entry)
+            continue
+        [(name, options)] = entry.items()
+        names.append(name)
+        path: Where = ("score", "quality", number, name)
+        if not isinstance(options, dict):
+            mistakes.add(path, f"expected settings such as {{tokenize: zh}}, read {shown(options)}.")
+            continue
+        for key, value in options.items():
+            if key != "tokenize" or name != "bleu":
+                known = "tokenize" if name == "bleu" else "none"
+                mistakes.add((*path, key), f"'{name[:60]}' has no such setting. Known: {known}.")
+            elif value not in TOKENIZERS:
+                hint = nearest(str(value), TOKENIZERS)
+                known = ", ".join(TOKENIZERS)
+                mistakes.add((*path, key), f"expected one of {known}; read {shown(value)}.{hint}")
+            else:
+                tokenize = str(value)
+    head["score"] = score | {"quality": names}
+    return tokenize
 
 
 def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:

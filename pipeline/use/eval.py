@@ -35,14 +35,15 @@ def evaluate_artifact(
     window: int | None = None,
     stride: int | None = None,
     baseline: Path | None = None,
+    tokenize: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
 
     window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`;
     what is not said is as it was in the run that made the artifact. baseline: an artifact whose vectors a
-    sentence embedder's are compared with, or the untouched graph. say: is told what was taken from there,
-    and what a person should know of the scores.
+    sentence embedder's are compared with, or the untouched graph. tokenize: how BLEU splits texts; by default
+    as the references need. say: gets what was taken from there, and warnings.
 
     Raises:
         InputError: no artifact there, unknown metrics or columns, unreadable data, or windows that do not
@@ -83,6 +84,7 @@ def evaluate_artifact(
             batch_size,
             threads,
             device=device,
+            tokenize=tokenize,
             reference=None if baseline is None else _open(baseline),
         )
         score = scorer.score(artifact, split)

@@ -184,3 +184,37 @@ def test_thousand_sentences_take_less_than_two_seconds():
 def test_errors_say_what_was_read(call, message):
     with pytest.raises(InputError, match=message):
         call()
+
+
+CHINESE = ["一个男人在街上骑自行车。", "两只狗在草地上奔跑。", "孩子们在河边玩耍。"]
+NEAR = ["一个男人在路上骑自行车。", "两只狗在草地上跑。", "孩子们在河边玩耍。"]
+
+
+def test_chinese_is_scored_by_characters():
+    score = score_texts(["bleu"], NEAR, [[text] for text in CHINESE])["bleu"]
+    theirs = BLEU(tokenize="zh")
+    assert score.value == pytest.approx(theirs.corpus_score(NEAR, [CHINESE]).score, abs=1e-9)
+    assert "|tok:zh|" in score.signature
+    same = score_texts(["bleu", "rougeL"], CHINESE, [[text] for text in CHINESE])
+    assert [same[name].value for name in same] == pytest.approx([100, 100])
+    named = score_texts(["bleu"], NEAR, [[text] for text in CHINESE], tokenize="char")["bleu"]
+    theirs = BLEU(tokenize="char").corpus_score(NEAR, [CHINESE])
+    assert named.value == pytest.approx(theirs.score, abs=1e-9)
+
+
+@pytest.mark.parametrize("ending", ["", ".", "。"])
+def test_rouge_of_thai_counts_characters(ending):
+    reference, half = "สุนัขสองตัว" + ending, "สุนัขสองคน" + ending
+    score = score_texts(["rouge1"], [half], [[reference]])["rouge1"]
+    assert 50 < score.value < 100
+
+
+def test_rouge_lsum_takes_sentences_as_rouge_score_takes_lines():
+    reference = "The cat sat on the mat. It was warm! Was it asleep?"
+    prediction = "It was warm. The cat slept on the mat."
+    lines = [text.replace(". ", ".\n").replace("! ", "!\n") for text in (reference, prediction)]
+    theirs = RougeScorer(["rougeLsum", "rougeL"], tokenizer=UnicodeWords()).score(*lines)
+    scores = score_texts(["rougeL", "rougeLsum"], [prediction], [[reference]])
+    assert scores["rougeLsum"].value == pytest.approx(100 * theirs["rougeLsum"].fmeasure)
+    assert scores["rougeL"].value == pytest.approx(100 * theirs["rougeL"].fmeasure)
+    assert scores["rougeLsum"].value > scores["rougeL"].value

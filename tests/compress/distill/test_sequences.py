@@ -70,6 +70,11 @@ def test_best_of_takes_what_is_most_like_the_reference(tmp_path, teacher, rows):
     assert nearest_to(["a man walks"], ["a man", "a man walks", "a man runs"]) == "a man walks"
 
 
+def test_the_nearest_chinese_candidate_is_found_by_characters():
+    candidates = ["天气很好。", "两只狗在草地上跑。"]
+    assert nearest_to(["两只狗在草地上奔跑。"], candidates, "zh") == candidates[1]
+
+
 @pytest.mark.parametrize(
     ("rows", "mix", "expected"),
     [(100, 0.0, (0, 100)), (100, 0.5, (100, 100)), (100, 0.2, (25, 100)), (100, 0.8, (100, 25))],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ from smelt.plan.printed import describe_plan
 
 pytest_plugins = ["planning"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -> None:
+    rows = [{"source": f"a man {n}", "target": f"一个男人在街上骑自行车{n}。"} for n in range(4)]
+    (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    assert "bleu (zh)" in describe_plan(plan(folder, "[prune]", head=HEAD))
+    text = HEAD + "score: {quality: [{bleu: {tokenize: 13a}}]}\n"
+    [mistake] = mistakes(folder, "[prune]", head=text)
+    assert "score.quality[0].bleu.tokenize" in mistake
 
 
 def test_parts_of_one_file_are_planned(folder: Path) -> None:

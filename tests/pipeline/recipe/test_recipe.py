@@ -80,6 +80,15 @@ def test_defaults() -> None:
     assert recipe.base == Path()
 
 
+def test_a_metric_may_have_settings() -> None:
+    recipe = read(GOOD + "\nscore: {quality: [{bleu: {tokenize: zh}}, chrf]}\n")
+    assert (recipe.score.quality, recipe.tokenize) == (("bleu", "chrf"), "zh")
+    assert read(GOOD).tokenize is None
+    for entry in ("{bleu: {tokenize: zhh}}", "{bleu: {lower: true}}", "{chrf: {tokenize: zh}}", "{bleu: zh}"):
+        [mistake] = mistakes(GOOD + f"\nscore: {{quality: [{entry}]}}\n")
+        assert "score.quality[0]" in mistake
+
+
 def test_stages_are_read_with_what_stands_beside_them() -> None:
     first, second, third = read(GOOD).stages
     assert (first.word, first.name, first.settings, first.line) == ("prune", "small", {"keep": 0.5}, 5)

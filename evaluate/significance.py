@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from smelt.core.errors import InputError
 from smelt.evaluate.label_values import LABEL_VALUES
-from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.evaluate.metrics import METRICS, WINDOW_METRICS
 
 RESAMPLES = 1000
 SEED = 12345  # sacrebleu's own default, so that both draw the same examples
@@ -31,6 +31,13 @@ Interval = tuple[float, float]
 _HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
 _MEANS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "relative_error"})
+
+# The least and the greatest value; those of `_UNLIMITED` metrics have no end.
+_LIMITS = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
+    ("agreement", "pearson", "spearman"), (-100.0, 100.0)
+)
+_UNLIMITED = frozenset({*WINDOW_METRICS, "mse"})
+_ALIKE = 1e-9  # points; a bootstrap interval that is no wider is a point
 
 
 class Statistics(BaseModel):
@@ -83,25 +90,35 @@ def interval_of(statistics: Statistics, confidence: float = 0.95) -> Interval | 
 def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
 
+    Where all resamples are equal (each output is perfect, or none is), the interval is as wide as the share
+    of other examples that n equal ones leave possible: Wilson's of 0 out of n.
     None of fewer examples than `fewest`, whose resamples are too alike: of one they are all the same.
     """
-    if len(statistics.rows) < fewest(statistics.metric, confidence):
+    n, metric = len(statistics.rows), statistics.metric
+    if n < fewest(metric, confidence):
         return None
-    return _middle(_resampled(statistics), confidence)
+    low, high = _middle(_resampled(statistics), confidence)
+    if high - low > _ALIKE:
+        return low, high
+    return _widened((low, high), 0, n, metric, confidence, _LIMITS[metric])
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
 
     The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
-    None of too few examples, as in `bootstrap_interval`.
+    Where fewer examples differ than `fewest`, a bootstrap is a point or nearly so; the interval is then at
+    least as wide as the share of examples that differ may be (Wilson's upper end) times the metric's range.
+    None of too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
     """
     _check_pair(step, other)
     if step.metric in _HITS:
         return tango_interval(*_discordant(step, other), len(step.rows), confidence)
-    if _examples(step, other) < fewest(step.metric, confidence):
+    n, changed, least = _examples(step, other), changed_examples(step, other), fewest(step.metric, confidence)
+    if n < least:
         return None
-    return _middle(_differences(step, other), confidence)
+    ends = _middle(_differences(step, other), confidence)
+    return ends if changed >= least else _widened(ends, changed, n, step.metric, confidence)
 
 
 def fewest(metric: str, confidence: float = 0.95) -> int:
@@ -117,7 +134,7 @@ def _examples(step: Statistics, other: Statistics) -> int:
     return min(len(step.rows), len(other.rows))
 
 
-def _changed(step: Statistics, other: Statistics) -> int:
+def changed_examples(step: Statistics, other: Statistics) -> int:
     """Return in how many examples the two differ; windows that make no pairs all do."""
     if _apart(step, other):
         return _examples(step, other)
@@ -127,6 +144,24 @@ def _changed(step: Statistics, other: Statistics) -> int:
 def _apart(step: Statistics, other: Statistics) -> bool:
     """Tell whether a text was cut into other windows."""
     return step.metric in WINDOW_METRICS and [r[1:] for r in step.rows] != [r[1:] for r in other.rows]
+
+
+def _widened(
+    ends: Interval,
+    changed: int,
+    n: int,
+    metric: str,
+    confidence: float,
+    limits: Interval = (-math.inf, math.inf),
+) -> Interval | None:
+    """Return `ends`, widened by what the examples that were not seen may change; None for no known range."""
+    if metric in _UNLIMITED:
+        return None
+    least, greatest = _LIMITS[metric]
+    reach = (greatest - least) * wilson_interval(changed, n, confidence)[1] / 100
+    middle = sum(ends) / 2
+    low, high = min(ends[0], middle - reach), max(ends[1], middle + reach)
+    return max(low, limits[0]), min(high, limits[1])
 
 
 def _middle(drawn: Array, confidence: float) -> Interval:
@@ -197,7 +232,8 @@ def compare(step: Statistics, other: Statistics) -> Comparison:
     if step.metric in _HITS:
         p_value = _mcnemar(*_discordant(step, other))
     else:
-        p_value = max(_two_sided(_differences(step, other)), min(1.0, 2.0 ** (1 - _changed(step, other))))
+        least = min(1.0, 2.0 ** (1 - changed_examples(step, other)))
+        p_value = max(_two_sided(_differences(step, other)), least)
     return {"difference": difference, "ci95": list(interval) if interval else None, "p_value": p_value}
 
 

@@ -67,7 +67,8 @@ def token_losses(runner: Any, ids: Tokens) -> NDArray[np.float32]:
         raise RunError(
             "the model's outputs are not finite, so there is no perplexity: a weight is no number, or what is"
             " computed goes beyond the range of its type. Look at the step that made it; where that has a"
-            " dtype, fp32 has the widest range."
+            " dtype, fp32 has the widest range.",
+            code="non-finite-outputs",
         )
     return losses
 

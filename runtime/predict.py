@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.data import Example
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family, reads_images
 from smelt.runtime.batch import Batch
@@ -175,8 +175,12 @@ def sentence_vectors(
     progress: Progress = silent,
     cut: Cut | None = None,
 ) -> NDArray[np.float32]:
-    """Return the vectors of `texts`, float32 [n, D], in their order; `cut` as in `generate_texts`."""
-    return _forward(runner, texts, None, batch_size, progress, cut)
+    """Return the vectors of `texts`, float32 [n, D], in their order; `cut` as in `generate_texts`.
+
+    Raises:
+        RunError: `non-finite-outputs`.
+    """
+    return _finite(_forward(runner, texts, None, batch_size, progress, cut))
 
 
 def class_logits(
@@ -189,12 +193,28 @@ def class_logits(
     """Return float32 logits [n, C] for `examples`, in their order; `cut` as in `generate_texts`.
 
     Of a model of images the texts are references to them.
+
+    Raises:
+        RunError: `non-finite-outputs`: argmax of NaN would be class 0.
     """
     if reads_images(runner.config):
         names = [f"row {e.row}" if e.row else e.text for e in examples]
-        return image_logits(runner, [e.text for e in examples], batch_size, progress, names)
+        return _finite(image_logits(runner, [e.text for e in examples], batch_size, progress, names))
     texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
-    return _forward(runner, texts, pairs, batch_size, progress, cut)
+    return _finite(_forward(runner, texts, pairs, batch_size, progress, cut))
+
+
+def _finite(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return `outputs`, [n, ...], if all of them are numbers."""
+    wrong = np.flatnonzero(~np.isfinite(outputs).all(axis=1))
+    if not len(wrong):
+        return outputs
+    raise RunError(
+        f"The model's outputs are NaN or infinite for {len(wrong):,} of {len(outputs):,} examples (the first"
+        f" is example {wrong[0] + 1}). A weight is not finite, or a value exceeds the range of its type."
+        " Check the step that made the model; where it has a dtype, fp32 has the widest range.",
+        code="non-finite-outputs",
+    )
 
 
 def _forward(

@@ -46,7 +46,7 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
         return found | {"passed": None if unscored else False, "reason": reason}
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
         return found | {"reason": f"the times were disturbed: {row['reason']}"}
-    if gate.confidence is not None and (lacking := _lacking(gate, evidence, gate.confidence)):
+    if gate.confidence is not None and (lacking := _lacking(gate, step, evidence, gate.confidence)):
         # no bound is better than a value that is beyond the limit itself
         return found | ({"reason": lacking} if _keeps(gate, value) else {"passed": False})
     bound = None if gate.confidence is None else _bound_of(gate, step, evidence, gate.confidence)
@@ -86,9 +86,9 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
     return math.ceil(n * (half / gate.limit) ** 2)
 
 
-def _lacking(gate: PlannedGate, evidence: Evidence, confidence: float) -> str:
+def _lacking(gate: PlannedGate, step: Step, evidence: Evidence, confidence: float) -> str:
     """Return why there is no interval of what `gate` judges: too few examples; nothing where there is one."""
-    from smelt.evaluate.significance import fewest
+    from smelt.evaluate.significance import Statistics, difference_interval, fewest, interval_of
 
     if gate.metric not in evidence.own:
         return ""
@@ -97,7 +97,17 @@ def _lacking(gate: PlannedGate, evidence: Evidence, confidence: float) -> str:
     least = fewest(gate.metric, confidence)
     told = count(n, "window" if gate.metric in WINDOW_METRICS else "example")
     verb = "is" if n == 1 else "are"
-    return f"{told} {verb} too few for confidence {confidence:g}; give {least} or more" if n < least else ""
+    if n < least:
+        return f"{told} {verb} too few for confidence {confidence:g}; give {least} or more"
+    own = Statistics.model_validate(evidence.own[gate.metric])
+    if gate.kind != "max_drop":
+        return "" if interval_of(own, confidence) else f"{told} of one value have no interval"
+    if not step["against_baseline"].get(gate.metric):
+        return ""  # the baseline itself
+    other = Statistics.model_validate(evidence.baseline[gate.metric])
+    if difference_interval(own, other, confidence):
+        return ""
+    return f"too few of {told} differ from the baseline's for confidence {confidence:g}; give {least} or more"
 
 
 def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None:

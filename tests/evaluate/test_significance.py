@@ -1,4 +1,5 @@
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from smelt.evaluate.significance import (
     fewest,
     interval_of,
     tango_interval,
+    wilson_interval,
 )
 
 WORDS = [
@@ -71,7 +73,46 @@ def test_better_step_has_positive_difference_and_small_p(metric):
 
 def test_step_against_itself_shows_no_difference():
     same = statistics("bleu", GOOD)
-    assert compare(same, same) == {"difference": 0.0, "ci95": [0.0, 0.0], "p_value": 1.0}
+    found = compare(same, same)
+    assert (found["difference"], found["p_value"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("metric", TEXT_METRICS)
+def test_an_interval_of_what_did_not_change_knows_n(metric):
+    """As wide as Wilson's upper end of 0 changed examples of n, 1 - 1 / (1 + z^2 / n): 32 points of 8."""
+    for n in (8, 40, 400):
+        same = statistics(metric, GOOD)
+        same = same.model_copy(update={"rows": (same.rows * 5)[:n]})
+        low, high = compare(same, same)["ci95"]
+        z2 = NormalDist().inv_cdf(0.975) ** 2
+        assert high == -low == pytest.approx(100 * z2 / (n + z2))
+
+
+def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_the_bootstraps():
+    base = statistics("rouge1", GOOD)
+    base = base.model_copy(update={"rows": [[0.5]] * 100})
+
+    def changed(k):
+        rows = [[0.4]] * k + [[0.5]] * (100 - k)
+        return difference_interval(base.model_copy(update={"rows": rows}), base)
+
+    assert changed(1)[0] < -5 < changed(6)[0] < -0.6  # Wilson's upper end of 1 of 100 is 5.4 %
+    assert wilson_interval(1, 100)[1] == pytest.approx(5.45, abs=0.01)
+
+
+@pytest.mark.parametrize("metric", ["bleu", "chrf", "rouge1"])
+def test_an_interval_of_equal_values_knows_n(metric):
+    perfect = score_texts([metric], ["a man and a dog run"] * 8, [["a man and a dog run"]] * 8)[metric]
+    assert perfect.value == pytest.approx(100)
+    low, high = perfect.ci95
+    assert (low, high) == (pytest.approx(100 - 32.4, abs=0.1), pytest.approx(100))
+
+
+def test_perplexities_that_are_equal_have_no_interval():
+    rows = [[400.0, 100, 500]] * 8
+    same = statistics("bleu", GOOD).model_copy(update={"metric": "perplexity", "rows": rows})
+    assert bootstrap_interval(same) is None
+    assert difference_interval(same, same) is None
 
 
 @pytest.mark.parametrize("metric", TEXT_METRICS)

@@ -74,6 +74,33 @@ def test_few_examples_are_no_evidence_where_confidence_is_asked_for(kind, limit,
     assert (failed["passed"], failed["bound"], failed["reason"]) == (False, None, None)
 
 
+@pytest.mark.parametrize(
+    ("metric", "n", "passed"), [("bleu", 8, False), ("rouge1", 8, False), ("bleu", 400, True)]
+)
+def test_outputs_that_did_not_change_pass_only_where_there_are_enough(metric, n, passed):
+    """As accuracy does: of 8 equal outputs 32 points may be lost, of 400 one."""
+    score = score_texts([metric], ["a man and a dog run"] * n, [["a man and a cat run"]] * n)[metric]
+    same = score.statistics
+    told = step(quality={metric: score.public()}, against_baseline={metric: compare(same, same)})
+    evidence = Evidence({metric: same.dump()}, {metric: same.dump()})
+    found = judge(gate(metric, "max_drop", 1.0, 0.95), told, evidence)
+    assert (found["passed"], found["value"]) == (passed, 0.0)
+    assert found["bound"] > 0
+
+
+def test_perplexity_of_equal_windows_is_not_judged_with_confidence():
+    score = score_windows(["perplexity"], [900.0] * 9, [400] * 9, [1200] * 9, "window:400", ["x"])[
+        "perplexity"
+    ]
+    same = score.statistics
+    told = step(quality={"perplexity": score.public()}, against_baseline={"perplexity": compare(same, same)})
+    evidence = Evidence({"perplexity": same.dump()}, {"perplexity": same.dump()})
+    found = judge(gate("perplexity", "max_drop", 1.0, 0.95), told, evidence)
+    assert found["passed"] is None
+    assert found["reason"]
+    assert judge(gate("perplexity", "max_drop", 1.0), told, evidence)["passed"]
+
+
 def test_few_windows_are_no_evidence_however_many_tokens_they_have():
     scores = score_windows(["perplexity"], [900.0] * 5, [400] * 5, [1200] * 5, "window:400", ["x"])
     own = scores["perplexity"].statistics

@@ -1,0 +1,36 @@
+"""Outputs that are not numbers are an error: argmax of NaN is class 0, and a cosine with it is no number."""
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from smelt.core.data import Example
+from smelt.core.errors import RunError
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.predict import class_logits, sentence_vectors
+
+
+@pytest.fixture
+def ruined(tmp_path):
+    """A classifier of which one weight of the head is NaN."""
+    folder = tiny.bert(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["classifier.weight"][1, 0] = np.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_classifier_with_nan_logits_is_refused(ruined):
+    with open_folder(ruined, "torch", None) as runner, pytest.raises(RunError) as error:
+        class_logits(runner, [Example("a man"), Example("a dog runs")])
+    assert error.value.code == "non-finite-outputs"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_vectors_that_are_not_finite_are_refused(monkeypatch, value):
+    found = np.array([[1.0, 2.0], [3.0, value]], dtype=np.float32)
+    monkeypatch.setattr("smelt.runtime.predict._forward", lambda *arguments: found)
+    with pytest.raises(RunError) as error:
+        sentence_vectors(None, ["a", "b"])
+    assert error.value.code == "non-finite-outputs"

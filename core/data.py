@@ -120,9 +120,9 @@ class Split:
             return split_of(self.origin, self.arrays.some(list(places)))
         return replace(self, examples=tuple(self.examples[i] for i in places))
 
-    def head(self, rows: int | None) -> Split:
-        """Return the first `rows` rows (all for None)."""
-        return self if rows is None else self.some(range(min(rows, len(self))))
+    def head(self, rows: int) -> Split:
+        """Return the first `rows` rows."""
+        return self.some(range(min(rows, len(self))))
 
     @property
     def labelled(self) -> bool:

@@ -26,6 +26,8 @@ from smelt.core.labels import MULTI, REGRESSION, ProblemType, decide_problem, it
 
 # Lines of running text are drawn in so many stretches, or fewer where there are fewer lines.
 STRETCHES = 100
+# What a limit keeps of a running text: so many stretches, of at least so many lines.
+_PARTS, _PART_LINES = 8, 32
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,35 @@ def divide(split: Split, shares: Mapping[str, float], seed: int) -> dict[str, Sp
     return {name: split.some(rows) for name, rows in taken.items()}
 
 
+def limited(split: Split, rows: int | None) -> Split:
+    """Return `rows` rows of `split`, in the order of the file; all for None.
+
+    They are spread evenly over the file, so that a file sorted by class or by length is not cut to one kind.
+    Classes keep their proportions, and each keeps a row if there are as many rows as classes. The lines of a
+    running text are taken in up to 8 stretches.
+    """
+    if rows is None or rows >= len(split):
+        return split
+    if _is_lines(split):
+        count = max(1, min(_PARTS, rows // _PART_LINES))
+        sizes = [rows * (n + 1) // count - rows * n // count for n in range(count)]
+        starts = [(len(split) - rows) * n // max(1, count - 1) + sum(sizes[:n]) for n in range(count)]
+        return split.some(
+            at for start, n in zip(starts, sizes, strict=True) for at in range(start, start + n)
+        )
+    problem = decide_problem(None, (example.label for example in split.examples))
+    kinds: dict[str, list[int]] = {}
+    for at, example in enumerate(split.examples):
+        kinds.setdefault(_kind(example.label, problem), []).append(at)
+    least = int(rows >= len(kinds))
+    more = _quotas({kind: len(found) - least for kind, found in kinds.items()}, rows - least * len(kinds))
+    chosen = []
+    for kind, found in kinds.items():
+        count = least + more[kind]
+        chosen += [found[len(found) * n // count] for n in range(count)]
+    return split.some(sorted(chosen))
+
+
 def _draw(groups: Sequence[_Group], target: int) -> set[_Group]:
     """Choose groups of about `target` rows, from each kind in proportion, and never all of a kind."""
     kinds: dict[str, list[_Group]] = {}
@@ -82,7 +113,7 @@ def _draw(groups: Sequence[_Group], target: int) -> set[_Group]:
 def _quotas(sizes: Mapping[str, int], target: int) -> dict[str, int]:
     """Return how many of `target` rows each kind gives, in proportion to its rows."""
     total = sum(sizes.values())
-    exact = {kind: min(1.0, target / total) * size for kind, size in sizes.items()}
+    exact = {kind: min(1.0, target / max(1, total)) * size for kind, size in sizes.items()}
     quotas = {kind: math.floor(value) for kind, value in exact.items()}
     rest = min(target, total) - sum(quotas.values())
     # ties go by a hash of the name, or the first classes of the alphabet would always win

@@ -172,7 +172,7 @@ def stages(name: str | None) -> None:
 @search
 @click.option("--threads", type=click.IntRange(min=1))
 @device
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use the first N rows.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use N rows, spread over the file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     """Score ARTIFACT (a folder of a run's artifacts) on data of your own."""

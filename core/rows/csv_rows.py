@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,82 @@ _NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 def csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of a CSV file by the names in its first line, each with where it ends.
 
+    A line of a tab-separated file that has as many fields as the header is a row as it stands: a quote that
+    is not closed within its field is a character of the text, and does not begin a field of several lines.
+
     Raises:
-        InputError: the file cannot be read, or a row has not as many fields as the first line.
+        InputError: the file cannot be read, a row has not as many fields as the first line
+            (`csv-field-count`), or two columns have one name (`duplicate-column`).
     """
     delimiter = delimiter_of(path)
     with open_text(path, newline="") as stream, _long_fields():
-        reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+        lines = _Lines(stream)
+        records = _tab_records(lines) if delimiter == "\t" else _records(lines, delimiter)
         try:
-            for row in reader:
-                where = f"{path}:{reader.line_num}"
-                if None in row or None in row.values():
+            names = next(records, [])
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise InputError(
+                    f"{path}:1: several columns are called '{twice[0][:80]}'. Rename or remove all but one.",
+                    code="duplicate-column",
+                )
+            for record in records:
+                where = f"{path}:{lines.number}"
+                if len(record) != len(names):
                     raise InputError(
-                        f"{where}: this row does not have as many fields as the header, which has"
-                        f" {len(reader.fieldnames or ())}, separated by {_NAMES[delimiter]}."
+                        f"{where}: this row has {len(record)} fields and the header has {len(names)},"
+                        f" separated by {_NAMES[delimiter]}.",
+                        code="csv-field-count",
                     )
-                yield where, row
+                yield where, dict(zip(names, record, strict=True))
         except csv.Error as error:
             long = "field limit" in str(error)
             why = f"a field of more than {MOST_CHARACTERS:,} characters; is its quote closed?" if long else ""
-            raise InputError(f"{path}:{reader.line_num}: broken CSV: {why or f'{error}.'}") from error
+            raise InputError(f"{path}:{lines.number}: broken CSV: {why or f'{error}.'}") from error
+
+
+class _Lines:
+    """The lines of a stream, counted."""
+
+    def __init__(self, stream: Iterable[str]) -> None:
+        self._lines = iter(stream)
+        self.number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.number += 1
+        return line
+
+
+def _records(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
+    return (record for record in csv.reader(lines, delimiter=delimiter, strict=True) if record)
+
+
+def _tab_records(lines: _Lines) -> Iterator[list[str]]:
+    """Yield the fields of each row, the header's first; where that is quoted, all rows are."""
+    first = next(lines, "")
+    if '"' in first:
+        yield from _records(itertools.chain([first], lines), "\t")
+        return
+    names = first.rstrip("\r\n").split("\t")
+    yield names
+    for line in lines:
+        fields = line.rstrip("\r\n").split("\t")
+        if fields == [""]:
+            continue
+        if len(fields) == len(names):
+            yield [_unquoted(field) for field in fields]
+        else:  # a tab or the end of a line within quotes
+            yield next(csv.reader(itertools.chain([line], lines), delimiter="\t", strict=True))
+
+
+def _unquoted(field: str) -> str:
+    """Return the text of a field that is quoted because of the quotes in it, which are doubled then."""
+    inside = field[1:-1]
+    quoted = len(field) > 2 and field[0] == field[-1] == '"' and '""' in inside
+    return inside.replace('""', '"') if quoted and '"' not in inside.replace('""', "") else field
 
 
 def delimiter_of(path: Path) -> str:

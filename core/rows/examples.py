@@ -131,7 +131,7 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
     line = int(tail) if tail.isdecimal() else None
     if task in TEXT_TO_TEXT:
         references = _references(row, where, columns)
-        return Example(_text(row, columns.source, where, "source"), references, line=line)
+        return Example(_filled(row, columns.source, where, "source"), references, line=line)
     if task == "language-modeling":
         return Example(_text(row, columns.text, where, "text"), line=line)
     if task == IMAGES:
@@ -150,8 +150,8 @@ def _example(row: Mapping[str, Any], where: str, task: Task, columns: Columns) -
                 f"{where}: a score ('{columns.label}') says how similar two texts are, and there is no second"
                 f" one in '{columns.text_pair}'. Name its column with data: {{columns: {{text_pair: NAME}}}}."
             )
-        return Example(_text(row, columns.text, where, "text"), text_pair=pair, label=score, line=line)
-    return replace(_labelled(_text(row, columns.text, where, "text"), pair, row, where, columns), line=line)
+        return Example(_filled(row, columns.text, where, "text"), text_pair=pair, label=score, line=line)
+    return replace(_labelled(_filled(row, columns.text, where, "text"), pair, row, where, columns), line=line)
 
 
 def _labelled(text: str, pair: str | None, row: Mapping[str, Any], where: str, columns: Columns) -> Example:
@@ -179,7 +179,8 @@ def _references(row: Mapping[str, Any], where: str, columns: Columns) -> tuple[s
         )
     if not references or not all(reference.strip() for reference in references):
         raise InputError(
-            f"{where}: the target is empty; a model would learn to say nothing. Remove or fill such rows."
+            f"{where}: the target is empty; a model would learn to say nothing. Remove or fill such rows.",
+            code="empty-text",
         )
     for reference in references:
         _require_characters(reference, where, columns.references)
@@ -217,6 +218,18 @@ def _text(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{where}: column '{column}' must be text, read {repr(value)[:80]}")
     _require_characters(value, where, column)
+    return value
+
+
+def _filled(row: Mapping[str, Any], column: str, where: str, setting: str) -> str:
+    """Return the text in `column`, which must hold more than blanks.
+
+    Raises:
+        InputError: `empty-text`, or there is no such column, or no text in it.
+    """
+    value = _text(row, column, where, setting)
+    if not value.strip():
+        raise InputError(f"{where}: column '{column}' is empty. Remove or fill such rows.", code="empty-text")
     return value
 
 

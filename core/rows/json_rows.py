@@ -49,6 +49,26 @@ def json_rows(path: Path) -> Iterator[_Row]:
                 scan.skip()
 
 
+class DuplicateKeyError(ValueError):
+    """An object of JSON has a key twice, of which a parser would keep the last without a word."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; an `object_pairs_hook`.
+
+    Raises:
+        DuplicateKeyError: a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DuplicateKeyError(
+            f"this row has the key '{twice[:80]}' twice. Rename or remove one of the two."
+        )
+    return found
+
+
 def object_row(row: Any, where: str) -> Mapping[str, Any]:
     """Return `row` if it is a JSON object.
 
@@ -99,7 +119,7 @@ class _Scan:
     def __init__(self, path: Path, stream: Any) -> None:
         self.path, self.stream = path, stream
         self.text, self.at, self.line = "", 0, 1
-        self.decoder = json.JSONDecoder()
+        self.decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
 
     @property
     def where(self) -> str:
@@ -129,6 +149,8 @@ class _Scan:
                 if cut and self._more():
                     continue
                 raise self._broken(error.msg, error.pos) from error
+            except DuplicateKeyError as error:
+                raise InputError(f"{self.where}: {error}", code="duplicate-column") from error
             except ValueError as error:  # a number with thousands of digits
                 raise InputError(f"{self.where}: broken JSON: {error}.") from error
             if end == len(self.text) and self.text[end - 1] not in '}]"' and self._more():

@@ -14,7 +14,7 @@ from typing import Any
 from smelt.core.errors import InputError
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.rows.csv_rows import csv_rows
-from smelt.core.rows.json_rows import json_rows, object_row
+from smelt.core.rows.json_rows import DuplicateKeyError, json_rows, object_row, unique_keys
 from smelt.core.rows.text_files import file_kind, open_text
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
@@ -50,7 +50,9 @@ def _json_lines(path: Path) -> Rows:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=unique_keys)
+            except DuplicateKeyError as error:
+                raise InputError(f"{path}:{number}: {error}", code="duplicate-column") from error
             except (ValueError, RecursionError) as error:
                 # a line that begins no value of JSON at all is of another kind of file
                 plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
@@ -69,6 +71,12 @@ def _parquet_rows(path: Path) -> Rows:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise InputError(
+                    f"{path}: several columns are called '{twice[0][:80]}'. Rename or remove all but one.",
+                    code="duplicate-column",
+                )
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.data import TENSORS, Split
 from smelt.core.errors import InputError, SmeltError
+from smelt.core.shares import limited
 from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
 from smelt.execute.display import Display, duration
@@ -65,7 +66,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
         raise InputError(f"--fresh {', '.join(sorted(unknown))}: no such step; there are {known}.")
     options = replace(options, limit=_rows(options.limit))
     whole = plan.read_data()
-    data = {name: split.head(options.limit) for name, split in whole.items()}
+    data = {name: limited(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     store = Store(options.store or folder.parent / ".store")
     with ExitStack() as stack:
@@ -84,7 +85,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
             from smelt.compress.train.state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())
-        run = _Run(plan, options, data, folder, store, display)
+        run = _Run(plan, options, whole, data, folder, store, display)
         run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.go()
 
@@ -119,13 +120,14 @@ class _Run:
         self,
         plan: Plan,
         options: Options,
+        whole: dict[str, Split],
         data: dict[str, Split],
         folder: Path,
         store: Store,
         display: Display,
     ) -> None:
         recipe = plan.recipe
-        self.plan, self.options, self.data = plan, options, data
+        self.plan, self.options, self.whole, self.data = plan, options, whole, data
         self.folder, self.store, self.display = folder, store, display
         self.place = RunFolder(folder)
         score = recipe.score
@@ -193,7 +195,9 @@ class _Run:
 
     def _root(self) -> None:
         self.display.begin(ROOT)
-        begun = begin(self.plan, self.data, self.shop, self.scorer, self.warn, self._is_fresh(ROOT))
+        begun = begin(
+            self.plan, self.whole, self.data, self.shop, self.scorer, self.warn, self._is_fresh(ROOT)
+        )
         self.shop, self.scorer = begun.shop, begun.scorer
         self._finished(ROOT, begun.artifact, begun.cached, 0.0)
         self._write_report()  # the first step may be a long training

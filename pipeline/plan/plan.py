@@ -11,6 +11,7 @@ from smelt.core.artifact import Format
 from smelt.core.data import Split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
+from smelt.core.shares import limited
 from smelt.core.stage import Need, Settings, Stage
 from smelt.look.foreign import ForeignModel
 from smelt.look.model_folder import fetch_model
@@ -163,7 +164,7 @@ class Plan:
             )
 
     def read_data(self, limit: int | None = None) -> dict[str, Split]:
-        """Read the rows of every split that the recipe names, the first `limit` of each.
+        """Read the rows of every split that the recipe names, `limit` of each.
 
         Raises:
             InputError: what is wrong with the data, all splits together.
@@ -177,4 +178,4 @@ class Plan:
                     problems.append(str(error))
         if problems:
             raise InputError("\n".join(problems))
-        return {name: splits[name].head(limit) for name in self.recipe.data.splits()}
+        return {name: limited(splits[name], limit) for name in self.recipe.data.splits()}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.data import CLASSIFICATION, IMAGES, TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.data import CLASSIFICATION, IMAGES, TENSORS, TEXT_TO_TEXT, Example, Split, Task
 from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
 from smelt.core.text import article
 from smelt.evaluate.metrics import WINDOW_METRICS
@@ -47,7 +47,24 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
                 found += _copies(test, splits[name], name, recipe.task)
     if recipe.task in CLASSIFICATION:
         found += _spellings(splits)
+    for name, split in splits.items() if recipe.task not in (IMAGES, TENSORS, "language-modeling") else ():
+        found += _swallowed(split, name)
     return found
+
+
+def _swallowed(split: Split, name: str) -> list[str]:
+    """Name the rows whose text holds a line end and a tab: most likely several rows in one pair of quotes."""
+    rows = [
+        e.line or e.row or at + 1
+        for at, e in enumerate(split.examples)
+        if any("\n" in text and "\t" in text for text in (e.text, e.text_pair or "", *e.references))
+    ]
+    if not rows or not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
+        return []
+    return [
+        f"{name}: {_rows(len(rows))} with a text that has a line end and a tab (line {rows[0]}): a quote"
+        " that is not closed may join several rows. Double the quotes of texts, or remove them."
+    ]
 
 
 def few_windows(statistics: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -16,10 +16,15 @@ from smelt.core.labels import (
     class_names,
     decide_problem,
     found_names,
+    is_blank,
+    items_of,
+    whole_number,
 )
 from smelt.core.rows.targets import check_labels
+from smelt.core.text import count
 from smelt.core.unlabelled import UNLABELLED
 
+_SHOWN = 5  # labels that a message names
 # The metrics of each problem type; the first one leads the report.
 METRICS_OF: dict[ProblemType, tuple[str, ...]] = {
     SINGLE: ("accuracy", "f1"),
@@ -56,8 +61,35 @@ def problem_of(config: Mapping[str, Any], data: Mapping[str, Split]) -> ProblemT
 
 
 def new_names(data: Mapping[str, Split], problem: ProblemType) -> list[str]:
-    """Return the names of the outputs that a new classifier for `data` has."""
-    return found_names((e.label for split in _labelled(data).values() for e in split.examples), problem)
+    """Return the names of the outputs that a new classifier for `data` has: the labels of train.
+
+    Without training rows, those of all splits.
+    """
+    learned = {"train": data["train"]} if "train" in data else _labelled(data)
+    return found_names((e.label for split in learned.values() for e in split.examples), problem)
+
+
+def _unlearned(split: Split, name: str, names: Sequence[str], problem: ProblemType) -> str:
+    """Return what is wrong where rows of `split` have labels that no training row has; nothing for none."""
+    known = set(names)
+    rows: dict[str, list[int]] = {}
+    for at, example in enumerate(split.examples):
+        for item in [example.label] if problem == SINGLE else items_of(example.label):
+            number = whole_number(item)
+            label = str(item if number is None else number)
+            if label not in known and not is_blank(item):
+                rows.setdefault(label, []).append(example.line or example.row or at + 1)
+    if not rows:
+        return ""
+    place = "line" if split.examples[0].line else "row"
+    shown = [f"{repr(label)[:80]} ({count(len(at), 'row')}, {place} {at[0]})" for label, at in rows.items()]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    labels = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return (
+        f"{split.origin}: no row of train has the label {', '.join(shown[:_SHOWN])}{more}. A new classifier"
+        f" learns the labels of train: {labels}. Use the same labels in '{name}', add training rows, or"
+        " remove these rows."
+    )
 
 
 def label_mistakes(
@@ -69,6 +101,12 @@ def label_mistakes(
     """
     names = class_names(config) if has_classifier(config) else new_names(data, problem)
     found = []
+    if not has_classifier(config) and "train" in data and problem != REGRESSION:
+        splits = {name: split for name, split in _labelled(data).items() if name != "train"}
+        strange = {name: _unlearned(split, name, names, problem) for name, split in splits.items()}
+        found = [(name, text) for name, text in strange.items() if text]
+        if found:
+            return found
     if problem == SINGLE and len(names) < 2:
         return [
             ("train" if "train" in data else "test", "all rows have the same label; a classifier needs two.")

@@ -13,6 +13,7 @@ from smelt.core.data import CLASSIFICATION, SIMILARITY, TENSORS, Split
 from smelt.core.errors import InputError, nearest
 from smelt.core.labels import problem_type
 from smelt.core.rows.examples import read_split
+from smelt.core.shares import limited
 from smelt.core.store.store import Store
 from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns
@@ -73,7 +74,7 @@ def evaluate_artifact(
                 " outputs these are compared with."
             )
         read_rows(Path(data), artifact)  # says what does not fit
-    split = read_split(data, task, parse_columns(columns), Path.cwd()).head(limit)
+    split = limited(read_split(data, task, parse_columns(columns), Path.cwd()), limit)
     split = _cut(split, artifact, window, stride, say)
     with tempfile.TemporaryDirectory() as scratch:
         scorer = Scorer(

@@ -1,6 +1,7 @@
 """One file as several splits: the same draw everywhere, no copy on both sides, classes in proportion."""
 
 import hashlib
+import itertools
 import random
 from collections import Counter
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
-from smelt.core.shares import divide
+from smelt.core.shares import divide, limited
 from smelt.core.windows import Windows
 
 SHARES = {"test": 0.1, "validation": 0.2}
@@ -133,3 +134,34 @@ def test_too_few_texts_are_refused():
         "validation": 1,
         "train": 1,
     }
+
+
+def test_a_limit_is_spread_over_classes_and_over_the_file():
+    rows = [Example(f"{label} {i}", label=label) for label in "abcd" for i in range(100)]  # sorted by class
+    few = limited(_split(rows), 16)
+    assert Counter(e.label for e in few.examples) == dict.fromkeys("abcd", 4)
+    assert [e.text for e in few.examples[:4]] == ["a 0", "a 25", "a 50", "a 75"]
+    assert limited(_split(rows), 16).fingerprint == few.fingerprint
+
+
+def test_a_limit_keeps_proportions_and_a_row_of_each_class():
+    split = _labelled(common=880, some=100, rare=2)
+    assert Counter(e.label for e in limited(split, 100).examples) == {"common": 88, "some": 11, "rare": 1}
+    assert len(limited(split, 2)) == 2
+    assert limited(split, None) is split
+    assert limited(split, 5000) is split
+
+
+@pytest.mark.parametrize("rows", [1, 7, 31, 64, 300, 999])
+def test_a_limit_of_amounts_of_texts_and_of_running_text_has_as_many_rows(rows):
+    texts = [Example(f"row {i}", references=("x",)) for i in range(1000)]
+    assert len(limited(_split(texts), rows)) == rows
+    amounts = [Example(f"row {i}", label=i / 7) for i in range(1000)]
+    assert len(limited(_split(amounts), rows)) == rows
+    lines = [Example(f"row {i}") for i in range(1000)]
+    chosen = limited(_split(lines, Windows(separator="\n")), rows).examples
+    places = [int(e.text.split()[1]) for e in chosen]
+    assert len(set(places)) == rows
+    assert sum(b != a + 1 for a, b in itertools.pairwise(places)) <= 7  # 8 stretches
+    if rows == 300:
+        assert places[-1] == 999

@@ -34,6 +34,7 @@ class Begun:
 
 def begin(
     plan: Plan,
+    whole: Mapping[str, Split],
     data: Mapping[str, Split],
     shop: Workshop,
     scorer: Scorer,
@@ -44,7 +45,8 @@ def begin(
 
     Args:
         plan: the run's.
-        data: the rows of every split.
+        whole: the rows of every split; the labels of a new classifier are theirs, whatever the limit.
+        data: the rows that the run uses.
         shop: who makes artifacts.
         scorer: who scores them; the task fills in metrics where the recipe names none.
         warn: told what a person should know.
@@ -58,7 +60,7 @@ def begin(
     if graph is not None and graph.texts is None:
         return Begun(*begin_with_graph(shop, graph, data, fresh), shop, scorer)
     require_finite_models(plan)
-    settled = settle_head(plan, data, scorer.metrics)
+    settled = settle_head(plan, whole, scorer.metrics)
     scorer = replace(scorer, metrics=settled.metrics)
     shop = replace(shop, validation=scorer)
     warn(settled.doubts)

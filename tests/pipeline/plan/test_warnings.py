@@ -37,6 +37,14 @@ def test_nothing_is_said_of_data_that_are_in_order():
     assert _said(splits) == []
 
 
+def test_texts_that_may_be_several_rows_are_counted():
+    rows = [*(Example(*row[:1], (row[1],), line=n) for n, row in enumerate(_many("a"), start=2))]
+    rows[7] = Example("Hello\thallo\nbye", ("er ruft",), line=10)
+    [found] = _said({"test": Split("test.tsv", tuple(rows))})
+    assert "line 10" in found
+    assert _said({"test": Split("test.jsonl", tuple(rows))}) == []
+
+
 @pytest.mark.parametrize(("rows", "said"), [(99, True), (100, False)])
 def test_few_test_rows_are_warned_of(rows, said):
     found = _said({"test": _pairs(*_many("x", rows))})

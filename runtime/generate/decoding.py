@@ -108,6 +108,15 @@ class Decoding(BaseModel):
         """Return the length, its prompt counted, below which a text may not end."""
         return self.min_length if self.min_new_tokens is None else prompt_length + self.min_new_tokens
 
+    def limits(self, prompt_length: int) -> tuple[int, int, bool]:
+        """Return what depends on a prompt's length: the most and the fewest new tokens, a forced first one.
+
+        A batch has one length, that of its longest prompt, so only prompts with equal limits may share one.
+        """
+        least = max(0, self.shortest(prompt_length) - prompt_length)
+        forced = self.forced_bos_token_id is not None and prompt_length == 1
+        return self.longest(prompt_length) - prompt_length, least, forced
+
     def describe(self) -> str:
         """Return the settings that are in force, for the signature of a score."""
         if self.beams > 1:

@@ -5,6 +5,7 @@ Shapes: B = batch, L = tokens of the longest prompt.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,18 +76,21 @@ def pad_of(tokenizer: Any) -> int:
     return 0
 
 
-def prompt_batches(
-    texts: Sequence[str], tokenizer: Any, batch_size: int, most: int
+def batches_of(
+    prompts: Sequence[Sequence[int]], batch_size: int, pad: int, decoding: Decoding
 ) -> list[tuple[list[int], Batch]]:
-    """Return batches of prompts of similar length, longest first, each with its rows' places in `texts`."""
-    return batches_of(encode_prompts(texts, tokenizer, most), batch_size, pad_of(tokenizer))
+    """Return batches of prompts of similar length, longest first, each with its rows' places.
 
-
-def batches_of(prompts: Sequence[Sequence[int]], batch_size: int, pad: int) -> list[tuple[list[int], Batch]]:
-    """Return batches of prompts of similar length, longest first, each with its rows' places."""
+    Prompts of one batch have equal limits, so that none gets fewer new tokens because of its neighbour.
+    """
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-    groups = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
-    return [(rows, pack_left([prompts[i] for i in rows], pad)) for rows in groups]
+    batches = []
+    for _, found in itertools.groupby(order, lambda i: decoding.limits(len(prompts[i]))):
+        alike = list(found)
+        for at in range(0, len(alike), batch_size):
+            rows = alike[at : at + batch_size]
+            batches.append((rows, pack_left([prompts[i] for i in rows], pad)))
+    return batches
 
 
 def continue_texts(
@@ -109,7 +113,7 @@ def continue_texts(
         cut(shortened, limit)
     results = [""] * len(texts)
     done = 0
-    for part, (rows, batch) in enumerate(batches_of(prompts, batch_size, pad_of(tokenizer))):
+    for part, (rows, batch) in enumerate(batches_of(prompts, batch_size, pad_of(tokenizer), decoding)):
         tokens = runner.generator(runner, batch, decoding, part)
         for i, new in zip(rows, tokens, strict=True):
             results[i] = texts[i] + continuation(tokenizer, prompts[i], new)

@@ -1,6 +1,8 @@
 """Prompts: tokens, padding on the left, the end of a long one, and what reads behind them."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import ClassVar
 
 import causal
@@ -14,13 +16,13 @@ from smelt.core.errors import InputError
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.generate.decoding import Decoding
 from smelt.runtime.generate.prompts import (
+    batches_of,
     continuation,
     cut_prompt,
     encode_prompts,
     longest_prompt,
     pack_left,
     pad_of,
-    prompt_batches,
 )
 from smelt.runtime.generate.settings import Generation
 from smelt.runtime.models.checkpoint import load_tokenizer
@@ -73,7 +75,7 @@ def test_empty_prompt_begins_with_the_first_token_when_there_is_one(words):
 
 def test_batches_hold_all_places_once_longest_first(words):
     texts = ["a", "the cat sleeps", SENTENCE]
-    batches = prompt_batches(texts, words, 2, 64)
+    batches = batches_of(encode_prompts(texts, words, 64), 2, 0, Decoding())
     assert [rows for rows, _ in batches] == [[2, 1], [0]]
     assert pad_of(words) == words.eos_token_id
 
@@ -186,3 +188,38 @@ def test_a_continuation_stands_alone_when_the_prompt_reads_otherwise_before_it()
             return [self.said[tuple(row)] for row in rows]
 
     assert continuation(Joining(), [1], [2]) == "two"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "own"),
+    [
+        ({"max_new_tokens": 50}, {}),
+        ({"max_new_tokens": 50, "beams": 3}, {}),
+        ({}, {"max_length": 40}),
+        ({}, {"min_length": 30, "max_length": 60}),
+    ],
+    ids=str,
+)
+def test_a_prompt_gets_the_same_continuation_alone_and_beside_longer_ones(folder, tmp_path, wishes, own):
+    """64 positions: beside a prompt of 32 tokens one of 10 may still have 50 new ones, as it has alone."""
+    texts = [_prompt(folder, tokens)[0] for tokens in (32, 10, 24)]
+    folder = Path(shutil.copytree(folder, tmp_path / "model"))
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    with open_runner(tiny.artifact(folder, "language-modeling")) as runner:
+        together = generate_texts(runner, texts, Generation(**wishes))
+        alone = [generate_texts(runner, [text], Generation(**wishes))[0] for text in texts]
+    assert together == alone
+    if wishes == {"max_new_tokens": 50}:
+        for tokens, found in zip((32, 10, 24), together, strict=True):
+            text, ids = _prompt(folder, tokens)
+            assert found.removeprefix(text) == _theirs(folder, ids, min(50, 64 + 1 - tokens))
+
+
+def test_prompts_of_equal_limits_share_a_batch_and_no_others():
+    prompts = [[1] * n for n in (60, 40, 12, 10, 3)]
+    free = batches_of(prompts, 3, 0, Decoding(max_new_tokens=50, positions=64))
+    assert [rows for rows, _ in free] == [[0], [1], [2, 3, 4]]
+    assert [rows for rows, _ in batches_of(prompts, 3, 0, Decoding(max_new_tokens=4))] == [[0, 1, 2], [3, 4]]
+    least = batches_of(prompts, 3, 0, Decoding(max_new_tokens=4, min_length=12))
+    assert [rows for rows, _ in least] == [[0, 1, 2], [3], [4]]

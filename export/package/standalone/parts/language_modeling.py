@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 from smelt.export.package.standalone.parts.batches import batches
@@ -25,15 +26,27 @@ class Writer:
         """Return each text with what the model writes behind it, in their order."""
         answers = list(texts)
         rows = [self.prompt(text) for text in answers]
-        for places, ids, mask in batches(rows, self.tokenizer.said["pad"], batch_size, left=True):
-            prompt = ids.shape[1]
-            new = min(self.asked(prompt), max(1, (self.generation["positions"] or 10**9) + 1 - prompt))
-            feeds = {"input_ids": ids, "attention_mask": mask} | search(self.generation, prompt, new)
-            for i, row in zip(places, self.graph.run(["sequences"], feeds)[0], strict=True):
-                tail = new_tokens(row, prompt, self.generation["eos"])
-                both, before = map(self.tokenizer.decode, (rows[i] + tail, rows[i]))  # a blank between stays
-                answers[i] += both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tail)
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        for (new, *_), same in groupby(order, lambda i: self.limits(len(rows[i]))):
+            alike = list(same)
+            for places, ids, mask in batches(
+                [rows[i] for i in alike], self.tokenizer.said["pad"], batch_size, True
+            ):
+                prompt = ids.shape[1]
+                feeds = {"input_ids": ids, "attention_mask": mask} | search(self.generation, prompt, new)
+                found = self.graph.run(["sequences"], feeds)[0]
+                for i, row in zip([alike[place] for place in places], found, strict=True):
+                    tail = new_tokens(row, prompt, self.generation["eos"])
+                    both, before = map(self.tokenizer.decode, (rows[i] + tail, rows[i]))  # a blank stays
+                    more = both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tail)
+                    answers[i] += more
         return answers
+
+    def limits(self, prompt: int) -> tuple[int, int, bool]:
+        """Return the most and the fewest new tokens, and whether the first is forced, behind so many."""
+        said = self.generation
+        most = min(self.asked(prompt), max(1, (said["positions"] or 10**9) + 1 - prompt))
+        return most, max(0, (said["min_length"] or 0) - prompt), bool(said["forced_bos"]) and prompt == 1
 
     def asked(self, prompt: int) -> int:
         """Return how many new tokens are asked for behind a prompt of so many."""

@@ -24,8 +24,8 @@ def imported(text):
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
-def test_it_is_at_most_150_lines(main, instead):
-    assert len(assemble(main, instead).splitlines()) <= 150
+def test_it_is_at_most_170_lines(main, instead):
+    assert len(assemble(main, instead).splitlines()) <= 170
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)

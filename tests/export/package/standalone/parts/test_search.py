@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from smelt.export.package.standalone import settings
+from smelt.export.package.standalone.parts.language_modeling import Writer
 from smelt.export.package.standalone.parts.search import new_tokens, search
 from smelt.runtime.generate.decoding import Decoding
 from smelt.runtime.generate.in_graph import cut_at_end, feeds_of
@@ -62,3 +63,15 @@ def test_a_text_ends_with_the_first_token_that_ends_it():
     row = np.array([0, 5, 2, 2, 6])
     for eos in ([2], [6, 2], [], [9]):
         assert new_tokens(row, 1, eos) == cut_at_end(row, 1, eos)
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_a_shipped_writer_has_the_limits_of_smelt(case, prompt):
+    decoding = Decoding(**({"eos": [2], "pad": 1} | CASES[case]))
+    writer = object.__new__(Writer)
+    writer.generation = settings.written(decoding, VOCABULARY)
+    most, least, forced = decoding.limits(prompt)
+    if writer.generation["min_new_tokens"] is not None:  # the same for all prompts
+        least = writer.limits(prompt)[1]
+    assert writer.limits(prompt) == (most, least, forced)

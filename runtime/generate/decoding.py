@@ -6,6 +6,7 @@ transformers reads them. How to search (`beams`, `do_sample`) is never taken fro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
@@ -18,24 +19,31 @@ from smelt.runtime.text.limits import position_table
 # New tokens where neither the recipe nor the model says how many.
 MAX_NEW_TOKENS = 128
 
-# Settings of a generation config that would change the words and that smelt does not have, with the
-# value that means "off"; the second list matters to sampling alone.
-_UNSUPPORTED: dict[str, Any] = {
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "watermarking_config": None,
-    "token_healing": False,
-    "stop_strings": None,
+# Settings of a generation config that would change the outputs and that smelt does not have, each with the
+# values that mean "off" besides null; the second list matters to sampling alone.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": (),
+    "guidance_scale": (1.0,),
+    "watermarking_config": (),
+    "token_healing": (False,),
+    "stop_strings": (),
+    "max_time": (),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "force_words_ids": (),
+    "constraints": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
 }
-_UNSUPPORTED_IN_SAMPLING: dict[str, Any] = {
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
+_UNSUPPORTED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
 }
 
 
@@ -182,10 +190,11 @@ def settle(generation: Generation, model: Configured) -> Decoding:
 
 def _refuse_unsupported(own: dict[str, Any], do_sample: bool) -> None:
     for name, off in (_UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if do_sample else {})).items():
-        if own.get(name, off) not in (off, None):
+        if own.get(name) not in (None, [], {}, *off):
             raise InputError(
-                f"generation_config.json: {name} is {own[name]!r}, which smelt's generation does not do;"
-                f" set it to {'null' if off is None else repr(off).lower()}."
+                f"generation_config.json: {name} is {repr(own[name])[:80]}, which smelt's generation does not"
+                f" support; set it to {json.dumps(off[0]) if off else 'null'}.",
+                code="unsupported-generation-setting",
             )
 
 

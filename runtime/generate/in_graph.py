@@ -113,6 +113,9 @@ def _table(
             probe[1] = 1.0
             rules.apply_places(probe, length)
             replaced = np.flatnonzero(np.isfinite(probe[0]) & (probe[0] == probe[1]))
+            if len(replaced) and decoding.beams > 1 and decoding.renormalize_logits:
+                # the graph adds a forced step's row as it is: of k tokens each has the probability 1 / k
+                probe[0] -= np.log(np.exp(probe[0]).sum())
             rows.append(probe[0])
             # of several forced tokens all score the same, and the first of the best wins
             forced.append(int(replaced[0]) if len(replaced) else -1)

@@ -101,6 +101,39 @@ def test_what_cannot_be_done_is_said(own, wishes, message):
         settle(Generation(**wishes), runner(own))
 
 
+@pytest.mark.parametrize(
+    ("own", "wishes"),
+    [
+        ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {"beams": 4}),
+        ({"diversity_penalty": 0.5}, {}),
+        ({"force_words_ids": [[5]]}, {"beams": 2}),
+        ({"constraints": [1]}, {}),
+        ({"penalty_alpha": 0.6}, {}),
+        ({"dola_layers": "high"}, {}),
+        ({"max_time": 2.0}, {}),
+        ({"min_p": 0.1}, {"do_sample": True}),
+        ({"guidance_scale": 1.5}, {}),
+    ],
+    ids=str,
+)
+def test_a_setting_that_would_change_the_outputs_is_refused(own, wishes):
+    with pytest.raises(InputError) as error:
+        settle(Generation(**wishes), runner(own))
+    assert error.value.code == "unsupported-generation-setting"
+
+
+@pytest.mark.parametrize("search", [{}, {"beams": 2}, {"do_sample": True}], ids=str)
+def test_a_setting_that_is_off_is_accepted(search):
+    """The values for which transformers adds no logits processor."""
+    off = {
+        "guidance_scale": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+        "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0, "force_words_ids": None,
+        "constraints": [], "sequence_bias": {}, "stop_strings": [], "token_healing": False,
+        "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0,
+    }  # fmt: skip
+    settle(Generation(**search), runner(off))
+
+
 def test_settings_of_sampling_do_not_matter_to_other_searches():
     assert settle(Generation(), runner({"typical_p": 0.5, "temperature": 0.0, "top_p": 0})).beams == 1
 

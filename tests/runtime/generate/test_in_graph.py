@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from smelt.runtime.batch import Batch
 from smelt.runtime.generate import in_graph
@@ -38,6 +39,16 @@ def test_the_rule_of_each_step_does_what_the_rules_of_python_do(prompt):
         kinds.add(int(number))
     assert len(kinds) == len(feeds["rule_biases"]) >= 3
     assert feeds["forced_tokens"][feeds["step_rules"][-1]] == 1
+
+
+def test_several_forced_tokens_share_their_probability_where_scores_are_renormalized():
+    decoding = Decoding(**WISHES, beams=2, renormalize_logits=True)
+    feeds = feeds_of(decoding, 1, 12)
+    last = feeds["rule_biases"][feeds["step_rules"][-1]]
+    scores = np.zeros((1, 12), dtype=np.float32)
+    Rules(decoding, np.full((1, 1), 3), None).apply(scores, np.full((1, 9), 5))
+    np.testing.assert_allclose(last, torch.log_softmax(torch.from_numpy(scores[0]), 0).numpy(), rtol=1e-6)
+    assert np.isfinite(last).sum() == 2
 
 
 def test_what_no_graph_does_is_known():

@@ -23,6 +23,8 @@ def search(said: dict[str, Any], prompt: int, new: int) -> dict[str, Any]:
     for bias, (force, ban) in zip(biases, table, strict=True):
         bias[:] = -np.inf if force else 0
         bias[list(force)], bias[list(ban)] = 0, -np.inf
+        if force and said["inputs"].get("renormalize_logits"):
+            np.subtract(bias, np.log(np.exp(bias).sum()), out=bias)
     return {name: np.array(value) for name, value in said["inputs"].items()} | {
         "repetition_penalty": np.array(said["repetition_penalty"], dtype=np.float32),
         "max_new_tokens": np.array(new),

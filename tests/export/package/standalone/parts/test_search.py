@@ -30,6 +30,12 @@ CASES = {
     "texts": {"max_new_tokens": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "beams": {"max_new_tokens": 4, "beams": 3, "length_penalty": 0.6, "early_stopping": True},
     "beams, never": {"max_new_tokens": 4, "beams": 3, "early_stopping": "never", "renormalize_logits": True},
+    "beams, several forced": {
+        "max_new_tokens": 3,
+        "beams": 3,
+        "forced_eos_token_id": [6, 2],
+        "renormalize_logits": True,
+    },
     "no end": {"max_new_tokens": 3, "eos": [], "min_length": 5},
 }
 

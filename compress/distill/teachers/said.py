@@ -26,6 +26,7 @@ from smelt.compress.distill.losses.buckets import Buckets, buckets_of
 from smelt.compress.distill.teachers.arrays import ArrayFile, mapped
 from smelt.compress.train.data import Row
 from smelt.core.errors import RunError
+from smelt.core.rows.images import content_hash
 
 _VALUES, _IDS, _REST = "values.npy", "ids.npy", "rest.npy"
 _SHORT = 2**16  # words that fit 16 bits
@@ -45,7 +46,10 @@ def _positions(row: Row) -> int:
 
 
 def fingerprint_of(rows: Sequence[Row]) -> str:
-    """Return a hash of all that a teacher reads of `rows`: no label of a class or a score is in it."""
+    """Return a hash of all that a teacher reads of `rows`, which are token ids or images.
+
+    No label of a class or a score is in it.
+    """
     found = hashlib.sha256()
     for row in rows:
         target = row.target if isinstance(row.target, list) else []
@@ -58,6 +62,8 @@ def fingerprint_of(rows: Sequence[Row]) -> str:
             *(i for part in parts for i in part),
         ]
         found.update(np.asarray(ids, dtype=np.int64).tobytes())
+        if row.image is not None:  # its bytes, and what is made of them
+            found.update(f"{content_hash(row.image.reference)} {row.image.processor!r}".encode())
     return found.hexdigest()
 
 

@@ -1,11 +1,13 @@
 """A teacher that was run once answers as the live one does, and is not run on what was kept of it."""
 
 import contextlib
+import json
 import shutil
 from dataclasses import replace
 
 import causal
 import harness
+import images
 import numpy as np
 import pytest
 import sentences
@@ -24,6 +26,7 @@ from smelt.core.errors import RunError
 from smelt.core.rows.examples import read_split
 from smelt.core.store.shelf import Shelf
 from smelt.core.store.store import Store
+from smelt.runtime.images.processor import read_processor
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 ALL = 10**6
@@ -99,6 +102,28 @@ def test_the_largest_and_the_tail_are_those_of_the_live_teacher(tmp_path):
     assert torch.equal(found.ids[there], ids)
     torch.testing.assert_close(mine[:, :3], largest, rtol=2e-3, atol=1e-4)
     torch.testing.assert_close(mine[:, 3], 1 - largest.sum(-1), rtol=2e-3, atol=2e-3)
+
+
+def test_images_are_known_by_their_content(tmp_path, shop):
+    """Rows of images have no token ids; other images, or other pixels of the same ones, are new rows."""
+    runs = {}
+    folder = images.model(tmp_path / "model", "vit")
+    for name, first in (("a", 0), ("b", 20), ("again", 0)):
+        (tmp_path / name).mkdir()
+        rows = [{"image": f"{n}.png", "label": n % 2} for n in range(6)]
+        for n in range(6):
+            images.picture(first + n).save(tmp_path / name / f"{n}.png")
+        (tmp_path / name / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        split = read_split("rows.jsonl", images.TASK, Columns(), tmp_path / name)
+        settings = DistillSettings.model_validate(SHORT | {"keep_logits": {"top": 8}, "max_steps": 2})
+        ctx = harness.run(
+            Distill(), settings, folder, tmp_path / name / "out", images.TASK, split, files=shop.files
+        )
+        runs[name] = ctx.facts["kept_logits"]["rows_of_teacher"]
+    assert runs == {"a": 6, "b": 6, "again": 0}
+    row = encode_split(split, load_model(folder)[0].config, read_processor(folder), ctx)[0]
+    other = replace(row, image=replace(row.image, processor=replace(row.image.processor, resample=0)))
+    assert fingerprint_of([row]) != fingerprint_of([other])
 
 
 @pytest.fixture

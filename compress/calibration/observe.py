@@ -85,11 +85,19 @@ def _reads_source(model: Any) -> Collection[nn.Module]:
 
 
 def _tokens(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
-    """Return the rows of `x`, float [..., K], that belong to tokens: [tokens, K]."""
+    """Return the rows of `x`, float [..., K], that belong to tokens: [tokens, K].
+
+    `x` may be [B, L, K], [B, L, ..., K], or [B L, K] (OPT flattens its states before the feed-forward part).
+    What has another shape, such as one vector of each row, is taken whole.
+    """
     mask = _mask(batch, source)
-    if mask is None or x.shape[:-1] != mask.shape or bool(mask.all()):
+    if mask is None or bool(mask.all()):
         return x.flatten(0, -2)
-    return x[mask.to(x.device)]
+    if x.shape[:-1] == mask.flatten().shape:
+        return x[mask.flatten().to(x.device)]
+    if x.shape[: mask.dim()] == mask.shape:
+        return x[mask.to(x.device)].flatten(0, -2)
+    return x.flatten(0, -2)
 
 
 def _mask(batch: TensorBatch, source: bool) -> Tensor | None:

@@ -41,14 +41,22 @@ def activation_scores(model: Any, width: int, batches: Iterable[TensorBatch]) ->
         batches: inputs without padding, on the device of the model.
     """
     squares: dict[nn.Module, Tensor] = {}
+    sizes: list[int] = []
+
+    def counted() -> Iterator[TensorBatch]:
+        for batch in batches:
+            sizes.append(len(next(iter(batch.values()))))
+            yield batch
 
     def see(norm: nn.Module, _: Any, result: Tensor) -> None:
-        rows = result.double().abs().flatten(1, -2).mean(dim=1).square().sum(dim=0).cpu()
+        # [B, ..., D], or [B S, D] where a model flattens its states
+        by_row = result.double().abs().reshape(sizes[-1], -1, width)
+        rows = by_row.mean(dim=1).square().sum(dim=0).cpu()
         squares[norm] = squares.get(norm, torch.zeros(width, dtype=torch.float64)) + rows
 
     handles = [norm.register_forward_hook(see) for norm in hidden_norms(model)]
     try:
-        for _ in outputs(model, batches):
+        for _ in outputs(model, counted()):
             pass
     finally:
         for handle in handles:

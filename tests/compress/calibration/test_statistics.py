@@ -1,5 +1,7 @@
 """Statistics of inputs against the same sums written out in numpy."""
 
+from functools import partial
+
 import every_family
 import harness
 import numpy as np
@@ -80,6 +82,30 @@ def test_statistics_are_the_sums_of_the_formulas(limit, model, rows, tmp_path):
             np.testing.assert_array_equal(mine.largest, abs(x).max(0).astype(np.float32))
             np.testing.assert_array_equal(mine.lowest, x.min(0).astype(np.float32))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def flattened(inner, attention_output):
+    return inner(attention_output.flatten(0, 1)).view(attention_output.shape)
+
+
+def test_padding_is_left_out_of_states_that_are_flattened(model, rows, tmp_path):
+    """A part that reads [B L, K], as OPT's feed-forward does, gets the same tokens as one of [B, L, K]."""
+    batch = {name: value.clone() for name, value in rows.batches[1].items()}
+    batch["attention_mask"][0, 4:] = 0
+    batch["attention_mask"][2, 2:] = 0
+    padded = CalibrationRows("made", [batch], 3, 13)
+    layer = model.bert.encoder.layer[0]
+    layers = {"fc1": [layer.intermediate.dense], "fc2": [layer.output.dense]}
+    plain = inputs_of(model, padded, layers, tmp_path)
+    inner = layer.feed_forward_chunk
+    layer.feed_forward_chunk = partial(flattened, inner)
+    try:
+        flat = inputs_of(model, padded, layers, tmp_path)
+    finally:
+        layer.feed_forward_chunk = inner
+    for name in layers:
+        assert len(flat[name]) == 13
+        np.testing.assert_allclose(flat[name], plain[name], atol=1e-6)
 
 
 def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model, rows, tmp_path):

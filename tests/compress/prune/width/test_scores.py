@@ -1,5 +1,7 @@
 """What a channel is worth, against loops over what norms give, and against losses."""
 
+from functools import partial
+
 import every_family
 import pytest
 import torch
@@ -42,6 +44,20 @@ def test_activation_is_the_paper_s_sum_over_norms(family):
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
     names = {name for name, _ in model.named_modules() if "norm" in name.lower().rpartition(".")[2]}
     assert len(given) == len(names) - (4 if family == "qwen3" else 2 if family == "modernbert" else 0)
+
+
+def flattened(inner, attention_output):
+    return inner(attention_output.flatten(0, 1)).view(attention_output.shape)
+
+
+def test_activation_of_flattened_states_is_that_of_rows():
+    """OPT's norms before the feed-forward part give [B S, D]."""
+    model, _ = load_model(every_family.of_layers("bert", 2))
+    expected = activation_scores(model, width_of(model), _batches(model))
+    for layer in model.bert.encoder.layer:
+        layer.feed_forward_chunk = partial(flattened, layer.feed_forward_chunk)
+    found = activation_scores(model, width_of(model), _batches(model))
+    torch.testing.assert_close(found, expected)
 
 
 def test_slopes_are_those_of_the_loss_when_a_channel_of_all_norms_is_scaled():

@@ -46,6 +46,10 @@ class MissingDependencyError(InputError):
     """A package that a step needs is not installed; the message says how to install it."""
 
 
+class DeviceWarning(UserWarning):
+    """A model runs on another device than it was made for; the message says why."""
+
+
 class TruncationWarning(UserWarning):
     """Texts were longer than the model takes and were cut: `count` of them, at `limit` tokens."""
 

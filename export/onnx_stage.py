@@ -111,7 +111,12 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     listed = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step give all logits
     kind, filed = kind_of(model, settings), precision_in_file(settings)
-    ctx.facts.update(target=settings.target, dtype=settings.dtype, opset=opset_of(settings, model))
+    ctx.facts.update(
+        target=settings.target,
+        dtype=settings.dtype,
+        opset=opset_of(settings, model),
+        **({"tf32": True} if settings.tf32 else {}),
+    )
     reference = reference_of(parent, _batch(parent, source, ctx))
     looked_at = rows_looked_at(parent, source, ctx) if filed == "fp16" else []
     graphs = graphs_of(model, reference.batch.size if ctx.task == IMAGES else None)

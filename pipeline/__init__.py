@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.errors import InputError, MissingDependencyError, RunError, SmeltError, TruncationWarning
+from smelt.core.errors import (
+    DeviceWarning,
+    InputError,
+    MissingDependencyError,
+    RunError,
+    SmeltError,
+    TruncationWarning,
+)
 
 if TYPE_CHECKING:
     from smelt.execute.run_result import Result
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from smelt.use.loaded import Model
 
 __all__ = [
+    "DeviceWarning",
     "InputError",
     "MissingDependencyError",
     "RunError",

@@ -43,6 +43,11 @@ def rows_looked_at(parent: Any, folder: Path, ctx: Context) -> list[Reference]:
     return [as_deployed(parent, piece) for piece in pieces(batch)]
 
 
+# Operators of the exported graphs without a bfloat16 kernel in ONNX Runtime's CUDA provider:
+# https://github.com/microsoft/onnxruntime/blob/main/docs/OperatorKernels.md
+NO_BF16_ON_CUDA = frozenset({"ReduceL2", "Clip", "Log"})
+
+
 def narrow_graphs(
     graphs: Sequence[Graph],
     homes: Mapping[str, Mapping[str, str]],
@@ -74,7 +79,9 @@ def narrow_graphs(
         wide = wide_parts(model, graph.module, homes[graph.name], ranges.get(graph.name))
         # caches of ONNX Runtime are numpy's, which has no bf16
         all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt", "ort-tensorrt-rtx")
-        narrow(model, graph.name, dtype, wide.nodes, _outside(model, wide, all_caches))
+        lacking = NO_BF16_ON_CUDA if dtype == "bf16" and target == "ort-cuda" else frozenset[str]()
+        nodes = {*wide.nodes, *(n.output[0] for n in model.graph.node if n.op_type in lacking)}
+        narrow(model, graph.name, dtype, nodes, _outside(model, wide, all_caches))
         write_graph(model, path)
         chosen[graph.name] = wide
     ctx.facts["float32"] = _facts(chosen)

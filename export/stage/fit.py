@@ -102,14 +102,23 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
         )
 
 
+BF16_OPSET = 22
+
+
 def opset_of(settings: OnnxSettings, model: Any) -> int:
-    """Return the opset of the settings, or a newer one that operators of the model's codes need."""
+    """Return the opset of the settings, or a newer one that the quantized weights' operators or bf16 need.
+
+    Conv, Sin and Cos take bfloat16 from opset 22 on (https://onnx.ai/onnx/operators/onnx__Conv.html).
+    """
     from smelt.runtime.layers.quantized import scheme_of
     from smelt.runtime.schemes.registry import SCHEMES
 
     found = {scheme_of(module) for module in model.modules()}
     names = [name for name in SCHEMES if name in found]
-    return max([settings.opset, *(SCHEMES[n].oldest_opset.get(settings.graphs_of, 0) for n in names)])
+    of_dtype = BF16_OPSET if precision_in_file(settings) == "bf16" else 0
+    return max(
+        [settings.opset, of_dtype, *(SCHEMES[n].oldest_opset.get(settings.graphs_of, 0) for n in names)]
+    )
 
 
 def precision_in_file(settings: OnnxSettings) -> str:

@@ -31,6 +31,8 @@ class OnnxSettings(Settings):
     that generate. engine: what TensorRT's providers are told, `engine: {max_batch_size: 16, lengths:
     {opt: 32, max: 128}}`. kv_cache: int8 keeps the keys and values of a decoder-only model in a quarter of
     the bytes, by scales per channel that are found on rows of `calibration`, else `train`; on ort-cpu.
+    tf32: on ort-cuda, let float32 matrix multiplications use TF32 (faster on Ampere and newer, 10 bits of
+    fraction); the comparison with the model is in float32 all the same.
     """
 
     target: Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx"] = (
@@ -44,9 +46,10 @@ class OnnxSettings(Settings):
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["tune"] | None = None
     engine: ProviderSettings | None = None
     kv_cache: Literal["float", "int8"] = "float"
+    tf32: bool = False
 
     # A setting that came later: as it is by default, it is not written down, and changes no key.
-    unsaid: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"kv_cache", "tf32"})
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -93,6 +96,8 @@ class OnnxSettings(Settings):
                 "kv_cache: int8 is an input of ONNX Runtime's attention on the CPU, and target is"
                 f" {self.target}: set kv_cache: float, or target: ort-cpu"
             )
+        if self.tf32 and (self.target != "ort-cuda" or self.dtype != "fp32"):
+            raise ValueError("tf32 is for target ort-cuda and dtype fp32; remove it")
         if self.engine is not None and self.target not in PROVIDERS:
             raise ValueError(
                 f"engine is for target ort-tensorrt and ort-tensorrt-rtx, and target is {self.target}: remove"

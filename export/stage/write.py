@@ -97,8 +97,10 @@ def checked(path: Path) -> dict[str, Any]:
     from smelt.export.graph_files import read_graph
 
     try:
-        onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
-        raise RunError(f"{path.name}: the exported graph is not valid ONNX: {error}") from error
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise RunError(
+            f"{path.name}: the exported graph is not valid ONNX: {error}", code="invalid-graph"
+        ) from error
     nodes = read_graph(path, values=False).graph.node
     return {"nodes": len(nodes), "operators": dict(Counter(n.op_type for n in nodes).most_common())}

@@ -27,6 +27,7 @@ from smelt.core.store.store import Store
 from smelt.core.text import count
 from smelt.look.machine import device_of
 from smelt.recipe.problem import AGREEMENT
+from smelt.runtime.backends.device import NO_PROVIDER, cuda_devices
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 from smelt.runtime.backends.registry import find_runtime
 from smelt.runtime.generate.settings import Generation
@@ -297,7 +298,10 @@ def _of_device(artifact: Artifact, device: str) -> list[str]:
         return []
     half = facts.get("dtype") == "fp16"
     how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
-    return [f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be others"]
+    why = f" ({NO_PROVIDER})" if cuda_devices() else ""
+    return [
+        f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be others{why}"
+    ]
 
 
 def scores_of(split: Split) -> list[float] | None:

@@ -7,10 +7,11 @@ import ctypes
 import io
 import subprocess
 import sys
+import warnings
 from functools import cache
 from typing import Literal
 
-from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 
 Device = Literal["auto", "cpu", "cuda"]
 Place = Literal["cpu", "cuda"]
@@ -22,6 +23,11 @@ NO_TORCH_CUDA = (
 NO_ORT_CUDA = (
     "device: cuda was asked for, but this ONNX Runtime has no CUDAExecutionProvider that loads:"
     " pip install 'onnxruntime-gpu[cuda,cudnn]' (and not onnxruntime beside it), or set device: cpu."
+)
+
+NO_PROVIDER = (
+    "An NVIDIA GPU is here, but the CUDA provider of ONNX Runtime does not load: this graph runs on the CPU."
+    " pip install 'onnxruntime-gpu[cuda,cudnn]', or set device: cpu. `smelt doctor` shows what is missing."
 )
 
 
@@ -48,6 +54,9 @@ def onnx_device(wanted: str, target: str | None) -> Place:
     A graph of another target (ort-cpu) stays on the CPU whatever was asked for: its operators are the
     fast ones there.
 
+    With `auto` where a GPU is there whose provider does not load (CUDA or cuDNN are missing), the CPU; a
+    `DeviceWarning` says why.
+
     Raises:
         MissingDependencyError: cuda is asked for, the graph is for it, and this ONNX Runtime has none.
     """
@@ -58,10 +67,33 @@ def onnx_device(wanted: str, target: str | None) -> Place:
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers() and cuda_devices():
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find; the session tells
             onnxruntime.preload_dlls()  # cuBLAS and cuDNN from their packages, without torch's help
-        return "cuda"
+        if wanted == "cuda" or cuda_provider_loads():
+            return "cuda"
+        warnings.warn(DeviceWarning(NO_PROVIDER), stacklevel=2)
+        return "cpu"
     if wanted == "cuda":
-        raise MissingDependencyError(NO_ORT_CUDA)
+        raise MissingDependencyError(NO_ORT_CUDA, code="no-cuda-provider")
     return "cpu"
+
+
+@cache
+def cuda_provider_loads() -> bool:
+    """Try whether ONNX Runtime's CUDA provider loads: it needs CUDA and cuDNN, not the driver alone."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CUDAExecutionProvider", "CPUExecutionProvider"]
+        )
+    except Exception:  # its error classes share no base but Exception
+        return False
+    return "CUDAExecutionProvider" in session.get_providers()
 
 
 def cuda_devices() -> int:

@@ -71,11 +71,14 @@ class OnnxBackend:
         device: str,
         dtype: str | None = None,
         opener: Opener | None = None,
+        tf32: bool = False,
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target) if opener is None else "cuda"
         self._memory = self.device if opener is None else opener.memory
-        self._opens = partial(open_session, device=self.device) if opener is None else opener.session
+        self._opens = (
+            partial(open_session, device=self.device, tf32=tf32) if opener is None else opener.session
+        )
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"

@@ -36,7 +36,15 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
     """
     facts = artifact.manifest.facts
     count = threads_of(artifact.manifest) if threads is None else threads
-    return open_folder(artifact.path, artifact.format, facts.get("target"), count, device, facts.get("dtype"))
+    return open_folder(
+        artifact.path,
+        artifact.format,
+        facts.get("target"),
+        count,
+        device,
+        facts.get("dtype"),
+        tf32=facts.get("tf32") is True,
+    )
 
 
 def open_folder(
@@ -46,8 +54,13 @@ def open_folder(
     threads: int | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    tf32: bool = False,
 ) -> Runner:
-    """As `open_runner`, for a folder that is not an artifact yet: its format, target, dtype are told."""
+    """As `open_runner`, for a folder that is not an artifact yet, whose format, target and dtype are given.
+
+    tf32: on CUDA, let float32 matrix multiplications use TF32, as the artifact's setting says; never in a
+    comparison of a graph with its model.
+    """
     try:
         runtime = find_runtime(made, target)
     except InputError as error:
@@ -55,7 +68,9 @@ def open_folder(
     files = read_files(folder)
     kind: Any = runner_for(files.config, embeds=(folder / MODULES).is_file())
     kind = GraphRunner if (folder / SIGNATURE).is_file() else kind
-    backend = runtime.load()(folder, kind.graphs, target, threads, device, dtype)
+    backend = runtime.load()(
+        folder, kind.graphs, target, threads, device, dtype, **({"tf32": True} if tf32 else {})
+    )
     runner: Runner = kind(files, backend, generate_in_graph if backend.whole else generate_with)
     return runner
 

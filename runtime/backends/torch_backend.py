@@ -64,6 +64,8 @@ class TorchBackend:
         quantized = any(edit["op"] == "quantize" for edit in edits)
         self.device = "cpu" if quantized else torch_device(device)
         self.model.to(self.device)
+        if self.device == "cuda":  # as ONNX Runtime computes: float32 is float32, also in convolutions
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._threads = TorchThreads(threads)  # the last line: a model that does not load changes nothing
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ import onnxruntime
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.runtime.backends.device import cuda_gpus
-from smelt.runtime.backends.onnx_session import MAKE_AGAIN, WHOLE_ACTIVATIONS
+from smelt.runtime.backends.onnx_session import MAKE_AGAIN, WHOLE_ACTIVATIONS, cuda_provider
 from smelt.runtime.backends.ort_tensorrt.cache import cache_home, empty, engine_cache
 from smelt.runtime.backends.ort_tensorrt.provider import (
     RTX,
@@ -101,7 +101,7 @@ def _open_tensorrt(path: Path, options: Mapping[str, str], folder: Path | None, 
         )
     _load_libraries()
     providers: list[Any] = [
-        (TENSORRT.name, with_caches(options, folder, path.stem)), "CUDAExecutionProvider",
+        (TENSORRT.name, with_caches(options, folder, path.stem)), cuda_provider(),
         "CPUExecutionProvider",
     ]  # fmt: skip
     return _opened(path, given, providers, TENSORRT)

@@ -1,12 +1,16 @@
 """Models whose FFN overflows in float16 leave as graphs that agree with float32, and say what they kept."""
 
+import every_family
 import exports
+import images
 import matrix
 import numpy as np
 import onnx
 import pytest
+import sentences
 import tiny
 import torch
+from pydantic import ValidationError
 
 from smelt.core.errors import ParityError
 from smelt.export.onnx_stage import Onnx
@@ -90,6 +94,35 @@ def test_bf16_holds_what_overflows_and_keeps_the_norms(family, target, tmp_path)
             i.type.tensor_type.elem_type for i in model.graph.input if i.name.startswith("past_key_values")
         }
         assert caches <= {onnx.TensorProto.BFLOAT16 if target == "tensorrt" else onnx.TensorProto.FLOAT}
+
+
+@pytest.mark.parametrize("family", ["resnet", "vit", "modernbert", "mpnet", "embedder"])
+def test_bf16_graphs_are_valid_and_hold_no_operator_that_cuda_lacks(family, tmp_path):
+    """Conv, Sin and Cos take bfloat16 from opset 22 on, as ONNX's own checker says."""
+    if family in ("resnet", "vit"):
+        source, task = images.model(tmp_path / "m", family), images.TASK
+    elif family == "embedder":
+        source, task = sentences.embedder(tmp_path / "m"), "sentence-similarity"
+    else:
+        source, task = every_family.of_layers(family, 2), "text-classification"
+    settings = OnnxSettings(target="ort-cuda", dtype="bf16")
+    ctx = exports.harness.context(tmp_path / "out", task, {})
+    Onnx()(tiny.artifact(source, task), settings, ctx)
+    assert ctx.facts["opset"] >= 22
+    for path in ctx.out.glob("*.onnx"):
+        onnx.checker.check_model(str(path), full_check=True)
+        model = onnx.shape_inference.infer_shapes(onnx.load(path))
+        types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+        lacking = [n for n in model.graph.node if n.op_type in ("ReduceL2", "Clip", "Log")]
+        assert {types[n.output[0]] for n in lacking} <= {onnx.TensorProto.FLOAT}
+        assert lacking or family not in ("mpnet", "embedder")
+
+
+@pytest.mark.parametrize("settings", [{"target": "ort-cpu"}, {"target": "ort-cuda", "dtype": "fp16"}])
+def test_tf32_is_for_float32_on_cuda(settings):
+    with pytest.raises(ValidationError):
+        OnnxSettings(tf32=True, **settings)
+    assert OnnxSettings(target="ort-cuda", tf32=True).tf32
 
 
 def test_without_data_the_ranges_are_of_made_up_ids_and_a_warning_says_so(tmp_path):

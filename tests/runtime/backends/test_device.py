@@ -9,10 +9,11 @@ import pytest
 import tiny
 import torch
 
-from smelt.core.errors import InputError, MissingDependencyError
+from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 from smelt.look import machine
 from smelt.runtime.backends import device as places
 from smelt.runtime.backends.device import onnx_device, torch_device
+from smelt.runtime.backends.onnx_session import open_session
 from smelt.runtime.backends.open_runner import open_runner
 from smelt.runtime.batch import Batch
 
@@ -24,6 +25,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(places, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(places, "cuda_provider_loads", lambda: True)
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
 
@@ -92,15 +94,44 @@ def test_a_missing_provider_is_named_with_its_remedy(gpu, monkeypatch):
         onnx_device("cuda", "ort-cuda")
 
 
+def test_a_gpu_without_cuda_libraries_means_the_cpu_and_says_why(gpu, monkeypatch):
+    monkeypatch.setattr(places, "cuda_provider_loads", lambda: False)
+    with pytest.warns(DeviceWarning):
+        assert onnx_device("auto", "ort-cuda") == "cpu"
+    assert onnx_device("cuda", "ort-cuda") == "cuda"  # opening the session is the error then
+    assert onnx_device("cpu", "ort-cuda") == "cpu"
+
+
+def test_the_cuda_provider_is_tried_on_a_graph():
+    """No CUDA here, so the provider that is listed does not load; ONNX Runtime goes on without it."""
+    assert places.cuda_provider_loads() is (places.cuda_devices() > 0)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_are_in_tf32_only_where_that_is_asked_for(monkeypatch, tmp_path, tf32):
+    import onnxruntime
+
+    seen = {}
+
+    class Session:
+        def __init__(self, path, options, providers, **more):
+            seen["providers"] = providers
+
+        def get_providers(self):
+            return ["CUDAExecutionProvider"]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    open_session(tmp_path / "model.onnx", device="cuda", **({"tf32": True} if tf32 else {}))
+    assert seen["providers"][0] == ("CUDAExecutionProvider", {"use_tf32": "1" if tf32 else "0"})
+
+
 def test_a_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):
     """ONNX Runtime goes on without a provider whose libraries do not load; that would be the wrong device."""
     import onnxruntime
 
-    from smelt.runtime.backends.onnx_session import open_session
-
     class Session:
         def __init__(self, *arguments, **options):
-            assert options["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+            assert options["providers"][0][0] == "CUDAExecutionProvider"
 
         def get_providers(self):
             return ["CPUExecutionProvider"]

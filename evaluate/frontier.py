@@ -12,8 +12,9 @@ def frontier(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) ->
     The two axes are the first quality metric of the report and the speed-up over the baseline at the
     smallest batch size that any step was timed with: the paired one, as in the headline and the table.
     A step is out where it lacks either, where its times were disturbed, or where nobody would deploy it
-    (`deployable`: false). A step is dominated where another is at least as good in both and better in one.
-    Where disturbance leaves the baseline alone, nothing was compared and there is no front.
+    (`deployable`: false) or its quality is that of chance. A step is dominated where another is at least as
+    good in both and better in one. Where disturbance leaves the baseline alone, nothing was compared and
+    there is no front.
 
     Args:
         steps: entries of report.json's `steps`.
@@ -25,6 +26,30 @@ def frontier(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) ->
         for name, (quality, speed) in points.items()
         if not any(q >= quality and s >= speed and (q > quality or s > speed) for q, s in points.values())
     ]
+
+
+def is_chance(
+    value: float, ci95: Sequence[float] | None, chance: float | None, higher_is_better: bool
+) -> bool:
+    """Return whether a score cannot be told from `chance`, what is had without a model.
+
+    Args:
+        value: of the score.
+        ci95: its interval; without one the value itself is compared.
+        chance: None where nothing is known of it.
+        higher_is_better: of the metric.
+    """
+    if chance is None:
+        return False
+    low, high = ci95 or (value, value)
+    return low <= chance if higher_is_better else high >= chance
+
+
+def at_chance(step: Mapping[str, Any]) -> bool:
+    """Return whether the first metric of a step (of report.json) cannot be told from chance."""
+    for score in (step.get("quality") or {}).values():
+        return is_chance(score["value"], score.get("ci95"), score.get("chance"), score["higher_is_better"])
+    return False
 
 
 def axes(steps: Sequence[Mapping[str, Any]]) -> tuple[str | None, int | None]:
@@ -42,7 +67,7 @@ def _points(steps: Sequence[Mapping[str, Any]], baseline: str | None) -> dict[st
     for step in steps:
         score = (step.get("quality") or {}).get(metric)
         rows = [row for row in step.get("latency") or [] if row["batch_size"] == batch_size]
-        if not score or not rows or step.get("deployable") is False:
+        if not score or not rows or step.get("deployable") is False or at_chance(step):
             continue
         speed, counts = rows[0].get("speedup"), rows[0].get("stable") is not False or step["name"] == baseline
         disturbed |= speed is not None and not counts

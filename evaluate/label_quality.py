@@ -5,6 +5,7 @@ Shapes: n = examples, K = labels.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -47,7 +48,9 @@ def score_label_sets(
         if metric == "subset_accuracy":
             rows: list[list[int | float]] = [[int(hit), 1] for hit in hits]
             statistics = Statistics(metric=metric, signature="ci:wilson", examples=examples, rows=rows)
-            scores[metric] = _score(statistics, interval=wilson_interval(int(hits.sum()), len(rows)))
+            found = _score(statistics, interval=wilson_interval(int(hits.sum()), len(rows)))
+            [(_, most)] = Counter(map(tuple, truth.tolist())).most_common(1)
+            scores[metric] = found.model_copy(update={"chance": 100 * most / len(rows)})
             continue
         average = metric.removeprefix("f1_")
         signature = f"average:{average}|threshold:0.5|empty:0|{_BOOTSTRAP}|formula:{library}"

@@ -8,6 +8,7 @@ tokens of one window depend on each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from smelt.core.errors import InputError, nearest
@@ -24,6 +25,7 @@ def score_windows(
     sizes: Sequence[int],
     cut: str,
     examples: object,
+    vocabulary: int | None = None,
 ) -> dict[str, Score]:
     """Score a text that was predicted window by window.
 
@@ -34,6 +36,7 @@ def score_windows(
         sizes: bytes of UTF-8 that these tokens spell.
         cut: how the text was cut, for the signature.
         examples: what was predicted (JSON-able); only equal ones can be compared in pairs.
+        vocabulary: number of tokens; a uniform model's perplexity is this number.
 
     Raises:
         InputError: an unknown metric, no windows, or lengths that differ.
@@ -53,6 +56,10 @@ def score_windows(
     rows: list[list[int | float]] = [
         [float(loss), int(count), int(size)] for loss, count, size in zip(losses, tokens, sizes, strict=True)
     ]
+    uniform: dict[str, float] = {}
+    if vocabulary:
+        bits = sum(tokens) * math.log2(vocabulary) / max(1, sum(sizes))
+        uniform = {"perplexity": float(vocabulary), "bits_per_byte": bits}
     scores = {}
     for metric in metrics:
         statistics = Statistics(metric=metric, signature=signature, examples=hash_of(examples), rows=rows)
@@ -64,6 +71,7 @@ def score_windows(
             n=sum(tokens),
             ci95=bootstrap_interval(statistics),
             signature=signature,
+            chance=uniform.get(metric),
             statistics=statistics,
         )
     return scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -32,9 +33,9 @@ class Score(BaseModel):
     """One metric on one set of examples.
 
     value: 0-100, in `unit`. ci95: lower and upper end of the 95 % interval, None where there are
-    too few examples. signature: version and
-    settings that the value depends on. statistics: per example, for `significance.compare`; left out
-    of `model_dump`, keep it with `score.statistics.dump()`.
+    too few examples. signature: version and settings that the value depends on. chance: what is had without a
+    model (see `chance_of`), None where there is no such value. statistics: per example, for
+    `significance.compare`; left out of `model_dump`, keep it with `score.statistics.dump()`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -45,6 +46,7 @@ class Score(BaseModel):
     n: int
     ci95: tuple[float, float] | None
     signature: str
+    chance: float | None = None
     statistics: Statistics = Field(exclude=True, repr=False)
 
     def public(self) -> dict[str, Any]:
@@ -138,8 +140,30 @@ def _score(
         n=len(statistics.rows),
         ci95=interval or bootstrap_interval(statistics),
         signature=statistics.signature,
+        chance=chance_of(statistics),
         statistics=statistics,
     )
+
+
+def chance_of(statistics: Statistics) -> float | None:
+    """Return the metric's value without a model, on the same examples.
+
+    Of generated texts that of empty ones; of classes that of the most frequent class (or set of classes) for
+    every example; of numbers that of their mean, whose correlation is 0. None of other metrics.
+    """
+    metric, rows = statistics.metric, statistics.rows
+    if metric in TEXT_METRICS or metric in ("pearson", "spearman"):
+        return 0.0
+    if metric == "mse":
+        mean = sum(gold for _, gold in rows) / len(rows)
+        constant = [[mean, gold] for _, gold in rows]
+    elif metric in (*LABEL_METRICS, "f1_micro", "f1_macro"):
+        width = len(rows[0]) // 2
+        [(frequent, _)] = Counter(tuple(row[width:]) for row in rows).most_common(1)
+        constant = [[*frequent, *row[width:]] for row in rows]
+    else:
+        return None
+    return value_of(statistics.model_copy(update={"rows": constant}))
 
 
 def _check(metrics: Sequence[str], known: Sequence[str], outputs: int, expected: int) -> None:

@@ -266,6 +266,7 @@ def _train(
             edits=edits,
             stage=Distill.name,
             extension=extension,
+            random=_random(settings, src, ctx) and not told,  # a second phase begins with what the first left
         )
         told.append(ctx.facts["training"])
         warned.append(ctx.warnings[before:])
@@ -273,6 +274,16 @@ def _train(
     if len(told) > 1:
         ctx.facts["phases"] = told
     ctx.warnings.extend(_of_phases(warned))
+
+
+def _random(settings: DistillSettings, src: Artifact, ctx: Context) -> bool:
+    """Return whether the student begins with random weights: its own config's, or those that came in."""
+    from smelt.compress.train.run import starts_random
+
+    student = settings.student
+    if student is not None and student.other:
+        return student.config is not None
+    return starts_random(src, ctx)
 
 
 def _of_phases(warned: Sequence[Sequence[str]]) -> list[str]:

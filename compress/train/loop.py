@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,12 +127,14 @@ def run_training(
     settings: TrainingSettings,
     ctx: Context,
     score: Callable[[], float] | None = None,
+    probe: Callable[[], Mapping[str, float]] | None = None,
     stage: str = "finetune",
     extension: Extension | None = None,
 ) -> None:
     """Train `model` in place (see `smelt.compress.train.run.train`).
 
     score: of the model as it is at the moment; higher is better. None: the validation loss decides.
+    probe: scores the last weights beside those with the least loss, for a warning where they disagree.
     """
     extension, settings = extension or Extension(), with_rate(settings, model, ctx.say)
     plan = plan_batches(
@@ -172,9 +174,11 @@ def run_training(
             model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
         )
         loop.train()
-        keeper.finish()
-        _require_finite(model, keeper)
         steps = int(loop.state.global_step)
+        last = _probed(model, extension, probe, keeper, steps)
+        keeper.finish()
+        best = _probed(model, extension, probe, keeper, steps)
+        _require_finite(model, keeper)
         ctx.facts["training"] = {
             "steps": steps,
             "rows": len(rows),
@@ -184,9 +188,45 @@ def run_training(
             **keeper.facts(steps),
         }
         warning = keeper.gave_nothing(settings.select)
-        warnings = [f"{stage}: {warning}"] if warning else []
+        doubt = disagreement(keeper, best, last, len(validation or ()), ctx)
+        warnings = [f"{stage}: {text}" for text in (warning, doubt) if text]
         ctx.warnings.extend(warnings)
         resume.finish(steps, ctx.facts["training"], warnings)
+
+
+def _probed(
+    model: nn.Module,
+    extension: Extension,
+    probe: Callable[[], Mapping[str, float]] | None,
+    keeper: Keeper,
+    steps: int,
+) -> Mapping[str, float]:
+    """Return the scores of the weights that the model has now; nothing where the last ones are kept."""
+    if probe is None or keeper.best is None or keeper.best.step == steps:
+        return {}
+    with detached(model), extension.stored():
+        return probe()
+
+
+def disagreement(
+    keeper: Keeper, best: Mapping[str, float], last: Mapping[str, float], rows: int, ctx: Context
+) -> str | None:
+    """Return a warning where the last weights score clearly better than those with the least loss.
+
+    Clearly: by more than two standard errors of the difference of two shares of the validation rows.
+    """
+    metric = next(iter(best), None)
+    if metric is None or keeper.best is None or not rows:
+        return None
+    worth = last.get(metric, -math.inf) - best[metric]
+    if worth <= 2 * 100 * math.sqrt(0.5 / rows):
+        return None
+    sign = -1 if metric in ctx.turned else 1
+    return (
+        f"the validation loss and {metric} disagree: the weights of step {keeper.best.step} are kept for"
+        f" their loss ({keeper.best.loss:.4g}; {metric} {sign * best[metric]:.4g}), the last ones have"
+        f" {metric} {sign * last[metric]:.4g}. To keep those, set select: {metric}"
+    )
 
 
 def _as_stored(model: nn.Module, extension: Extension, score: Callable[[], float]) -> float:

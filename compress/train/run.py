@@ -6,14 +6,15 @@ so that the table of stages is quick to read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smelt.compress.prune.fit import OF_VECTORS
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY, Split, Task
+from smelt.core.data import CLASSIFICATION, SIMILARITY, Split, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
 
@@ -59,6 +60,7 @@ def train(
     edits: list[Edit] | None = None,
     stage: str = "finetune",
     extension: Extension | None = None,
+    random: bool | None = None,
 ) -> None:
     """Train `model` in place on `ctx.data["train"]`; afterwards it is float32, on the CPU, in eval mode.
 
@@ -74,6 +76,8 @@ def train(
             adapters that stay beside codes, and the cuts of learned masks.
         stage: the stage's word, for messages.
         extension: what the technique adds.
+        random: whether weights or head are random, so that the model as it came is nothing to keep; None
+            looks at where `src` came from.
 
     Raises:
         InputError: no training rows, no validation rows to select by, or a label that the model does
@@ -96,7 +100,7 @@ def train(
         )
 
     rows = encode(ctx.data["train"], "train")
-    validation, score = None, None
+    validation, score, probe = None, None, None
     if settings.evals and (split := ctx.data.get("validation")):
         windows = ctx.task == "language-modeling"  # of one text, which is cut before any are chosen
         if not windows:
@@ -106,8 +110,10 @@ def train(
             validation = [
                 validation[i] for i in spread_out(len(validation), settings.validation_rows, ctx.seed)
             ]
-        if settings.select != LOSS:
-            score = CheckpointScore(model, [] if edits is None else edits, src, split, settings, ctx)
+        probe = CheckpointScore(model, [] if edits is None else edits, src, split, settings, ctx)
+        score = None if settings.select == LOSS else probe
+        # of texts a score takes a generation; of classes one pass over the rows
+        probe = probe if settings.select == LOSS and ctx.task in CLASSIFICATION else None
     elif settings.select != LOSS:
         raise InputError(
             f"{stage}: select: {settings.select} needs validation rows. Name them with data: {{validation:"
@@ -122,6 +128,8 @@ def train(
     adapters = _adapters(model, settings, edits, ctx)
     extension = extension or Extension()
     rows, validation = extension.rows(rows, validation)
+    if starts_random(src, ctx) if random is None else random:
+        extension = replace(extension, eligible=partial(_trained, extension.eligible))
     if adapters is not None:
         extension = replace(extension, stored=adapters.stored)
     run_training(
@@ -132,6 +140,7 @@ def train(
         settings=settings,
         ctx=ctx,
         score=score,
+        probe=None if probe is None else probe.scores,
         stage=stage,
         extension=extension,
     )
@@ -141,6 +150,24 @@ def train(
         _tell(rounding, ctx, stage)
     for technique in techniques:
         technique.settle(ctx, stage)
+
+
+def starts_random(src: Artifact, ctx: Context) -> bool:
+    """Return whether the weights or the head of `src` are random: drawn, and not trained since."""
+    by_key = {artifact.key: artifact for artifact in ctx.ancestors.values()}
+    current: Artifact | None = src
+    while current is not None:
+        facts = current.manifest.facts
+        if "training" in facts or "phases" in facts:
+            return False
+        if facts.get("untrained") or facts.get("new_head"):
+            return True
+        current = by_key.get(current.manifest.parent or "")
+    return False
+
+
+def _trained(eligible: Callable[[int], bool], step: int) -> bool:
+    return step > 0 and eligible(step)
 
 
 def _require_rows(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:

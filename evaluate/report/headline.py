@@ -38,7 +38,10 @@ def headline(report: Report) -> Headline:
         if step.status in ("done", "cached") and step.name != report.baseline and step.deployable is not False
         if (row := step.at(sizes[0]) if sizes else None) and row.speedup is not None
     ]
-    fit = [(step, row) for step, row in timed if all(gate.passed is not False for gate in step.gates)]
+    able = [(step, row) for step, row in timed if not _at_chance(step)]
+    if timed and not able:
+        return Headline(trial, withheld=_only_chance(timed[0][0]))
+    fit = [(step, row) for step, row in able if all(gate.passed is not False for gate in step.gates)]
     if not fit:
         return Headline(trial, withheld="No step keeps all its gates." if timed else None)
     calm = [(step, row) for step, row in fit if row.stable is not False]
@@ -47,6 +50,19 @@ def headline(report: Report) -> Headline:
     if rivals:
         return Headline(trial, withheld=_disturbed(rivals))
     return Headline(trial, step, row)
+
+
+def _at_chance(step: Step) -> bool:
+    return any(score.at_chance for score in list(step.quality.values())[:1])
+
+
+def _only_chance(step: Step) -> str:
+    metric, score = next(iter(step.quality.items()))
+    return (
+        f"No step is recommended: none is better than no model at all ({step.name}: {view.label(metric)}"
+        f" {view.number(score.value, view.digits(metric))}, without a model"
+        f" {view.number(score.chance, view.digits(metric))})."
+    )
 
 
 def _may_be_faster(disturbed: Latency, fastest: Latency) -> bool:

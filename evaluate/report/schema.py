@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from smelt.core.errors import InputError
+from smelt.evaluate import frontier
 
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
 StepStatus = Literal["done", "cached", "skipped", "error", "not-reached"]
@@ -43,6 +44,12 @@ class Quality(_WithInterval):
     higher_is_better: bool
     n: int = Field(ge=1)
     signature: str
+    chance: float | None = None
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether the interval holds the value that is had without a model, or lies beyond it."""
+        return frontier.is_chance(self.value, self.ci95, self.chance, self.higher_is_better)
 
 
 class GenerationParts(_Part):

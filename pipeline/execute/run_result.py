@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.data import IMAGES, TENSORS, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
 from smelt.core.files import write_atomically
+from smelt.evaluate.frontier import at_chance
 from smelt.evaluate.metrics import WINDOW_METRICS
 
 # The share of the baseline's score that an interval may reach below it before more rows are asked for.
@@ -145,13 +146,14 @@ def step_to_ship(report: Mapping[str, Any]) -> str | None:
 
     Where no times say which are (none were taken, or all but the baseline's were disturbed), it is of those
     that are not significantly worse than the baseline, else it is the best. A step that fails a gate is named
-    only where all do. None where no step left for it.
+    only where all do, one whose quality is that of chance never. None where no step left for it.
     """
     there = [
         step
         for step in report["steps"]
         if step["artifact"] and step["format"] == "onnx" and step["target"] == "ort-cpu"
     ]
+    there = [step for step in there if not at_chance(step)]
     kept = [s for s in there if all(gate["passed"] is not False for gate in s.get("gates") or [])] or there
     worth = [step for step in kept if step["name"] in report["frontier"]]
     worth = worth or [step for step in kept if not _is_worse(step)] or _best(kept)

@@ -167,7 +167,9 @@ class Scorer:
         text = cut_windows(split, tokenizer, length_limit(tokenizer, runner.config))
         losses = window_losses(runner, text, self.batch_size, progress)
         whole = joined(split)  # a trimmed vocabulary cuts the same text otherwise
-        return _dump(score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, whole))
+        words = runner.config.get("vocab_size")
+        scores = score_windows(self.metrics, losses, text.counted, text.bytes, text.signature, whole, words)
+        return _dump(scores)
 
     def _labels(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
         from smelt.execute.label_scores import score_classifier

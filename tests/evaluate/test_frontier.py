@@ -1,6 +1,6 @@
 import pytest
 
-from smelt.evaluate.frontier import axes, frontier
+from smelt.evaluate.frontier import at_chance, axes, frontier
 
 
 def step(name, quality=None, speed=None, higher=True, batch=1, **more):
@@ -71,3 +71,24 @@ def test_a_baseline_that_disturbance_left_alone_is_no_front(stable):
 def test_nothing_measured_gives_an_empty_front():
     assert frontier([]) == []
     assert axes([]) == (None, None)
+
+
+def scored(value, chance, ci95=None, better=True):
+    return {"quality": {"m": {"value": value, "ci95": ci95, "chance": chance, "higher_is_better": better}}}
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (scored(52.67, 50.3, [47.0, 58.2]), True),  # a random classifier of two classes
+        (scored(69.3, 50.3, [63.9, 74.3]), False),
+        (scored(0.0, 0.0, [0.0, 0.0]), True),
+        (scored(3.0, 0.0), False),
+        (scored(320.0, 300.0, [310.0, 330.0], better=False), True),  # a uniform language model has 300
+        (scored(80.0, 300.0, [75.0, 86.0], better=False), False),
+        (scored(1.0, None), False),
+        ({"quality": {}}, False),
+    ],
+)
+def test_what_cannot_be_told_from_chance(step, found):
+    assert at_chance(step) is found

@@ -11,6 +11,8 @@ from sklearn.metrics import f1_score
 
 from smelt.core.errors import InputError
 from smelt.evaluate import significance
+from smelt.evaluate.label_quality import score_label_sets, score_numbers
+from smelt.evaluate.perplexity import score_windows
 from smelt.evaluate.quality import TEXT_METRICS, UnicodeWords, score_labels, score_texts
 from smelt.evaluate.significance import Statistics
 
@@ -158,7 +160,7 @@ def test_statistics_survive_json_and_stay_out_of_the_report():
     score = score_texts(["bleu"], ["a b c d"], [["a b c d e"]])["bleu"]
     again = Statistics.model_validate(json.loads(json.dumps(score.statistics.dump())))
     assert again == score.statistics
-    assert set(score.public()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature"}
+    assert set(score.public()) == {"value", "unit", "higher_is_better", "n", "ci95", "signature", "chance"}
     json.dumps(score.public())
 
 
@@ -207,6 +209,25 @@ def test_rouge_of_thai_counts_characters(ending):
     reference, half = "สุนัขสองตัว" + ending, "สุนัขสองคน" + ending
     score = score_texts(["rouge1"], [half], [[reference]])["rouge1"]
     assert 50 < score.value < 100
+
+
+def test_the_value_without_a_model_is_the_librarys_on_a_constant():
+    gold = [0, 0, 0, 1, 2, 2]
+    scores = score_labels(["accuracy", "f1"], [0, 1, 2, 1, 2, 2], gold)
+    assert scores["accuracy"].chance == pytest.approx(50)
+    assert scores["f1"].chance == pytest.approx(100 * f1_score(gold, [0] * 6, average="macro"))
+    assert score_texts(["bleu"], ["a b c d"], [["a b c d"]])["bleu"].chance == 0
+    sets = score_label_sets(["subset_accuracy", "f1_micro"], [[0], [1], [0]], [[0], [0], [1]], 2)
+    assert sets["subset_accuracy"].chance == pytest.approx(200 / 3)
+    constant = [[1, 0]] * 3
+    expected = f1_score([[1, 0], [1, 0], [0, 1]], constant, average="micro", zero_division=0)
+    assert sets["f1_micro"].chance == pytest.approx(100 * expected)
+    numbers = score_numbers(["mse", "pearson"], [1.0, 2.0, 2.0], [1.0, 2.0, 6.0])
+    assert numbers["mse"].chance == pytest.approx(np.var([1.0, 2.0, 6.0]))
+    assert numbers["pearson"].chance == 0
+    windows = score_windows(["perplexity", "bits_per_byte"], [9.0] * 8, [4] * 8, [10] * 8, "w", ["x"], 300)
+    assert windows["perplexity"].chance == 300
+    assert windows["bits_per_byte"].chance == pytest.approx(np.log2(300) * 4 / 10)
 
 
 def test_rouge_lsum_takes_sentences_as_rouge_score_takes_lines():

@@ -39,17 +39,12 @@ class CheckpointScore:
         self.settings, self.ctx = settings, ctx
 
     def __call__(self) -> float:
-        """Return the score; higher is better.
+        """Return the score by `settings.select`; higher is better.
 
         Raises:
             InputError: the metric is not one of those that the recipe scores.
         """
-        with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space, _same_draws():
-            folder = Path(space)
-            with settled(self.model):
-                save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
-            scores = self.ctx.score(candidate(folder, self.src, self.ctx), self.split)
-        metric = self.settings.select
+        scores, metric = self.scores(), self.settings.select
         if metric not in scores:
             known = ", ".join(scores)
             raise InputError(
@@ -57,6 +52,14 @@ class CheckpointScore:
                 f"{nearest(metric, scores)} Add it to score: {{quality: [...]}}, or select: loss."
             )
         return float(scores[metric])
+
+    def scores(self) -> dict[str, float]:
+        """Return the score of each metric that the recipe scores; higher is better."""
+        with tempfile.TemporaryDirectory(prefix="score-", dir=self.ctx.out.parent) as space, _same_draws():
+            folder = Path(space)
+            with settled(self.model):
+                save_model(self.model, self.edits, folder, self.src.path, self.settings.dtype)
+            return dict(self.ctx.score(candidate(folder, self.src, self.ctx), self.split))
 
 
 def _same_draws() -> Any:

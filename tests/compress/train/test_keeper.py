@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import harness
 import pytest
@@ -11,9 +12,12 @@ import torch
 from smelt.compress.finetune import FinetuneSettings
 from smelt.compress.train import loop as training_loop
 from smelt.compress.train.data import Row
+from smelt.compress.train.extension import Extension
 from smelt.compress.train.keeper import Keeper, Validation
 from smelt.compress.train.loop import run_training
 from smelt.compress.train.objective import label_objective
+from smelt.compress.train.run import _trained, starts_random
+from smelt.core.artifact import Artifact
 from smelt.runtime.models.checkpoint import load_model
 
 ROWS = [Row([2, 5, 7, 3], None, 1), Row([2, 6, 8, 3], None, 0)]
@@ -32,7 +36,7 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), **settings):
+def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None, extension=None, **settings):
     """Train with validations that find `losses`; return facts, warnings and the weights at each of them."""
     seen, left = [], list(losses)
 
@@ -52,9 +56,30 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), **settings
     run_training(
         model, ROWS, ROWS, objective=label_objective(), settings=chosen, ctx=ctx, stage="distill",
         score=(lambda: next(values)) if scores else None,
+        probe=probe, extension=extension,
     )  # fmt: skip
     assert left == []
     return ctx.facts["training"], ctx.warnings, seen
+
+
+def test_random_weights_are_no_candidate(model, tmp_path, monkeypatch):
+    """The loss of random weights may be the least although what was learned scores better."""
+    extension = Extension(eligible=partial(_trained, Extension().eligible))
+    facts, _, seen = run(model, tmp_path, monkeypatch, [0.69, 0.74, 0.71, 0.75, 0.76], extension=extension)
+    assert facts["kept_step"] == 2
+    assert same(weights(model), seen[2])
+
+
+@pytest.mark.parametrize(("last", "warned"), [(70.0, False), (100.0, False), (300.0, True)])
+def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monkeypatch, last, warned):
+    found = iter([{"accuracy": last}, {"accuracy": 52.5}])
+    losses = [0.69, 0.70, 0.71, 0.72, 0.73]
+    facts, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
+    assert facts["kept_step"] == 0
+    doubts = [text for text in warnings if "52.5" in text]  # 2 rows: two standard errors are 100 points
+    assert [("0.69" in text, f"{last:g}" in text, "select: accuracy" in text) for text in doubts] == (
+        [(True, True, True)] if warned else []
+    )
 
 
 def test_the_weights_of_the_best_validation_come_out(model, tmp_path, monkeypatch):
@@ -134,3 +159,27 @@ def test_the_last_good_weights_may_be_those_that_came(model):
     assert keeper.last_good() == "No checkpoint was better than the model as it came (validation loss 0.500)."
     keeper.best = Validation(7, 0.5)
     assert "step 7 (validation loss 0.500); max_steps: 7 would end there" in keeper.last_good()
+
+
+@pytest.mark.parametrize(
+    ("chain", "random"),
+    [
+        ([{"new_head": True}], True),
+        ([{"untrained": True}], True),
+        ([{"new_head": True}, {}], True),
+        ([{"new_head": True}, {"training": {}}], False),
+        ([{"untrained": True}, {"training": {}}, {}], False),
+        ([{}], False),
+    ],
+)
+def test_weights_are_random_until_a_stage_trains_them(tmp_path, chain, random):
+    folder, found = tiny.bert(tmp_path / "m"), []
+    for number, facts in enumerate(chain, start=1):
+        one = tiny.artifact(folder, "text-classification")
+        parent = found[-1].key if found else None
+        changed = {"facts": facts, "key": f"{number:064x}", "parent": parent}
+        found.append(Artifact(one.path, one.manifest.model_copy(update=changed)))
+    other = tiny.artifact(folder, "text-classification")  # a teacher from another branch, trained
+    names = {f"s{n}": artifact for n, artifact in enumerate(found)} | {"teacher": other}
+    ctx = harness.context(tmp_path / "out", "text-classification", ancestors=names)
+    assert starts_random(found[-1], ctx) is random

@@ -78,6 +78,10 @@ class Example:
     row: int | None = field(default=None, compare=False)
 
 
+# Raised whenever the same text and settings are cut into other windows.
+WINDOWS_VERSION = 2
+
+
 @dataclass(frozen=True)
 class Split:
     """The rows of one split, in file order, and where they came from.
@@ -107,7 +111,7 @@ class Split:
                 for text, e in zip(self.contents, self.examples, strict=True)
             ]
         )
-        return rows if self.windows is None else hash_of([rows, self.windows.model_dump()])
+        return rows if self.windows is None else hash_of([rows, self.windows.model_dump(), WINDOWS_VERSION])
 
     @cached_property
     def contents(self) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 A window of m + 1 tokens is m inputs and the m tokens that follow them. The next window begins `stride`
 tokens later and counts only what no window before it has predicted; so every token but the first of the
 whole text is predicted exactly once, each with at least `length - stride` tokens before it (but in the
-first window). Where text and bytes belong to which token comes from the tokenizer's own offsets.
+first window). Where the tokenizer puts a first token (BOS) before a text, every window begins with it: models
+that were trained so (Llama, Gemma) lose much without it. It takes one of the window's places. Where text
+and bytes belong to which token comes from the tokenizer's own offsets.
 Source: Hugging Face, "Perplexity of fixed-length models"; unlike there, windows that touch lose no token.
 """
 
@@ -27,7 +29,8 @@ LENGTH = 1024  # tokens, where neither the recipe nor the model asks for less
 class TextWindows:
     """ids: int64 [m + 1] per window. counted: how many of its last tokens count. bytes: those tokens' text.
 
-    length, stride: what the windows were cut with, tokens. signature: the same in words.
+    length, stride: what the windows were cut with, tokens. begins: the token that each window begins with,
+    None where the tokenizer puts none before a text. signature: the same in words.
     """
 
     ids: list[Tokens]
@@ -35,11 +38,13 @@ class TextWindows:
     bytes: list[int]
     length: int
     stride: int
+    begins: int | None = None
 
     @property
     def signature(self) -> str:
         """Say how the text was cut, as part of a score's signature."""
-        return f"window:{self.length}|stride:{self.stride}"
+        bos = "" if self.begins is None else "|bos:each window"
+        return f"window:{self.length}|stride:{self.stride}{bos}"
 
 
 def window_length(windows: Windows | None, limit: int) -> int:
@@ -70,7 +75,7 @@ def cut_windows(
 
     Args:
         split: rows of running text.
-        tokenizer: a fast one; it adds its special tokens once, at the ends of the whole text.
+        tokenizer: a fast one; of its special tokens only the first is put before each window.
         limit: positions that the model has.
         length: instead of the split's own.
         strided: False: windows only touch, as for training.
@@ -95,19 +100,28 @@ def cut_windows(
             f"{split.origin}: its text is {count(len(ids), 'token')} long; at least 2 are needed."
         )
     ends = _byte_ends(text, [end for _, end in coded["offset_mapping"]])
-    starts = range(0, max(1, len(ids) - 1), stride)
-    places, done = [], 0  # (begin, last token, tokens before the first that counts)
-    for begin in starts:
-        last = min(begin + size, len(ids) - 1)
+    begins = tokenizer.bos_token_id
+    begins = None if begins is None or ids[0] != begins or size < 2 else int(begins)
+    lead = ids[:0] if begins is None else ids[:1]
+    places, begin, done = [], 0, 0  # (begin, last token, tokens before the first that counts)
+    while True:
+        reach = size - len(lead) if begin else size  # the first window has the token already
+        last = min(begin + reach, len(ids) - 1)
         if last > done:
             places.append((begin, last, done))
         done = max(done, last)
+        if last == len(ids) - 1:
+            break
+        begin += min(stride, reach)
     return TextWindows(
-        ids=[ids[begin : last + 1] for begin, last, _ in places],
+        ids=[
+            np.concatenate([lead if begin else lead[:0], ids[begin : last + 1]]) for begin, last, _ in places
+        ],
         counted=[last - before for _, last, before in places],
         bytes=[int(ends[last] - ends[before]) for _, last, before in places],
         length=size,
         stride=stride,
+        begins=begins,
     )
 
 

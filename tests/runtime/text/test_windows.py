@@ -4,11 +4,15 @@ import gzip
 
 import causal
 import pytest
+import torch
 
 from smelt.core.data import Columns, Split
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
 from smelt.core.windows import Windows
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.causal import window_losses
+from smelt.runtime.models.checkpoint import load_tokenizer
 from smelt.runtime.text.windows import cut_windows, joined, window_length
 
 
@@ -82,3 +86,53 @@ def test_fingerprint_changes_when_the_windows_do(text):
     assert one.fingerprint != two.fingerprint
     assert one.fingerprint == Split("b", text.examples, Windows(length=8)).fingerprint
     assert one.head(2).windows == one.windows
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    return causal.tokenizer(tmp_path_factory.mktemp("begun"), begin=True)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (64, None), (7, 1), (2, 2), (3, 1)])
+def test_every_window_begins_with_the_first_token_where_the_tokenizer_puts_one(text, begun, length, stride):
+    ids = begun(joined(text))["input_ids"]
+    assert ids[0] == begun.bos_token_id
+    found = _cut(text, begun, length=length, stride=stride)
+    assert {window[0] for window in found.ids} == {begun.bos_token_id}
+    assert {len(window) for window in found.ids[:-1]} <= {length + 1}
+    counted = [t for window, n in zip(found.ids, found.counted, strict=True) for t in window[-n:].tolist()]
+    assert counted == ids[1:]
+    assert sum(found.bytes) == len(joined(text).encode())  # the first token has no text
+    assert "bos:each window" in found.signature
+    for window, n in zip(found.ids[1:], found.counted[1:], strict=True):
+        assert len(window) - n >= 2  # the first token, and one of the text before
+
+
+def rolling(model, tokens, first, most):
+    """Rolling log-likelihood as lm-evaluation-harness has it, nats: disjoint windows, one token of context.
+
+    lm_eval.utils.get_rolling_token_windows(context_len=1) and make_disjoint_window, where `first` is before
+    the first window; a tokenizer that begins texts has it before the others too, in place of context.
+    """
+    total, done = 0.0, 0
+    while done < len(tokens):
+        new = min(most if done == 0 else most - (first is not None), len(tokens) - done)
+        context = [first] if done == 0 else [*([first] if first is not None else []), tokens[done - 1]]
+        ids = torch.tensor([[*context, *tokens[done : done + new]]])
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits[0].log_softmax(-1)
+        total += float(logits.gather(1, ids[0, 1:, None])[-new:].sum())
+        done += new
+    return total
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_the_loss_is_the_rolling_log_likelihood(text, tmp_path, length):
+    folder = causal.model(tmp_path / "m", "llama")
+    words = load_tokenizer(folder)
+    with open_folder(folder, "torch") as runner:
+        found = _cut(text, words, length=length)
+        ours = sum(window_losses(runner, found))
+        ids = words(joined(text))["input_ids"]
+        expected = -rolling(runner.backend.model, ids[1:], ids[0], length)
+    assert ours == pytest.approx(expected, rel=1e-5)

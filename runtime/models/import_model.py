@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from smelt.runtime.models.places.fill import renamed
 from smelt.runtime.models.places.weights_fit import require_body
 from smelt.runtime.models.quiet import quiet
 from smelt.runtime.models.weight_files import INDEX, find_weights, weight_tensors
-from smelt.runtime.text.sentence_files import MODULES, SETTINGS, SentenceRules, write_sentence_rules
+from smelt.runtime.text.sentence_files import (
+    FILES,
+    MODULES,
+    POOLING_FOLDER,
+    PROMPTS,
+    SETTINGS,
+    SentenceRules,
+    write_sentence_rules,
+)
 
 
 def import_model(
@@ -136,6 +145,10 @@ def _with_new_head(
         )
     require_body(model.config.model_type, info, src, new_head=True)
     notes = save_model(model, [], out, src)
+    for name in (*FILES, PROMPTS):  # it makes no vectors any more
+        (out / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not there, or not empty
+        (out / POOLING_FOLDER).rmdir()
     return [
         *notes,
         f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"

@@ -4,6 +4,7 @@ import json
 
 import classifiers
 import pytest
+import sentences
 import seq2seq
 import tiny
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from smelt.core.errors import InputError
+from smelt.look.model import look
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.import_model import import_model, source_files
 from smelt.runtime.models.places.parameters import count_parameters
@@ -178,3 +180,16 @@ def test_a_bare_translator_loses_nothing_either(tmp_path, out, change, message):
         return
     with pytest.raises(InputError, match=message):
         import_model(folder, out)
+
+
+def test_a_classifier_of_a_sentence_transformers_folder_is_no_embedder_any_more(tmp_path, out):
+    source = sentences.embedder(tmp_path / "model")
+    (source / "config_sentence_transformers.json").write_text('{"prompts": {}}')
+    import_model(source, out, ["no", "yes"], 0)
+    assert not {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"} & {
+        path.name for path in out.iterdir()
+    }
+    assert not (out / "1_Pooling").exists()
+    model, _ = load_model(out)
+    assert count_parameters(out) == sum(p.numel() for p in model.parameters())  # the pooler is used
+    assert look(str(out)).task == "text-classification"  # as `smelt init` looks at it

@@ -72,7 +72,7 @@ class Distill:
         " sequences: Kim & Rush 2016, arXiv:1606.07947;"
         " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
     )
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

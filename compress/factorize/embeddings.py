@@ -11,6 +11,7 @@ Shapes: V = words, D = width, r = rank.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -157,7 +158,9 @@ def _replace(model: Any, edits: list[Edit], tables: list[str], heads: list[str],
 
 def _counted(model: Any, src: Artifact, settings: FactorizeSettings, ctx: Context) -> Tensor:
     """Return how often each token is met on rows, read or written, and once more, float64 [V]."""
-    rows = calibration_rows(model, src, settings.rows, ctx, "factorize", padded=True)
+    # to count tokens costs no pass of the model, so all rows are counted unless the recipe says how many
+    wanted = settings.rows if "rows" in settings.model_fields_set else sys.maxsize
+    rows = calibration_rows(model, src, wanted, ctx, "factorize", padded=True)
     counts = torch.ones(model.get_input_embeddings().num_embeddings, dtype=torch.float64)
     for batch in rows.batches:
         found = [batch["input_ids"][batch["attention_mask"].bool()]]

@@ -72,7 +72,12 @@ class FactorizeSettings(Settings):
     alpha: float = Field(
         default=0.5, gt=0, le=1, description="of asvd: the power of an input's mean magnitude"
     )
-    rows: int = Field(default=256, ge=1, description="rows that are looked at (calibration, else train)")
+    rows: int = Field(
+        default=256,
+        ge=1,
+        description="rows to calibrate on (calibration, else train); for embeddings, whose tokens are counted,"
+        " all unless it is given",
+    )
     include: list[str] = Field(
         default=["*"], min_length=1, description="patterns of layer names, as in a shell"
     )

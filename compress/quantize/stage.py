@@ -75,7 +75,8 @@ class Quantize:
     @classmethod
     def leaves(cls, settings: QuantizeSettings) -> frozenset[str]:
         """Return what later steps may lose: codes that are not the nearest."""
-        return frozenset() if settings.method == "nearest" else frozenset({"codes"})
+        plain = settings.method == "nearest" and settings.clip == "none"
+        return frozenset() if plain else frozenset({"codes"})
 
     @classmethod
     def needs_with(cls, settings: QuantizeSettings, given: Collection[str]) -> frozenset[Need]:

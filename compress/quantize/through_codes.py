@@ -50,7 +50,10 @@ from smelt.runtime.models.structure import Edit, replace_module
 
 
 class LatentLinear(nn.Linear):
-    """Float weights that compute as the quantized layer `home` would with codes decided from them."""
+    """Float weights that compute as the quantized layer `home` would with codes decided from them.
+
+    untrained: no update was kept, so the integers of `home` are the layer's. as_came: compute with these.
+    """
 
     def __init__(self, home: QuantizedLinear, weight: nn.Parameter) -> None:
         super().__init__(home.in_features, home.out_features, home.bias is not None, device="meta")
@@ -59,6 +62,7 @@ class LatentLinear(nn.Linear):
             self.bias = nn.Parameter(home.bias.detach().clone())
         self._home = [home]  # in a list: it is no part of what trains
         self._steps: list[Steps] = []
+        self.untrained, self.as_came = True, False
 
     @property
     def steps(self) -> Steps | None:
@@ -76,6 +80,9 @@ class LatentLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., K] to [..., N]."""
+        if self.as_came:
+            x = fake_activations(x, self.home.matrix)
+            return F.linear(x, self.home.matrix.dequantize(), self.bias)
         if self.steps is not None:
             return F.linear(self.steps.seen(x), self.steps.fake(self.weight), self.bias)
         x = fake_activations(x, self.home.matrix)
@@ -90,6 +97,7 @@ class LatentEmbedding(nn.Embedding):
         self.weight = weight
         self._home = [home]
         self._steps: list[Steps] = []
+        self.untrained, self.as_came = True, False
 
     @property
     def steps(self) -> Steps | None:
@@ -108,6 +116,8 @@ class LatentEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Map int64 [...] to [..., D]; where rows are decided alone, only those that are looked up."""
         matrix, steps = self.home.matrix, self.steps
+        if self.as_came:
+            return F.embedding(input, matrix.dequantize(), self.padding_idx)
         if not matrix.decided_by_row():
             whole = fake(self.weight, matrix) if steps is None else steps.fake(self.weight)
             return F.embedding(input, whole, self.padding_idx)
@@ -266,6 +276,25 @@ def settled(model: nn.Module) -> Iterator[None]:
             replace_module(model, name, latent)
 
 
+@contextlib.contextmanager
+def incoming(model: nn.Module) -> Iterator[None]:
+    """Let `model` meanwhile compute with the integers that it came with, as long as no training was kept."""
+    latents = [latent for _, latent in latents_of(model) if latent.untrained]
+    for latent in latents:
+        latent.as_came = True
+    try:
+        yield
+    finally:
+        for latent in latents:
+            latent.as_came = False
+
+
+def take_training(model: nn.Module) -> None:
+    """Note that the weights of `model` are those of a training: codes are decided from them from now on."""
+    for _, latent in latents_of(model):
+        latent.untrained = False
+
+
 def latents_of(model: nn.Module) -> list[tuple[str, Latent]]:
     """Return the layers with float weights behind their codes, those that are shared under each name."""
     return [
@@ -284,7 +313,9 @@ def _put_back(
     filled: set[int] = set()
     for name, latent in latents:
         home, steps = homes[name], latent.steps
-        if id(home.matrix) not in filled:
+        if id(home.matrix) not in filled and not (
+            latent.untrained and (latent.as_came or home is latent.home)
+        ):
             with torch.no_grad():
                 fill_(home.matrix, latent.weight, round_to_nearest if steps is None else steps.coder())
                 if steps is not None:

@@ -64,6 +64,8 @@ class Extension:
     rows: gets the rows of training and validation when they are encoded, and returns those that are taken.
     around: entered when the model is ready to train, left afterwards (hooks that read what it computes).
     stored: entered while a checkpoint is written, and makes of the model what will be stored.
+    incoming: entered while the model is validated before the first update: a quantized model computes with
+        the integers that came in, which are not those of the float weights that train.
     before_step, after_step: called with the number of the update, from 1, and how many there will be; after
         the update's weights are there, and before they are averaged or validated.
     resumes: whether a training that was stopped can go on with it: all that changes is in parameters and
@@ -77,6 +79,7 @@ class Extension:
     rows: Callable[[list[Row], list[Row] | None], tuple[list[Row], list[Row] | None]] = _same
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     stored: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    incoming: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     before_step: Callable[[int, int], None] = _nothing
     after_step: Callable[[int, int], None] = _nothing
     resumes: bool | None = None

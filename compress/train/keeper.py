@@ -6,6 +6,7 @@ written that outlives the run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -172,7 +173,8 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         assert self.evaluate is not None
         last = self._copy() if self.average else {}
         self._put(self.average)
-        found = Validation(step, self.evaluate(), self.score() if self.score else None)
+        with contextlib.nullcontext() if step else self.extension.incoming():
+            found = Validation(step, self.evaluate(), self.score() if self.score else None)
         self.validations.append(found)
         if self.extension.eligible(step) and found.beats(self.best):
             self.best_weights, self.best = self._copy(), found

@@ -84,6 +84,7 @@ def train(
             not know.
         RunError: the loss became infinite or not a number.
     """
+    from smelt.compress.quantize.through_codes import incoming, take_training
     from smelt.compress.train.data import encode_split, reader_of, spread_out
     from smelt.compress.train.extension import Extension, both
     from smelt.compress.train.loop import run_training
@@ -132,6 +133,7 @@ def train(
         extension = replace(extension, eligible=partial(_trained, extension.eligible))
     if adapters is not None:
         extension = replace(extension, stored=adapters.stored)
+    extension = replace(extension, incoming=partial(incoming, model))
     run_training(
         model,
         rows,
@@ -144,6 +146,8 @@ def train(
         stage=stage,
         extension=extension,
     )
+    if ctx.facts["training"]["kept_step"]:
+        take_training(model)
     if adapters is not None:
         adapters.settle()
     if rounding is not None:

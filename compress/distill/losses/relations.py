@@ -43,7 +43,8 @@ def _relations(vectors: Tensor, heads: int, hidden: Tensor) -> Tensor:
     """Return log-probabilities [B, R, S, S] over the tokens that are not hidden."""
     batch, size, width = vectors.shape
     split = vectors.float().reshape(batch, size, heads, width // heads).transpose(1, 2)
-    scores = split @ split.transpose(-1, -2) / (width / heads) ** 0.5
+    with torch.autocast(vectors.device.type, enabled=False):  # or the product would be bfloat16
+        scores = split @ split.transpose(-1, -2) / (width / heads) ** 0.5
     # finite, so that a row of padding alone has no gradient that is not a number
     found: Tensor = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).log_softmax(dim=-1)
     return found

@@ -3,6 +3,7 @@
 import every_family
 import harness
 import pytest
+import tiny
 import torch
 from matrix import cells
 from onnx import numpy_helper
@@ -16,6 +17,7 @@ from smelt.compress.quantize.planned import plan_layers
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.vocabulary.settings import VocabularySettings
 from smelt.compress.vocabulary.stage import Vocabulary
+from smelt.core.data import Example, Split
 from smelt.core.stage import needs_of
 from smelt.export.graph_files import read_graph, tensors_of
 from smelt.export.onnx_stage import Onnx
@@ -92,6 +94,16 @@ def test_by_frequency_the_tokens_of_the_rows_lose_less(tmp_path):
     assert float((counts + 1) @ lost[True]) == pytest.approx(float(dropped), rel=1e-4)
     assert float((counts + 1) @ lost[False]) > 1.03 * float(dropped)
     assert float(lost[True].sum()) > float(lost[False].sum())
+
+
+def test_tokens_of_all_rows_are_counted_unless_the_recipe_says_how_many(tmp_path):
+    rows = [Example(tiny.SENTENCES[i % len(tiny.SENTENCES)], ("x",)) for i in range(300)]
+    data = {"train": Split("rows", tuple(rows))}
+    for more, counted in (({}, 300), ({"rows": 40}, 40)):
+        settings = FactorizeSettings(what="embeddings", rank=7, **more)
+        out = tmp_path / str(counted)
+        ctx = harness.run(Factorize(), settings, tiny.marian(tmp_path / f"m{counted}"), out, data=data)
+        assert ctx.facts["calibration"]["rows"] == counted
 
 
 def test_without_rows_all_tokens_count_alike_and_that_is_said(tmp_path):

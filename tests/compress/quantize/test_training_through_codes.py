@@ -15,9 +15,11 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.quantize.through_codes import (
     LatentEmbedding,
     LatentLinear,
+    incoming,
     load_trainable,
     put_latent,
     settle,
+    take_training,
 )
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.data import Columns, Example, Split
@@ -200,3 +202,52 @@ def test_without_its_parent_training_starts_from_the_codes(tmp_path):
     assert ctx.facts["latent_weights"] == "codes"
     stored, _ = load_model(second.path)
     assert model.bert.pooler.dense.weight.equal(stored.bert.pooler.dense.matrix.dequantize())
+
+
+@pytest.mark.parametrize("rate", [1e-9, 0.5], ids=["nothing to gain", "diverges"])
+def test_the_model_that_came_is_the_first_candidate_and_comes_back_bit_for_bit(tmp_path, translations, rate):
+    """GPTQ's integers are not those nearest to the float weights, from which the training goes on."""
+    first = artifact(tiny.marian(tmp_path / "model"), "a", "model", None, "translation")
+    (tmp_path / "quantized").mkdir()
+    settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, rows=16)
+    Quantize()(first, settings, context(tmp_path / "quantized", "translation", {}, translations))
+    second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
+    data = {**translations, "validation": translations["train"]}
+    ctx = context(tmp_path / "trained", "translation", {"model": first, "quantized": second}, data)
+    chosen = SETTINGS | {"learning_rate": rate, "evals": 2, "max_steps": 4, "label_smoothing": 0.0}
+    Finetune()(second, FinetuneSettings(**chosen), ctx)
+    came, trained = (
+        load_model(folder)[0].eval() for folder in (tmp_path / "quantized", tmp_path / "trained")
+    )
+    training = ctx.facts["training"]
+    if rate == 0.5:
+        assert training["kept_step"] == 0
+        assert ctx.facts["codes_changed"] == 0
+        for name, value in came.state_dict().items():
+            assert torch.equal(value, trained.state_dict()[name]), name
+    elif training["kept_step"]:  # the nearest integers may be better or worse than GPTQ's: the loss decides
+        losses = [found["loss"] for found in training["validations"]]
+        assert min(losses) < losses[0]
+
+
+def test_what_came_is_computed_with_its_own_integers(tmp_path, translations):
+    first = artifact(tiny.marian(tmp_path / "model"), "a", "model", None, "translation")
+    (tmp_path / "quantized").mkdir()
+    settings = QuantizeSettings(scheme="int2", method="gptq", group_size=32, rows=16)
+    Quantize()(first, settings, context(tmp_path / "quantized", "translation", {}, translations))
+    second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
+    model, _ = load_trainable(second, context(tmp_path / "out", "translation", {"model": first}))
+    layer = next(m for m in model.modules() if isinstance(m, LatentLinear))
+    x = torch.randn(3, layer.in_features)
+    own = nn.functional.linear(x, layer.home.matrix.dequantize(), layer.bias)
+    assert not torch.equal(layer(x), own)  # those nearest to the float weights
+    with incoming(model):
+        assert torch.equal(layer(x), own)
+    take_training(model)
+    with incoming(model):
+        assert not torch.equal(layer(x), own)
+
+
+def test_clipped_scales_are_named_as_lost_by_training():
+    assert Quantize.leaves(QuantizeSettings(scheme="int4", clip="mse")) == {"codes"}
+    assert Quantize.leaves(QuantizeSettings(scheme="int4")) == frozenset()

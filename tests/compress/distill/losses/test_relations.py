@@ -41,3 +41,12 @@ def test_a_text_of_padding_alone_has_a_gradient_of_zeros():
     leaf = torch.randn(1, 3, 4).requires_grad_()
     relation_loss(leaf, torch.randn(1, 3, 4), torch.zeros(1, 3).bool(), 2, False).backward()
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_it_is_float32_under_autocast():
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(2, 5, 8, generator=draw) for _ in range(2))
+    there = torch.ones(2, 5, dtype=torch.bool)
+    expected = relation_loss(one, other, there, 2, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(relation_loss(one, other, there, 2, False), expected)

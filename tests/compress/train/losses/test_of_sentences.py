@@ -63,3 +63,11 @@ def test_no_gradient_flows_into_the_teacher(loss):
     loss(own, teacher).backward()
     assert own.grad is not None
     assert teacher.grad is None
+
+
+def test_cosines_are_float32_under_autocast():
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(6, 8, generator=draw) for _ in range(2))
+    expected = similarity_loss(one, other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(similarity_loss(one, other), expected)

@@ -75,7 +75,7 @@ class FactorizeSettings(Settings):
     rows: int = Field(
         default=256,
         ge=1,
-        description="rows to calibrate on (calibration, else train); for embeddings, whose tokens are counted,"
+        description="rows to calibrate on (calibration, else train); for embeddings, whose tokens count,"
         " all unless it is given",
     )
     include: list[str] = Field(

@@ -21,6 +21,7 @@ _BADGES = {
     "not-reached": "warn",
     "failed": "bad",
     "not judged": "warn",
+    "undecided": "warn",
 }
 _TEMPLATE = "report.html.jinja"
 

@@ -184,7 +184,7 @@ def _gates(report: Report) -> str:
             _name(row),
             _text(view.label(gate.metric)),
             _text(gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}"),
-            "passed" if gate.passed else f"**{notes.verdict(gate.passed)}**",
+            word if (word := notes.verdict(gate)) == "passed" else f"**{word}**",
             _text(notes.gate_value(gate)),
             view.quantity(gate.metric, gate.limit),
         ]

@@ -27,7 +27,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
         said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
         found += [(step.name, kind, text) for kind, text in said if text]
         found += [
-            (step.name, verdict(gate.passed), f"gate {gate_text(gate)}: {gate.reason}")
+            (step.name, verdict(gate), f"gate {gate_text(gate)}: {gate.reason}")
             for gate in step.gates
             if gate.reason and (gate.passed is None or gate.reason not in (step.error, step.reason))
         ]
@@ -42,9 +42,13 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
     return found
 
 
-def verdict(passed: bool | None) -> str:
-    """Return what became of a gate, in words."""
-    return "not judged" if passed is None else "passed" if passed else "failed"
+def verdict(gate: Gate) -> str:
+    """Return the result of a gate: passed, undecided, failed or not judged."""
+    if gate.passed is None:
+        return "not judged"
+    if not gate.passed:
+        return "failed"
+    return "undecided" if gate.undecided else "passed"
 
 
 def gate_text(gate: Gate) -> str:

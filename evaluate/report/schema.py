@@ -137,6 +137,7 @@ class Gate(_Part):
 
     `value` is None where it was not measured, and `reason` says why; `passed` is None where it cannot be
     measured on this machine, or was disturbed. With `confidence` the `bound` of the interval was judged.
+    undecided: without `confidence`, whether the 95 % interval reaches beyond the limit that the value keeps.
     n_needed: about how many examples the limit asks for, where there are too few to see it.
     """
 
@@ -147,6 +148,7 @@ class Gate(_Part):
     passed: bool | None
     confidence: float | None = None
     bound: float | None = None
+    undecided: bool = False
     n_needed: int | None = None
     reason: str | None = None
 

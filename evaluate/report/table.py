@@ -152,12 +152,12 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
         parts.append(f"{view.DOUBT} disturbed while it was timed: no speed is claimed")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
-        f"gate {notes.verdict(gate.passed)} at '{step.name}': {notes.gate_text(gate)}"
+        f"gate {notes.verdict(gate)} at '{step.name}': {notes.gate_text(gate)}"
         + (f", read {notes.gate_value(gate)}" if gate.value is not None else "")
         + (f": {gate.reason}" if gate.reason and gate.reason not in (step.error, step.reason) else "")
         for step in report.steps
         for gate in step.gates
-        if not gate.passed
+        if not gate.passed or gate.undecided
     ]
     few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
     failed += [f"'{step.name}': {notes.few_text(gate, step)}" for gate, step in few]

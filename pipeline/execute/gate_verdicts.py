@@ -30,13 +30,15 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
     With `confidence` the bound of the interval is judged instead of the value: a drop must be within the
     limit, and a speed-up above it, even at the worse end. `passed` is None where the step is there but it
     or the baseline that it is compared with cannot be scored on this machine, or its times were disturbed;
-    any other missing value is a failure. Either way `reason` says why.
+    any other missing value is a failure. Either way `reason` says why. `undecided` marks a value that keeps
+    the limit while its 95 % interval reaches beyond it; `confidence` decides such a case.
     """
     if step["status"] == "skipped":
         return None
     value = _value_of(gate, step, evidence)
     found = {"metric": gate.metric, "kind": gate.kind, "limit": gate.limit, "value": value}
     found |= {"confidence": gate.confidence, "bound": None, "n_needed": None, "passed": None, "reason": None}
+    found["undecided"] = False
     if value is None:
         done = step["status"] in ("done", "cached")
         if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
@@ -51,7 +53,25 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
         return found | ({"reason": lacking} if _keeps(gate, value) else {"passed": False})
     bound = None if gate.confidence is None else _bound_of(gate, step, evidence, gate.confidence)
     passed = _keeps(gate, value if bound is None else bound)
-    return found | {"bound": bound, "n_needed": needed(gate, step), "passed": passed}
+    undecided = passed and gate.confidence is None and not _certain(gate, step)
+    return found | {
+        "bound": bound, "n_needed": needed(gate, step), "passed": passed, "undecided": undecided,
+    }  # fmt: skip
+
+
+def _certain(gate: PlannedGate, step: Step) -> bool:
+    """Return whether the whole 95 % interval keeps the limit; without one the value counts."""
+    if gate.metric == "size_bytes":
+        return True
+    if gate.metric == "speedup":
+        ends = (smallest_batch(step) or {}).get("speedup_ci95")
+        return not ends or _keeps(gate, min(ends))
+    if gate.kind != "max_drop":
+        ends = step["quality"][gate.metric]["ci95"]
+        return not ends or all(_keeps(gate, end) for end in ends)
+    ends = (step["against_baseline"].get(gate.metric) or {}).get("ci95")
+    sign = -1 if step["quality"][gate.metric]["higher_is_better"] else 1
+    return not ends or all(_keeps(gate, sign * end) for end in ends)
 
 
 def _keeps(gate: PlannedGate, judged: float) -> bool:

@@ -185,3 +185,27 @@ def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_
         score = {"n": 40, "higher_is_better": not lower_is_better}
         found = step(quality={"accuracy": score}, against_baseline={"accuracy": {"ci95": ci95}})
         assert (needed(gate(limit=1.0), found) is None) == enough
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "ends", "passed", "undecided"),
+    [
+        ("max_drop", 1.0, (-3.0, 1.0), True, True),  # a drop of 1.0, known to be 3.0 at most
+        ("max_drop", 3.5, (-3.0, 1.0), True, False),
+        ("max_drop", 0.5, (-3.0, 1.0), False, False),
+        ("max_drop", 1.0, None, True, False),
+    ],
+)
+def test_a_drop_whose_interval_crosses_the_limit_is_undecided(kind, limit, ends, passed, undecided):
+    told = step()
+    told["against_baseline"]["accuracy"] = {"difference": -1.0, "ci95": ends, "p_value": 0.3}
+    found = judge(gate("accuracy", kind, limit), told, EVIDENCE)
+    assert (found["passed"], found["undecided"]) == (passed, undecided)
+
+
+def test_a_score_whose_interval_crosses_the_limit_is_undecided():
+    low, _ = SCORES[0].ci95
+    value = SCORES[0].value
+    assert judge(gate("accuracy", "min", low), step(), EVIDENCE)["undecided"] is False
+    assert judge(gate("accuracy", "min", (low + value) / 2), step(), EVIDENCE)["undecided"] is True
+    assert judge(gate("accuracy", "min", (low + value) / 2, 0.95), step(), EVIDENCE)["undecided"] is False

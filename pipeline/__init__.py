@@ -89,7 +89,9 @@ def run(
     return run_plan(plan, options)
 
 
-def load(artifact: str | Path, *, threads: int | None = None, device: str = "auto") -> Model:
+def load(
+    artifact: str | Path, *, threads: int | None = None, device: str = "auto", trust_engine: bool = False
+) -> Model:
     """Open an artifact in its runtime: torch, ONNX Runtime, OpenVINO or TensorRT.
 
         with smelt.load("runs/translate/artifacts/onnx-int8") as model:
@@ -99,6 +101,8 @@ def load(artifact: str | Path, *, threads: int | None = None, device: str = "aut
         artifact: the folder of an artifact.
         threads: processor threads (default: those that the artifact names, else the runtime's choice).
         device: auto, cpu or cuda.
+        trust_engine: open a TensorRT engine that was not built here by this user. An engine is native code:
+            only where you trust who made it.
 
     Returns:
         A context manager with `generate` (texts) or `predict` (classes); see `smelt.use.loaded.Model`.
@@ -108,7 +112,7 @@ def load(artifact: str | Path, *, threads: int | None = None, device: str = "aut
     """
     from smelt.use.loaded import Model
 
-    return Model(artifact, threads, device)
+    return Model(artifact, threads, device, trust_engine)
 
 
 def package(artifact: str | Path, form: str = "standalone", out: str | Path | None = None) -> Package:

@@ -23,6 +23,7 @@ from smelt.runtime.backends.tensorrt_sidecar import (
     external_files,
     gpu_here,
     hash_of_graph,
+    note_built,
     write_sidecar,
 )
 
@@ -78,6 +79,7 @@ class TensorrtStage:
             target_path = ctx.out / f"{path.stem}.plan"
             target_path.write_bytes(plan)
             write_sidecar(target_path, _sidecar(trt, path, plan, shapes, options))
+            note_built(target_path)
             ctx.warnings.extend(f"{path.name}: TensorRT: {line[:300]}" for line in said[:5])
             if options.weights == "outside":
                 copy_graph(path, ctx.out)

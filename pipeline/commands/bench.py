@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from smelt.commands.options import device
+
 
 @click.command(short_help="Time artifacts side by side.")
 @click.argument("artifacts", nargs=-1, required=True, type=click.Path(path_type=Path, file_okay=False))
@@ -26,7 +28,7 @@ import click
     type=click.IntRange(1, 1024),
     help="Per process (default: those that an artifact names, else 1).",
 )
-@click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]))
+@device
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(3, 1000))
 @click.option("--texts", default=16, show_default=True, type=click.IntRange(1, 10_000), help="How many.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 4096), metavar="N", help="The longest output.")
@@ -38,6 +40,7 @@ def bench(
     sizes: tuple[int, ...],
     threads: int | None,
     device: str,
+    trust_engine: bool,
     rounds: int,
     texts: int,
     max_new_tokens: int | None,
@@ -62,7 +65,9 @@ def bench(
     display = Display()  # on standard error: what is printed stays JSON
     display.begin("latency")
     try:
-        result = measure(artifacts, data, column, settings, generation, device, display.progress)
+        result = measure(
+            artifacts, data, column, settings, generation, device, display.progress, trust_engine
+        )
     finally:
         display.close()
     click.echo(json.dumps(result, indent=1) if as_json else bench_text(result))

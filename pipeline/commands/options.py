@@ -36,8 +36,11 @@ def search(command: Any) -> Any:
 
 
 def device(command: Any) -> Any:
-    """Add the option that says where to run."""
+    """Add the options that say where to run, and that an engine from elsewhere may run."""
     places = click.Choice(["auto", "cpu", "cuda"])
+    command = click.option(
+        "--trust-engine", is_flag=True, help="Open a TensorRT engine that was built elsewhere: native code."
+    )(command)
     return click.option("--device", default="auto", show_default=True, type=places, help="Where to run.")(
         command
     )

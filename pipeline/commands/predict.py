@@ -42,6 +42,7 @@ def predict(
     batch_size: int,
     threads: int | None,
     device: str,
+    trust_engine: bool,
     **generation: Any,
 ) -> None:
     """Run ARTIFACT on each TEXT, on the rows of --data, or on the lines of standard input.
@@ -67,7 +68,7 @@ def predict(
     from smelt.use.predict import Predictor
     from smelt.use.predict_data import examples_of, read_examples
 
-    predictor = Predictor(artifact, generation, threads, device, batch_size)
+    predictor = Predictor(artifact, generation, threads, device, batch_size, trust_engine)
     if data is None:
         texts, name = (text, "text") if text else (_lines(sys.stdin), "standard input, line")
         examples = examples_of(texts, predictor.task, name)

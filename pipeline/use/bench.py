@@ -12,6 +12,7 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import IMAGES, TENSORS
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
+from smelt.runtime.backends.tensorrt_sidecar import require_trusted
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -59,6 +60,7 @@ def bench(
     generation: Mapping[str, Any] | None = None,
     device: str = "auto",
     progress: Progress = silent,
+    trust_engine: bool = False,
 ) -> dict[str, Any]:
     """Time the artifacts in `folders` on the same texts; the first is what the others are compared with.
 
@@ -70,6 +72,7 @@ def bench(
         generation: of `smelt.runtime.generate.settings.Generation`.
         device: auto, cpu or cuda.
         progress: told of every round.
+        trust_engine: as of `smelt.load`.
 
     Returns:
         What `smelt bench --json` prints: baseline, texts, environment and, by artifact, where it is, its
@@ -84,6 +87,8 @@ def bench(
     from smelt.use.loaded import generation_of
 
     artifacts = open_artifacts(folders)
+    for artifact in artifacts.values():
+        require_trusted(artifact.path, trust_engine)
     task: Any = next(iter(artifacts.values())).manifest.task
     devices = {name: device_of(artifact, device) for name, artifact in artifacts.items()}
     chosen = LatencySettings(**(settings or {}))

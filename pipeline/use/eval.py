@@ -19,6 +19,7 @@ from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns
 from smelt.recipe.problem import AGREEMENT, METRICS_OF, SCORE_METRICS, metric_mistakes
 from smelt.recipe.recipe import DEFAULT_METRICS, METRICS
+from smelt.runtime.backends.tensorrt_sidecar import require_trusted
 from smelt.use.arrays import read_rows
 
 
@@ -37,6 +38,7 @@ def evaluate_artifact(
     stride: int | None = None,
     baseline: Path | None = None,
     tokenize: str | None = None,
+    trust_engine: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Score the artifact in `folder` on the rows of `data`; return report.json's `quality` entries.
@@ -44,7 +46,8 @@ def evaluate_artifact(
     window, stride: how a language model's text is cut, as a recipe's `data: {windows: {length, stride}}`;
     what is not said is as it was in the run that made the artifact. baseline: an artifact whose vectors a
     sentence embedder's are compared with, or the untouched graph. tokenize: how BLEU splits texts; by default
-    as the references need. say: gets what was taken from there, and warnings.
+    as the references need. trust_engine: as of `smelt.load`. say: gets what was taken from there, and
+    warnings.
 
     Raises:
         InputError: no artifact there, unknown metrics or columns, unreadable data, or windows that do not
@@ -55,6 +58,7 @@ def evaluate_artifact(
     from smelt.use.loaded import generation_of
 
     artifact = _open(folder)
+    require_trusted(artifact.path, trust_engine)
     task: Any = artifact.manifest.task
     for metric in metrics:
         if metric not in METRICS[task]:

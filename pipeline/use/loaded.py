@@ -39,15 +39,23 @@ class Model:
         folder: an artifact, such as runs/NAME/artifacts/onnx-int8.
         threads: processor threads (default: those that the artifact names, else the runtime's choice).
         device: auto, cpu or cuda; see docs/recipe.md.
+        trust_engine: open a TensorRT engine that was not built here by this user. An engine is native code.
 
     Raises:
         InputError: no artifact there, or a file of it has changed; cuda is asked for and there is none.
         MissingDependencyError: the runtime of this artifact is not installed.
     """
 
-    def __init__(self, folder: str | PathLike[str], threads: int | None = None, device: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        threads: int | None = None,
+        device: str = "auto",
+        trust_engine: bool = False,
+    ) -> None:
         from smelt.runtime.backends.open_runner import open_runner
         from smelt.runtime.backends.registry import find_runtime
+        from smelt.runtime.backends.tensorrt_sidecar import require_trusted
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
@@ -57,6 +65,7 @@ class Model:
         self._folder = Path(folder).expanduser()  # as the caller knows it; the artifact's path is the store's
         self.artifact = read_artifact(self._folder)
         self.artifact.verify()
+        require_trusted(self.artifact.path, trust_engine)
         self._runner = open_runner(self.artifact, count, device)
         try:
             if self.task == IMAGES:

@@ -15,6 +15,7 @@ from smelt.core.artifact import read_artifact
 from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
+from smelt.runtime.backends.tensorrt_sidecar import require_trusted
 from smelt.runtime.class_predictions import Prediction, predictions
 from smelt.use.calls import Cuts
 from smelt.use.loaded import CLASSIFIES, generation_of
@@ -70,6 +71,7 @@ class Predictor:
         threads: processor threads (default: those that the artifact names, else the runtime's choice).
         device: auto, cpu or cuda.
         batch_size: texts at once.
+        trust_engine: as of `smelt.load`.
 
     Raises:
         InputError: no artifact there, a file of it has changed, or generation settings that do not fit.
@@ -82,9 +84,11 @@ class Predictor:
         threads: int | None = None,
         device: str = "auto",
         batch_size: int = 32,
+        trust_engine: bool = False,
     ) -> None:
         self._artifact = read_artifact(folder)
         self._artifact.verify()
+        require_trusted(self._artifact.path, trust_engine)
         self._generation = generation_of(generation)
         self._threads, self._device, self._batch_size = threads, device, batch_size
         self._cuts, self._seen = Cuts(), 0

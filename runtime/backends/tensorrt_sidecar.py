@@ -6,6 +6,7 @@ TensorRT refuses an engine of another version or GPU with an assertion about a m
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,38 @@ def write_sidecar(plan: Path, sidecar: Sidecar) -> None:
     """Write it beside the engine `plan`."""
     text = json.dumps({"schema_version": _SCHEMA, **asdict(sidecar)}, indent=1)
     sidecar_path(plan).write_text(text + "\n", encoding="utf-8")
+
+
+def note_built(plan: Path) -> None:
+    """Record, for this user, that the engine `plan` was built here, by its hash; see `require_trusted`."""
+    record = _records() / sha256_of(plan)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.touch()
+
+
+def require_trusted(folder: Path, trusted: bool) -> None:
+    """Require that each engine in `folder` was built by this user here, or that the caller trusts it.
+
+    An engine is native code that runs in the process which opens it; a version-compatible one may bring host
+    code besides (TensorRT, IRuntime::setEngineHostCodeAllowed). Its manifest proves nothing: whoever wrote
+    the engine wrote that too.
+
+    Raises:
+        InputError: `untrusted-engine`.
+    """
+    for plan in () if trusted else sorted(folder.glob("*.plan")):
+        if not (_records() / sha256_of(plan)).is_file():
+            raise InputError(
+                f"{plan}: this TensorRT engine was not built here by you, and an engine is native code: to open"
+                " it runs whatever its author put in. Build it here, or, if you trust who made it, use"
+                " smelt.load(..., trust_engine=True) or --trust-engine.",
+                code="untrusted-engine",
+            )
+
+
+def _records() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "smelt" / "engines"
 
 
 def read_sidecar(plan: Path) -> Sidecar | None:

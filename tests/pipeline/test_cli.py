@@ -49,7 +49,7 @@ def test_a_classifier_goes_all_the_way_to_a_scored_onnx_artifact(classifier):
     assert steps["onnx"]["latency"][0]["speedup"] > 0
     assert steps["model"]["latency"][0]["speedup"] == 1
     assert steps["onnx"]["peak_memory_bytes"] > 10e6
-    assert report["frontier"]
+    assert report["frontier"] == []  # random weights are no better than chance
     assert "quantize" not in report["frontier"]
     assert {name: s["deployable"] for name, s in steps.items()} == {
         **dict.fromkeys(steps, True),

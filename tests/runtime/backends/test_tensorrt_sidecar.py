@@ -3,15 +3,20 @@
 import json
 
 import pytest
+import tiny
 
+import smelt
 from smelt.core.errors import InputError
 from smelt.runtime.backends.tensorrt_sidecar import (
     Sidecar,
     check_sidecar,
+    note_built,
     read_sidecar,
+    require_trusted,
     sidecar_path,
     write_sidecar,
 )
+from smelt.use.predict import Predictor
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
 A10 = {"name": "NVIDIA A10", "compute_capability": "8.6"}
@@ -95,3 +100,36 @@ def test_fields_are_those_of_the_file(tmp_path):
     said = json.loads(sidecar_path(engine(tmp_path)).read_text())
     assert said["schema_version"] == 1
     assert said["gpu"] == A10
+
+
+def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    require_trusted(folder, False)  # no engine in it
+    (folder / "model.plan").write_bytes(b"an engine")
+    with pytest.raises(InputError) as error:
+        require_trusted(folder, False)
+    assert error.value.code == "untrusted-engine"
+    require_trusted(folder, True)
+    note_built(folder / "model.plan")
+    require_trusted(folder, False)
+    (folder / "model.plan").write_bytes(b"another one in its place")
+    with pytest.raises(InputError):
+        require_trusted(folder, False)
+
+
+def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = []
+    for module in ("loaded", "predict", "eval", "bench"):
+        target = "smelt.runtime.backends.tensorrt_sidecar" if module == "loaded" else f"smelt.use.{module}"
+        monkeypatch.setattr(f"{target}.require_trusted", lambda folder, trusted: asked.append(trusted))
+    folder = tiny.bert(tmp_path / "model")
+    made = tiny.artifact(folder, "text-classification")
+    monkeypatch.setattr("smelt.use.loaded.read_artifact", lambda path: made)
+    monkeypatch.setattr("smelt.use.predict.read_artifact", lambda path: made)
+    monkeypatch.setattr(type(made), "verify", lambda self: None)
+    with smelt.load(folder, trust_engine=True):
+        Predictor(folder, {})
+    assert asked == [True, False]

@@ -73,7 +73,7 @@ def require_trusted(folder: Path, trusted: bool) -> None:
     for plan in () if trusted else sorted(folder.glob("*.plan")):
         if not (_records() / sha256_of(plan)).is_file():
             raise InputError(
-                f"{plan}: this TensorRT engine was not built here by you, and engines are native code: to open"
+                f"{plan}: this TensorRT engine was not built here by you. Engines are native code: to open"
                 " one runs whatever its author put in. Build it here, or, if you trust who made it, use"
                 " smelt.load(..., trust_engine=True) or --trust-engine.",
                 code="untrusted-engine",

@@ -216,7 +216,7 @@ def differences(golden: dict[str, Any], now: dict[str, Any], allowed: float = 0.
     Args:
         golden: of before.
         now: of the same case.
-        allowed: how far projections may be off; root mean squares by no more than a hundredth, or a fifth of it.
+        allowed: how far projections may be off; root mean squares by at most 0.01, or a fifth of it.
     """
     found = []
     for name in sorted(golden["exact"].keys() | now["exact"].keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from smelt.commands.package import package
 from smelt.commands.predict import predict
 from smelt.commands.store import store
 from smelt.commands.tensorrt_check import tensorrt_check
+from smelt.core.child_process import SAFE_PATH
 from smelt.core.scripts import TOKENIZERS
 
 
@@ -63,6 +65,7 @@ def main() -> None:
 
     Begin with `smelt run quickstart`, which needs no data and no model of yours.
     """
+    os.environ[SAFE_PATH] = "1"  # also for processes that libraries start
 
 
 def _overrides(command: Any) -> Any:

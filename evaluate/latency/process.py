@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 from types import TracebackType
 from typing import Any, Self
 
+from smelt.core.child_process import child_environment, python_command
 from smelt.core.errors import RunError
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -27,10 +26,12 @@ class WorkerProcess:
         self._time_limit = time_limit
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         # read by the libraries when they are imported, so they must be set before
-        environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
-        environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
+        environment = child_environment(
+            **dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+            TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", PYTHONUTF8="1",
+        )  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "smelt.evaluate.latency.worker"],
+            python_command("-m", "smelt.evaluate.latency.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

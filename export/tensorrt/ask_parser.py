@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from smelt.core.child_process import child_environment, python_command
+
 _SECONDS = 300
 
 
@@ -31,9 +33,11 @@ def ask_parser(path: Path) -> Verdict:
     name = find_tensorrt()
     if name is None:
         return Verdict(None, why="TensorRT is not installed (pip install tensorrt).")
-    command = [sys.executable, "-m", __name__, str(path)]
+    command = python_command("-m", __name__, str(path))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=child_environment()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return Verdict(None, why=f"its process failed: {error}")
     lines = done.stdout.splitlines()

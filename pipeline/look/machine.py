@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Format
+from smelt.core.child_process import child_environment, python_command
 from smelt.core.packages import how_to_get, package_lack
 from smelt.core.stage import Settings, Stage
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS, lack_of
@@ -79,8 +80,9 @@ def builds_ahead_of_time() -> bool:
     code = f"import {name} as t; raise SystemExit(0 if t.Builder(t.Logger(t.Logger.ERROR)) else 1)"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, timeout=_SECONDS_TO_MAKE_A_BUILDER, check=False
-        )
+            python_command("-c", code),
+            capture_output=True, timeout=_SECONDS_TO_MAKE_A_BUILDER, check=False, env=child_environment(),
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return False
     return done.returncode == 0

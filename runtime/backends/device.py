@@ -11,6 +11,7 @@ import warnings
 from functools import cache
 from typing import Literal
 
+from smelt.core.child_process import child_environment, python_command
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -139,8 +140,9 @@ def bf16_gain() -> float:
     """
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", _BF16_PROBE], check=False, capture_output=True, text=True, timeout=120
-        )
+            python_command("-c", _BF16_PROBE),
+            check=False, capture_output=True, text=True, timeout=120, env=child_environment(),
+        )  # fmt: skip
         return float(probe.stdout) if probe.returncode == 0 else 0.0
     except (OSError, subprocess.TimeoutExpired, ValueError):
         return 0.0

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from smelt.core.child_process import child_environment, python_command
+
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITS = 6  # times the processor time, by the clock: the machine may have other work
 _KEPT = 300  # letters of what a process said
@@ -42,16 +44,9 @@ def ask(module: str, arguments: Sequence[str], limits: Limits) -> Any:
     Raises:
         FailedError: it ran into a limit, or crashed.
     """
-    command = [
-        sys.executable,
-        "-m",
-        __name__,
-        str(limits.memory_bytes),
-        str(limits.seconds),
-        module,
-        *arguments,
-    ]
-    environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
+    limited = (str(limits.memory_bytes), str(limits.seconds))
+    command = python_command("-m", __name__, *limited, module, *arguments)
+    environment = child_environment(**dict.fromkeys(_ONE_THREAD, "1"))
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, env=environment,

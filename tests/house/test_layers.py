@@ -28,6 +28,7 @@ FORBIDDEN_CALLS = {
     "eval",
     "exec",
 }
+CHILD_PROCESS = ROOT / "core" / "child_process.py"
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "shell", "allow_pickle"}
 
 
@@ -110,6 +111,22 @@ def test_modules_import_no_folder_by_its_bare_name(trees: dict[Path, ast.AST]) -
 
 def test_modules_never_unpickle_nor_run_foreign_code(trees: dict[Path, ast.AST]) -> None:
     assert offenders(trees, lambda path, tree: foreign_code(tree)) == {}
+
+
+def unsafe_children(path: Path, tree: ast.AST) -> list[str]:
+    """Where Python is started otherwise than by `python_command`."""
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "executable"
+    ]
+    return [] if path == CHILD_PROCESS else [f"line {line}: sys.executable" for line in found]
+
+
+def test_python_is_started_on_a_safe_path_alone(trees: dict[Path, ast.AST]) -> None:
+    """`-m` and `-c` put the current folder first on sys.path; `python_command` does without."""
+    assert offenders(trees, unsafe_children) == {}
+    assert unsafe_children(ROOT / "a.py", ast.parse("import sys\nrun([sys.executable, '-c', code])"))
 
 
 @pytest.mark.parametrize("text", ["import runtime.runner", "from export import graphs", "from . import x"])

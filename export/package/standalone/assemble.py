@@ -13,6 +13,13 @@ from pathlib import Path
 
 PARTS = Path(__file__).parent / "parts"
 _PREFIX = "smelt.export.package.standalone.parts."
+# `python infer.py` puts the folder of infer.py first on sys.path, where any file may have been added
+_SAFE_PATH = """\
+import os
+import sys
+
+if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+    del sys.path[0]  # no file next to this one is imported, whatever it is called"""
 
 
 def assemble(main: str, instead: Mapping[str, str]) -> str:
@@ -25,7 +32,8 @@ def assemble(main: str, instead: Mapping[str, str]) -> str:
     imports: dict[str, set[str]] = {}
     bodies: dict[str, str] = {}
     doc = _collect(main, instead, imports, bodies)
-    return "\n\n\n".join([f'"""{doc}"""\n\n{_imports(imports)}', *bodies.values()]) + "\n"
+    head = "\n\n".join([f'"""{doc}"""', _SAFE_PATH, _imports(imports)])
+    return "\n\n\n".join([head, *bodies.values()]) + "\n"
 
 
 def _collect(

@@ -24,8 +24,8 @@ def imported(text):
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
-def test_it_is_at_most_170_lines(main, instead):
-    assert len(assemble(main, instead).splitlines()) <= 170
+def test_it_is_at_most_175_lines(main, instead):
+    assert len(assemble(main, instead).splitlines()) <= 175
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)

@@ -1,0 +1,124 @@
+"""A folder that was downloaded may hold any Python files: no command runs one of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import foreign_graphs as graphs
+import pytest
+import tiny
+from packaged import written
+
+NAMES = (
+    "smelt",
+    "json",
+    "torch",
+    "numpy",
+    "onnxruntime",
+    "pickle",
+    "transformers",
+    "tensorrt",
+    "sitecustomize",
+)
+PLANTED = """import pathlib
+with pathlib.Path({marks!r}).open("a") as stream:
+    stream.write(__name__ + " ")
+"""
+TEXTS = """
+model: m
+task: text-classification
+data: {test: data.jsonl}
+stages: [onnx: {target: ort-cpu}]
+score: {latency: {batch_sizes: [1], rounds: 3, texts: 2, min_round_ms: 1}}
+"""
+ARRAYS = "model: g.onnx\ntask: tensors\ndata: {test: rows.npz}\nstages: [quantize-graph: {}]\n"
+ONNX = "run/artifacts/onnx"
+COMMANDS = [
+    ["stages", "prune"],
+    ["doctor"],
+    ["init", "g.onnx", "--out", "made.yaml"],
+    ["plan", "graph.yaml"],
+    ["tensorrt-check", "g.onnx"],
+    ["run", "recipe.yaml", "--out", "run", "--quiet"],
+    ["report", "run"],
+    ["predict", ONNX, "dogs"],
+    ["eval", ONNX, "--data", "data.jsonl"],
+    ["bench", ONNX, "--rounds", "3", "--texts", "2", "--batch-size", "1"],
+    ["package", ONNX, "--out", "shipped"],
+    ["store", "list", "--store", "."],
+    ["store", "check", "--store", "."],
+]
+# as the console script `smelt` begins: its own folder is first on sys.path
+DRIVE = """
+import json, sys
+from smelt.cli import main
+codes = {}
+for command in json.loads(sys.argv[1]):
+    try:
+        codes[" ".join(command)] = main(command, standalone_mode=False)
+    except SystemExit as error:
+        codes[" ".join(command)] = error.code
+print("\\n" + json.dumps(codes))
+"""
+
+
+def plant(folder: Path, names: tuple[str, ...] = NAMES) -> Path:
+    """Write modules that leave their names in a file when they run; return that file."""
+    marks = folder / "ran.txt"
+    for name in names:
+        (folder / f"{name}.py").write_text(PLANTED.format(marks=str(marks)))
+    return marks
+
+
+def python(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_no_command_runs_a_python_file_of_the_current_folder(tmp_path: Path) -> None:
+    home = tmp_path / "download"
+    tiny.bert(home / "m")
+    tiny.labelled(home / "data.jsonl", 4)
+    graphs.save(graphs.two_layers(), home / "g.onnx")
+    graphs.rows(home / "rows.npz")
+    (home / "recipe.yaml").write_text(TEXTS)
+    (home / "graph.yaml").write_text(ARRAYS)
+    marks = plant(home)
+    (tmp_path / "drive.py").write_text(DRIVE)
+    done = python(home, tmp_path / "drive.py", json.dumps(COMMANDS))
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert {command: code for command, code in codes.items() if code} == {}, done.stdout + done.stderr
+    assert not marks.exists(), marks.read_text()
+
+
+def test_python_m_smelt_imports_nothing_else_of_the_current_folder(tmp_path: Path) -> None:
+    """`smelt.py` itself is for Python to find: `python -P -m smelt`, or the command `smelt`."""
+    marks = plant(tmp_path, tuple(name for name in NAMES if name != "smelt"))
+    done = python(tmp_path, "-m", "smelt", "stages", "prune")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not marks.exists(), marks.read_text()
+
+
+@pytest.mark.parametrize("where", ["current", "own"])
+def test_infer_py_runs_no_file_of_the_current_folder_nor_of_its_own(where: str, tmp_path: Path) -> None:
+    package = written("classifier")
+    expected = python(tmp_path, "-B", package / "infer.py", "dogs").stdout
+    if where == "own":
+        own = tmp_path / "package"
+        own.mkdir()
+        for path in package.iterdir():
+            (own / path.name).symlink_to(path)
+        (own / "infer.py").unlink()
+        (own / "infer.py").write_bytes((package / "infer.py").read_bytes())
+        package = own
+    marks = plant(package if where == "own" else tmp_path, ("json", "numpy", "tokenizers", "onnxruntime"))
+    done = python(tmp_path if where == "current" else package, "-B", package / "infer.py", "dogs")
+    assert done.stdout == expected != "", done.stderr
+    assert not marks.exists(), marks.read_text()

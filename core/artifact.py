@@ -195,7 +195,36 @@ def read_manifest(path: Path) -> Manifest:
     for name in manifest.files:
         if not _is_inside(name):
             raise InputError(f"{file}: the file name {name!r} leads out of the artifact.")
+        if PurePosixPath(name).suffix.lower() in EXECUTABLE:
+            raise InputError(
+                f"{file}: lists {name!r}, which could be executed. An artifact holds weights, graphs,"
+                " tokenizers and settings alone: remove the file, or do not use this artifact.",
+                code="executable-file",
+            )
     return manifest
+
+
+# What an interpreter, a loader or an unpickler would run; no stage writes any of it.
+EXECUTABLE = frozenset(
+    (
+        *(
+            ".py",
+            ".pyc",
+            ".pyo",
+            ".pyd",
+            ".pyw",
+            ".pyz",
+            ".pth",
+            ".pkl",
+            ".pickle",
+            ".pt",
+            ".ckpt",
+            ".joblib",
+        ),
+        *(".so", ".dll", ".dylib", ".exe", ".com", ".bat", ".cmd", ".ps1", ".sh", ".bash"),
+        *(".js", ".mjs", ".cjs", ".jar", ".class", ".wasm"),
+    )
+)
 
 
 def _is_inside(name: str) -> bool:

@@ -126,3 +126,17 @@ def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"not a smelt artifact\. It looks like a model's: `smelt init /"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["numpy.py", "inside/json.PY", "site.pth", "libcuda.so", "weights.bin", "x.pkl"]
+)
+def test_a_listed_file_that_could_be_executed_is_refused(made, name):
+    (made / name).parent.mkdir(exist_ok=True)
+    (made / name).write_bytes(b"x")
+    manifest = json.loads((made / "manifest.json").read_text())
+    manifest["files"][name] = {"sha256": hashlib.sha256(b"x").hexdigest(), "size_bytes": 1}
+    (made / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError) as error:
+        read_artifact(made)
+    assert error.value.code == "executable-file"

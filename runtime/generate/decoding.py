@@ -176,7 +176,7 @@ def settle(generation: Generation, model: Configured) -> Decoding:
             taken = {name: value for name, value in taken.items() if name not in (one, other)}
     values = taken | said | _special_tokens(model)
     values["forced_eos_token_id"] = _ids(values.get("forced_eos_token_id"))
-    values["positions"] = position_table(model.config)
+    values["positions"] = _positions(generation, model, values["start"] is not None)
     try:
         decoding = Decoding.model_validate(values)
     except ValidationError as error:
@@ -186,6 +186,29 @@ def settle(generation: Generation, model: Configured) -> Decoding:
         raise InputError(f"{model.folder}/generation_config.json: {wrong}.") from error
     _check_vocabulary(decoding, model)
     return decoding
+
+
+def _positions(generation: Generation, model: Configured, decodes: bool) -> int | None:
+    """Return how many tokens of a text are fed at most: the model's positions or its engines' size.
+
+    decodes: whether the text is a decoder's, next to an encoder; for a decoder-only model the runner has
+    lowered the positions of the config already.
+
+    Raises:
+        InputError: `engine-limit`: more new tokens are asked for than the engines were built for.
+    """
+    table = position_table(model.config)
+    built = getattr(getattr(model, "backend", None), "in_all", None) if decodes else None
+    if built is None:
+        return table
+    if generation.max_new_tokens is not None and generation.max_new_tokens > built:
+        raise InputError(
+            f"max_new_tokens: {generation.max_new_tokens} is more than the {built} that the engines of"
+            f" {model.folder} were built for. Ask for {built} or fewer, or build them with tensorrt:"
+            f" {{max_new_tokens: {generation.max_new_tokens}}}.",
+            code="engine-limit",
+        )
+    return built if table is None else min(table, built)
 
 
 def _refuse_unsupported(own: dict[str, Any], do_sample: bool) -> None:

@@ -176,3 +176,19 @@ def test_the_signature_tells_what_is_in_force(own, wishes, expected):
 )
 def test_output_that_was_cut_is_told_from_one_that_ended(settings, new, stops):
     assert Decoding(start=1, **settings).stops(new) is stops
+
+
+def test_engines_built_for_fewer_tokens_are_the_limit_and_more_is_refused_before_anything_starts():
+    """Without a number the outputs end where the engines do, and not with an error that loses the batch."""
+    model = runner({}, max_position_embeddings=512)
+    model.backend = SimpleNamespace(in_all=32)
+    assert settle(Generation(), model).longest(1) - 1 == 32
+    assert settle(Generation(max_new_tokens=20), model).longest(1) - 1 == 20
+    with pytest.raises(InputError) as error:
+        settle(Generation(max_new_tokens=33), model)
+    assert error.value.code == "engine-limit"
+    model.backend = SimpleNamespace(in_all=None)
+    assert settle(Generation(max_new_tokens=33), model).longest(1) - 1 == 33
+    alone = runner({}, is_encoder_decoder=False, max_position_embeddings=512)
+    alone.backend = SimpleNamespace(in_all=32)  # its runner lowers the config's positions
+    assert settle(Generation(max_new_tokens=100), alone).longest(1) - 1 == 100

@@ -25,5 +25,6 @@ class Int8Groupwise(AffineGroups):
     oldest_opset: ClassVar[Mapping[str, int]] = OLDEST_WHERE_BLOCKED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"
     # 0.0061 was measured on a 4 + 3 layer Marian, at most 0.0019 on tiny models of seven other families
-    drift: ClassVar[float] = 0.02
+    # on processors without VNNI OpenVINO leaves activations whole, where the model rounds them: 0.03 was seen
+    drift: ClassVar[float] = 0.06
     vector_drift: ClassVar[float] = 0.04

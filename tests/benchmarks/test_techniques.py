@@ -19,7 +19,7 @@ WANTED = [["a man walks down the street ."], ["two dogs run in the snow ."], ["a
 
 
 def bleu(said):
-    return score_texts(["bleu"], said, [*WANTED, *WANTED][: len(said)])["bleu"].statistics
+    return score_texts(["bleu"], said, [*WANTED, *WANTED, *WANTED][: len(said)])["bleu"].statistics
 
 
 def ends(found):
@@ -66,7 +66,7 @@ def test_interval_over_rows_of_unequal_length_holds_the_truth_as_often_as_it_say
 
 def test_scores_over_rows_are_those_of_the_report():
     """One text a side: the difference and interval of smelt.evaluate.significance."""
-    better, said = bleu([*BETTER, *BETTER]), bleu([*SAID, *SAID])
+    better, said = bleu(BETTER * 3), bleu(SAID * 3)
     found, wanted = paired.score_over_rows([better], [said]), compare(better, said)
     assert found.value == wanted["difference"]
     assert [found.low, found.high] == wanted["ci95"]

@@ -40,9 +40,7 @@ def test_files_that_are_no_text(home):
     (home / "data.jsonl").write_bytes(b'{"text": "\xff\xfe", "label": 0}')
     refused(home, None, "data.jsonl: not UTF-8 text at byte 10. Convert the file to UTF-8.")
     (home / "data.csv").write_text("text,label\na,0\nb\n")
-    refused(
-        home, RECIPE.replace("data.jsonl", "data.csv"), "data.csv:3: this row does not have as many fields"
-    )
+    refused(home, RECIPE.replace("data.jsonl", "data.csv"), "data.csv:3: this row has 1 fields")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,6 @@ def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home
         "مرحبا بالعالم",
         "שלום",
         "\ufeff",
-        "",
     ]
     lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(odd)]
     (home / "data.jsonl").write_text("\n".join(lines))
@@ -104,7 +101,7 @@ def test_controls_and_right_to_left_text_pass_through_and_are_shown_escaped(home
     assert result.exit_code == 0, result.output
     path = home / "r" / "report.json"
     report = json.loads(path.read_text())
-    assert report["steps"][0]["quality"]["accuracy"]["n"] == 7
+    assert report["steps"][0]["quality"]["accuracy"]["n"] == 6
     report["steps"][1] |= {"status": "error", "error": "said \x1b]0;owned\x07 \u202eevil שלום <b>"}
     path.write_text(json.dumps(report))
     result = harness.smelt("report", home / "r")

@@ -47,7 +47,7 @@ def home(tmp_path_factory):
 def test_every_step_is_scored_by_rouge(home):
     steps = json.loads((home / "run" / "report.json").read_text())["steps"]
     assert [s["status"] for s in steps] == ["done"] * 7
-    assert all(list(s["quality"]) == ["rouge1", "rouge2", "rougeL"] for s in steps)
+    assert all(list(s["quality"]) == ["rouge1", "rouge2", "rougeL", "rougeLsum"] for s in steps)
     assert all(s["quality"]["rouge1"]["n"] == 6 for s in steps)
     assert steps[-1]["runner"] == "onnxruntime"
     assert steps[-1]["gates"][0]["passed"] is True

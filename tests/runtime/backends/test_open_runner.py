@@ -47,7 +47,7 @@ def test_threads_are_the_users_then_the_artifacts(monkeypatch, named, given, exp
     from smelt.runtime.backends import open_runner as code
 
     asked = []
-    monkeypatch.setattr(code, "open_folder", lambda *arguments: asked.append(arguments[3]))
+    monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: asked.append(arguments[3]))
     artifact = tiny.artifact("/nowhere", "translation")
     artifact.manifest.facts["threads"] = named
     open_runner(artifact, given)

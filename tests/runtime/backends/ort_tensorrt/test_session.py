@@ -79,7 +79,7 @@ def test_providers_come_in_order_with_caches_in_the_users_folder(
     open_session(TENSORRT, graph, told(graph, trt_timing_cache_enable="True"))
     ((path, [(name, options), *others], fallback),) = asked
     assert (path, name, fallback) == (str(graph), TENSORRT.name, 0)
-    assert others == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert others == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
     folder = Path(options["trt_engine_cache_path"])
     assert folder.parent == tmp_path / "cache" / "smelt" / "ort-tensorrt"
     assert (folder / "made_for.json").is_file()

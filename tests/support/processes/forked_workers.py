@@ -44,7 +44,7 @@ class Forked:
     def __init__(
         self, arguments: Sequence[str], stdin: int, stdout: int, stderr: IO[bytes], env: Mapping[str, str]
     ) -> None:
-        assert list(arguments[1:]) == ["-m", "smelt.evaluate.latency.worker"]
+        assert list(arguments[1:]) == ["-P", "-m", "smelt.evaluate.latency.worker"]
         (read, asks), (answers, write) = os.pipe(), os.pipe()
         self.pid = int(_server().ask({"start": dict(env)}, [read, write, stderr.fileno()]))
         os.close(read)

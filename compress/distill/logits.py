@@ -247,7 +247,8 @@ def _train(
     from smelt.compress.distill.objective import distill_objective, inner_of
     from smelt.compress.train.extension import Extension
 
-    told, warned = [], []
+    told: list[Any] = []
+    warned: list[list[str]] = []
     trainings = settings.trainings()
     inners = [inner_of(model, teacher, training, ctx.seed) for training in trainings]  # refuse before work
     for training, inner in zip(trainings, inners, strict=True):

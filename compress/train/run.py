@@ -146,7 +146,7 @@ def train(
         stage=stage,
         extension=extension,
     )
-    if ctx.facts["training"]["kept_step"]:
+    if ctx.facts.get("training", {}).get("kept_step", 1):
         take_training(model)
     if adapters is not None:
         adapters.settle()

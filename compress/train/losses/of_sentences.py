@@ -71,6 +71,6 @@ def similarity_loss(vectors: Tensor, teacher: Tensor) -> Tensor:
 
 def _cosines(vectors: Tensor) -> Tensor:
     """Return the cosines of all with all, [T, T]."""
-    directions = F.normalize(vectors.float(), dim=1)
+    directions = F.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=1)
     with torch.autocast(vectors.device.type, enabled=False):  # or the product would be bfloat16
         return directions @ directions.t()

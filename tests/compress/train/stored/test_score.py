@@ -12,7 +12,7 @@ import smelt
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
-from smelt.compress.quantize.through_codes import load_trainable, settle
+from smelt.compress.quantize.through_codes import load_trainable, settle, take_training
 from smelt.compress.train.stored.score import CheckpointScore
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
@@ -121,6 +121,7 @@ def test_a_model_that_trains_through_codes_is_scored_with_its_codes_and_trains_o
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    take_training(model)
     settle(model, ctx)
     assert ctx.facts["codes_changed"] > 0.5, "the layers of before were filled while the model was scored"
     save_model(model, edits, ctx.out, source.path)

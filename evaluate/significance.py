@@ -9,6 +9,7 @@ Shapes: n = examples, K = summands per example, R = resamples.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import Any, TypedDict
@@ -36,7 +37,7 @@ _MEANS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "rel
 _LIMITS = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
     ("agreement", "pearson", "spearman"), (-100.0, 100.0)
 )
-_UNLIMITED = frozenset({*WINDOW_METRICS, "mse"})
+_UNLIMITED = frozenset({*WINDOW_METRICS, "mse", "relative_error"})
 _ALIKE = 1e-9  # points; a bootstrap interval that is no wider is a point
 
 
@@ -90,17 +91,20 @@ def interval_of(statistics: Statistics, confidence: float = 0.95) -> Interval | 
 def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
 
-    Where all resamples are equal (each output is perfect, or none is), the interval is as wide as the share
-    of other examples that n equal ones leave possible: Wilson's of 0 out of n.
+    Where fewer examples than `fewest` differ from the most frequent one, a bootstrap is a point or nearly so:
+    the interval is then at least as wide as the share of such examples may be (Wilson's upper end) times the
+    metric's range. None of a point where the metric has no range.
     None of fewer examples than `fewest`, whose resamples are too alike: of one they are all the same.
     """
     n, metric = len(statistics.rows), statistics.metric
     if n < fewest(metric, confidence):
         return None
     low, high = _middle(_resampled(statistics), confidence)
-    if high - low > _ALIKE:
+    point = high - low <= _ALIKE
+    [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
+    if not point and (metric in _UNLIMITED or n - equal >= fewest(metric, confidence)):
         return low, high
-    return _widened((low, high), 0, n, metric, confidence, _LIMITS[metric])
+    return _widened((low, high), 0 if point else n - equal, n, metric, confidence, _LIMITS[metric])
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.core.errors import RunError
+
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
 # What an encoder's graph calls its output: a classifier's scores, or the vectors of texts.
@@ -27,3 +29,16 @@ class Batch:
     input_ids: Tokens
     attention_mask: Tokens
     token_type_ids: Tokens | None = None
+
+
+def finite_outputs(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return `outputs`, [n, ...], if all of them are numbers."""
+    wrong = np.flatnonzero(~np.isfinite(outputs).all(axis=1))
+    if not len(wrong):
+        return outputs
+    raise RunError(
+        f"The model's outputs are NaN or infinite for {len(wrong):,} of {len(outputs):,} examples (the first"
+        f" is example {wrong[0] + 1}). A weight is not finite, or a value exceeds the range of its type."
+        " Check the step that made the model; where it has a dtype, fp32 has the widest range.",
+        code="non-finite-outputs",
+    )

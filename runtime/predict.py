@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.data import Example
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
 from smelt.families.registry import find_family, reads_images
-from smelt.runtime.batch import Batch
+from smelt.runtime.batch import Batch, finite_outputs
 from smelt.runtime.causal import is_causal
 from smelt.runtime.generate.loop import generate_best
 from smelt.runtime.generate.prompts import Cut, continue_texts
@@ -180,7 +180,7 @@ def sentence_vectors(
     Raises:
         RunError: `non-finite-outputs`.
     """
-    return _finite(_forward(runner, texts, None, batch_size, progress, cut))
+    return finite_outputs(_forward(runner, texts, None, batch_size, progress, cut))
 
 
 def class_logits(
@@ -199,22 +199,9 @@ def class_logits(
     """
     if reads_images(runner.config):
         names = [f"row {e.row}" if e.row else e.text for e in examples]
-        return _finite(image_logits(runner, [e.text for e in examples], batch_size, progress, names))
+        return image_logits(runner, [e.text for e in examples], batch_size, progress, names)
     texts, pairs = [e.text for e in examples], [e.text_pair for e in examples]
-    return _finite(_forward(runner, texts, pairs, batch_size, progress, cut))
-
-
-def _finite(outputs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `outputs`, [n, ...], if all of them are numbers."""
-    wrong = np.flatnonzero(~np.isfinite(outputs).all(axis=1))
-    if not len(wrong):
-        return outputs
-    raise RunError(
-        f"The model's outputs are NaN or infinite for {len(wrong):,} of {len(outputs):,} examples (the first"
-        f" is example {wrong[0] + 1}). A weight is not finite, or a value exceeds the range of its type."
-        " Check the step that made the model; where it has a dtype, fp32 has the widest range.",
-        code="non-finite-outputs",
-    )
+    return finite_outputs(_forward(runner, texts, pairs, batch_size, progress, cut))
 
 
 def _forward(

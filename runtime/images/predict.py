@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError
 from smelt.core.rows.images import FORMATS, image_bytes, require_image
 from smelt.core.stage import Progress, silent
+from smelt.runtime.batch import finite_outputs
 from smelt.runtime.images.batch import ImageBatch
 from smelt.runtime.images.processor import ImageProcessor, Pixels
 
@@ -43,6 +44,7 @@ def image_logits(
 
     Raises:
         InputError: an image cannot be read, or images of one batch have different sizes.
+        RunError: `non-finite-outputs`.
     """
     found: list[NDArray[np.float32]] = []
     for at in range(0, len(images), batch_size):
@@ -52,7 +54,7 @@ def image_logits(
         progress(part.stop, len(images), "images")
     if not found:
         raise InputError("No images to run the model on.")
-    return np.concatenate(found)
+    return finite_outputs(np.concatenate(found))
 
 
 def pack_images(images: Sequence[Picture], processor: ImageProcessor, names: Sequence[str]) -> ImageBatch:

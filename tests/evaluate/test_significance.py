@@ -308,3 +308,23 @@ def test_no_changed_prediction_of_few_examples_does_not_show_that_nothing_was_lo
     z2 = norm.ppf(0.975) ** 2
     assert compare(few, few)["ci95"] == pytest.approx([-100 * z2 / (30 + z2), 100 * z2 / (30 + z2)])
     assert difference_interval(many, many)[1] == pytest.approx(0.13, abs=0.01)
+
+
+def means(metric, values):
+    return statistics("bleu", GOOD).model_copy(update={"metric": metric, "rows": [[v] for v in values]})
+
+
+def test_an_error_has_no_greatest_value_so_equal_ones_have_no_interval():
+    """Eight rows of 500 % once gave (467.6, 100.0), of which a gate judged the 100."""
+    assert interval_of(means("relative_error", [5.0] * 8)) is None
+    low, high = interval_of(means("relative_error", [4.0, 5.0] * 4))
+    assert 400 <= low < 450 < high <= 500
+
+
+@pytest.mark.parametrize("other", [0, 1, 3, 5])
+def test_an_interval_of_nearly_equal_values_is_as_wide_as_what_was_not_seen(other):
+    """One row of another value must not make eight rows certain: Wilson's upper end of k in 8."""
+    low, high = interval_of(means("rouge1", [1.0] * (8 - other) + [0.99] * other))
+    value = 100 - other / 8
+    assert low <= value - wilson_interval(min(other, 8 - other), 8)[1] + 1
+    assert value <= high <= 100

@@ -1,5 +1,6 @@
 """Outputs that are not numbers are an error: argmax of NaN is class 0, and a cosine with it is no number."""
 
+import images
 import numpy as np
 import pytest
 import tiny
@@ -8,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from smelt.core.data import Example
 from smelt.core.errors import RunError
 from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.images.predict import image_logits
 from smelt.runtime.predict import class_logits, sentence_vectors
 
 
@@ -33,4 +35,15 @@ def test_vectors_that_are_not_finite_are_refused(monkeypatch, value):
     monkeypatch.setattr("smelt.runtime.predict._forward", lambda *arguments: found)
     with pytest.raises(RunError) as error:
         sentence_vectors(None, ["a", "b"])
+    assert error.value.code == "non-finite-outputs"
+
+
+def test_images_with_nan_logits_are_refused_by_whoever_asks(tmp_path):
+    """`smelt.load(...).classify` asks for the logits itself."""
+    folder = images.model(tmp_path / "model", "vit")
+    weights = load_file(folder / "model.safetensors")
+    weights["classifier.weight"][0, 0] = np.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with open_folder(folder, "torch", None) as runner, pytest.raises(RunError) as error:
+        image_logits(runner, [images.picture(0)])
     assert error.value.code == "non-finite-outputs"

@@ -209,3 +209,12 @@ def test_a_score_whose_interval_crosses_the_limit_is_undecided():
     assert judge(gate("accuracy", "min", low), step(), EVIDENCE)["undecided"] is False
     assert judge(gate("accuracy", "min", (low + value) / 2), step(), EVIDENCE)["undecided"] is True
     assert judge(gate("accuracy", "min", (low + value) / 2, 0.95), step(), EVIDENCE)["undecided"] is False
+
+
+def test_an_error_beyond_its_limit_never_passes_with_confidence():
+    same = OF_OWN.model_copy(update={"metric": "relative_error", "rows": [[5.0]] * 8})
+    score = {"value": 500.0, "ci95": None, "higher_is_better": False, "n": 8}
+    told = step(quality={"relative_error": score}, against_baseline={})
+    evidence = Evidence({"relative_error": same.dump()}, {"relative_error": same.dump()})
+    assert judge(gate("relative_error", "max", 120.0, 0.95), told, evidence)["passed"] is False
+    assert judge(gate("relative_error", "max", 600.0, 0.95), told, evidence)["passed"] is None

@@ -32,15 +32,20 @@ def headline(report: Report) -> Headline:
     named. It may be where any of its rounds, disturbed or not, reached the interval of the fastest other.
     """
     trial, sizes = _trial(report), view.batch_sizes(report)
-    timed = [
-        (step, row)
+    done = [
+        step
         for step in report.steps
         if step.status in ("done", "cached") and step.name != report.baseline and step.deployable is not False
+    ]
+    timed = [
+        (step, row)
+        for step in done
         if (row := step.at(sizes[0]) if sizes else None) and row.speedup is not None
     ]
+    scored = [step for step in done if step.quality]
+    if scored and all(_at_chance(step) for step in scored):
+        return Headline(trial, withheld=_only_chance(scored[0]))
     able = [(step, row) for step, row in timed if not _at_chance(step)]
-    if timed and not able:
-        return Headline(trial, withheld=_only_chance(timed[0][0]))
     fit = [(step, row) for step, row in able if all(gate.passed is not False for gate in step.gates)]
     if not fit:
         return Headline(trial, withheld="No step keeps all its gates." if timed else None)

@@ -20,7 +20,14 @@ from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES, find_family
 from smelt.look.codes import codes_problems
 from smelt.look.model_files import damaged_tensor, misfits
-from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, has_weights, read_header
+from smelt.runtime.models.weight_files import (
+    INDEX,
+    WEIGHTS,
+    find_weights,
+    has_weights,
+    oversized,
+    read_header,
+)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -106,6 +113,8 @@ def check_model_folder(
     problems += check_tokenizer(folder, kind) if texts else []
     if problems:
         return problems, []
+    if (wrong := oversized(folder, config)) is not None:
+        return [wrong], []
     problems, advice = misfits(folder, config)
     return problems, [
         *advice,

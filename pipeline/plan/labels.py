@@ -13,8 +13,9 @@ from smelt.core.data import CLASSIFICATION, Split
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
 from smelt.look.model_folder import read_config, read_config_file
-from smelt.plan.untrained import read_outline
+from smelt.plan.untrained import config_file, read_outline
 from smelt.recipe.errors import Mistakes, touches
+from smelt.recipe.inputs import Untrained
 from smelt.recipe.problem import (
     METRICS_OF,
     gate_mistakes,
@@ -43,9 +44,15 @@ def check_classifier(
         The recipe, its metrics filled in where it names none; the problem type, None where the run
         has to find it out.
     """
-    if recipe.task not in CLASSIFICATION or touches(bad, "task", "model") or folder is None:
+    untrained = recipe.model if isinstance(recipe.model, Untrained) else None
+    here = folder is not None or untrained is not None
+    if recipe.task not in CLASSIFICATION or touches(bad, "task", "model") or not here:
         return recipe, None
-    config, problems = read_config(folder)
+    if untrained is not None:
+        config, problems = read_outline(config_file(untrained, recipe.base))
+    else:
+        assert folder is not None
+        config, problems = read_config(folder)
     if problems:
         return recipe, None
     whole = set(splits) == set(recipe.data.splits())
@@ -54,7 +61,7 @@ def check_classifier(
     try:
         problem = problem_of(config, splits)
     except InputError as error:
-        mistakes.add(("model",), f"{folder}: {error}")
+        mistakes.add(("model",), f"{folder or recipe.model}: {error}")
         return recipe, None
     for name, text in label_mistakes(config, splits, problem):
         mistakes.add(("data", name), text)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smelt.core.errors import InputError
+from smelt.core.files import read_json
 from smelt.core.stage import StoredDtype
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.layers.quantized import matrix_types
@@ -23,7 +24,7 @@ from smelt.runtime.models.quiet import quiet
 from smelt.runtime.models.sentence_model import as_bare_encoder, is_sentence_model
 from smelt.runtime.models.stored_dtype import config_type, narrowed, stored_types
 from smelt.runtime.models.structure import Edit, with_masks, write_edits
-from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights
+from smelt.runtime.models.weight_files import INDEX, WEIGHTS, find_weights, oversized
 from smelt.runtime.text.rules import apply_text_rules, read_text_rules
 from smelt.runtime.text.sentence_files import FILES, MODULES, SETTINGS
 
@@ -64,6 +65,8 @@ def load_model(folder: Path) -> tuple[Any, list[Edit]]:
     Raises:
         InputError: weights are missing, damaged, or do not fit the config and the edits.
     """
+    if (wrong := oversized(folder, read_json(folder / "config.json"))) is not None:
+        raise InputError(wrong, code="config-exceeds-weights")
     model, edits = empty_model(folder)
     fill(model, turned(model, with_prefix(model, read_tensors(folder))), folder)
     model.eval()

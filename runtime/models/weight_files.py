@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,38 @@ def weight_tensors(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
 def values_in(entry: Mapping[str, Any]) -> int:
     """Return how many values the tensor of a header's entry has."""
     return math.prod(entry["shape"])
+
+
+# Names of sizes in the configs of transformers; every one but the first kind is an axis of some tensor.
+_COUNTS = re.compile(r"(n|num)(_hidden|_encoder|_decoder)?_layers?|(encoder|decoder)_layers")
+_SIZES = re.compile(
+    r".*(vocab|hidden|intermediate|embedding)_size|d_model|d_ff|d_kv|n_embd|n_inner|.*_ffn_dim|dim"
+)
+_PACKED = 32  # quantized weights that one stored value may hold
+_SHARED = 16  # layers for each stored tensor: layers that share their weights are stored once
+
+
+def oversized(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return which size of the config the stored tensors cannot fill; None where they can.
+
+    Only headers are read. Otherwise a model of such a config would be built, and take minutes and all memory,
+    before its weights are missed.
+
+    Raises:
+        InputError: there are no weights, or a file of them is missing, damaged or incomplete.
+    """
+    tensors = values = 0
+    for _, _, entry in weight_tensors(folder):
+        tensors += 1
+        values += math.prod(entry["shape"])
+    for name, size in config.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            continue
+        most, of = (_SHARED * tensors, "tensors") if _COUNTS.fullmatch(name) else (_PACKED * values, "values")
+        if (of == "tensors" or _SIZES.fullmatch(name)) and size > most:
+            stored = tensors if of == "tensors" else values
+            return f"{folder / 'config.json'}: {name} is {size:,}, and the weights have only {stored:,} {of}."
+    return None
 
 
 def read_header(path: Path) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 import json
 
+import harness
 import tiny
-from click.testing import CliRunner
-
-from smelt.cli import main
 
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT |= {"intermediate_size": 64, "max_position_embeddings": 32}
@@ -26,10 +24,7 @@ task: text-classification
 def run(home, text, out="run", *more):
     """Run the recipe `text` in `home`; return the steps of its report by name, the report itself as ''."""
     (home / "recipe.yaml").write_text(text)
-    arguments = ["run", str(home / "recipe.yaml"), "--out", str(home / out), "--quiet", *more]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code == 0, result.output
+    harness.smelt("run", home / "recipe.yaml", "--out", home / out, "--quiet", *more, code=0)
     report = json.loads((home / out / "report.json").read_text())
     return {step["name"]: step for step in report["steps"]} | {"": report}
 

@@ -136,3 +136,16 @@ def test_nothing_timed_gives_no_headline(report):
     report["frontier"] = []
     assert lines(validate_report(report)) == []
     assert table(report).startswith("step ")
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_of_steps_that_are_all_at_chance_none_is_named_and_the_reason_is_said(report, timed):
+    for step in report["steps"]:
+        for score in step["quality"].values():
+            score["chance"] = score["value"]
+        if not timed:
+            step["latency"] = []
+    found = _headline(report)
+    assert found.pick is None
+    assert found.withheld is not None
+    assert all(_everywhere(report, found.withheld))

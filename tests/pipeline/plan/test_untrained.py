@@ -135,3 +135,14 @@ def test_an_encoder_that_was_fetched_is_noticed_when_the_stage_begins(bare, monk
         "the classifier of the teacher 'model' is random; name a trained step: teacher: tuned"
         in step["error"]
     )
+
+
+def test_labels_that_train_never_has_are_known_by_the_plan(home):
+    rows = [json.loads(line) for line in (home / "data.jsonl").read_text().splitlines()]
+    other = [row | {"label": "positive"} for row in rows]
+    (home / "other.jsonl").write_text("\n".join(map(json.dumps, other)))
+    (home / "recipe.yaml").write_text(CLASSIFIER.replace("test: data.jsonl", "test: other.jsonl"))
+    with pytest.raises(InputError) as error:
+        load_plan(home / "recipe.yaml")
+    assert "data.test" in str(error.value)
+    assert "'positive'" in str(error.value)

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.core.errors import InputError
+from smelt.look.model_folder import check_model_folder
+from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.weight_files import (
     find_weights,
     has_weights,
@@ -203,3 +205,23 @@ def test_the_files_are_chosen_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10_000_000},
+        {"hidden_size": 2**40},
+        {"vocab_size": 10**12},
+        {"intermediate_size": 10**10},
+    ],
+)
+def test_sizes_that_the_stored_tensors_cannot_fill_are_refused_before_a_model_is_made(folder, change):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError) as error:
+        load_model(folder)
+    assert error.value.code == "config-exceeds-weights"
+    problems, _ = check_model_folder(folder, "text-classification")
+    assert len(problems) == 1
+    assert next(iter(change)) in problems[0]

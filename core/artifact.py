@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
-from smelt.core.files import sha256_of
+from smelt.core.files import load_json, sha256_of
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
@@ -189,42 +188,36 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")
-        manifest = Manifest.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        manifest = Manifest.model_validate(load_json(file))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file}: not a manifest that this version of smelt reads: {error}") from error
     for name in manifest.files:
         if not _is_inside(name):
             raise InputError(f"{file}: the file name {name!r} leads out of the artifact.")
-        if PurePosixPath(name).suffix.lower() in EXECUTABLE:
+        if not is_known_kind(name):
             raise InputError(
-                f"{file}: lists {name!r}, which could be executed. An artifact holds weights, graphs,"
-                " tokenizers and settings alone: remove the file, or do not use this artifact.",
-                code="executable-file",
+                f"{file}: lists {name[:200]!r}, which is no weight, graph, tokenizer or setting and might be"
+                " executed. Remove the file, or do not use this artifact.",
+                code="unknown-file",
             )
     return manifest
 
 
-# What an interpreter, a loader or an unpickler would run; no stage writes any of it.
-EXECUTABLE = frozenset(
-    (
-        *(
-            ".py",
-            ".pyc",
-            ".pyo",
-            ".pyd",
-            ".pyw",
-            ".pyz",
-            ".pth",
-            ".pkl",
-            ".pickle",
-            ".pt",
-            ".ckpt",
-            ".joblib",
-        ),
-        *(".so", ".dll", ".dylib", ".exe", ".com", ".bat", ".cmd", ".ps1", ".sh", ".bash"),
-        *(".js", ".mjs", ".cjs", ".jar", ".class", ".wasm"),
-    )
+# The kinds of files that stages write. Anything else (a script, a library, a pickle, a link for a shell)
+# might be executed by what opens the artifact, or by what it is packaged for.
+_KINDS = frozenset(
+    {".json", ".safetensors", ".onnx", ".onnx_data", ".data", ".plan", ".spm", ".model", ".jinja"}
 )
+_TEXTS = frozenset({"vocab.txt", "merges.txt"})  # of tokenizers; others may be a requirements.txt
+_NAME = re.compile(r"[^\x00-\x1f\x7f<>:\"|?*\\]+(?<![ .])")  # names that mean the same on every system
+
+
+def is_known_kind(name: str) -> bool:
+    """Say whether a file of this name, relative to an artifact's folder, is of a kind that stages write."""
+    path = PurePosixPath(name)
+    if not all(map(_NAME.fullmatch, path.parts)):
+        return False
+    return path.suffix.lower() in _KINDS or path.name in _TEXTS
 
 
 def _is_inside(name: str) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+_LINE, _LINES = 2_000, 200  # characters and lines of a message
+
 
 class SmeltError(Exception):
     """Base of all errors that smelt explains to the user.
@@ -22,8 +24,15 @@ class SmeltError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, *message: object, code: str = "") -> None:
-        super().__init__(*message)
+        super().__init__(*(_short(part) if isinstance(part, str) else part for part in message))
         self.code = code
+
+
+def _short(message: str) -> str:
+    """Return `message` without the middle of lines that repeat more of an input than anybody reads."""
+    lines = message.split("\n")
+    cut = [x if len(x) <= _LINE else f"{x[: _LINE // 2]} [...] {x[-_LINE // 4 :]}" for x in lines[:_LINES]]
+    return "\n".join([*cut, f"... and {len(lines) - _LINES:,} more lines"] if len(lines) > _LINES else cut)
 
 
 class InputError(SmeltError):

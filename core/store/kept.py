@@ -6,7 +6,6 @@ hash of each. Complete or absent; what is damaged is taken for absent, because i
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from smelt.core.artifact import FileRecord
-from smelt.core.files import flush, follow_umask, sha256_of, size_of, write_json
+from smelt.core.files import flush, follow_umask, load_json, sha256_of, size_of, write_json
 from smelt.core.store.store import Store
 
 NOTE = "kept.json"
@@ -113,7 +112,7 @@ def _note(path: Path) -> Note | None:
     try:
         if path.stat().st_size > _MAX_NOTE_BYTES:
             return None
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = load_json(path)
         note = Note.model_validate(value)
     except (OSError, ValueError, RecursionError):
         return None

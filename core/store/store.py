@@ -9,7 +9,6 @@ written in place: a folder is made under `tmp`, flushed, then renamed.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import shutil
@@ -23,6 +22,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import (
     flush,
     follow_umask,
+    load_json,
     seconds_since_written,
     sha256_of,
     unfinished_in,
@@ -205,7 +205,7 @@ def _file_states(artifact: Artifact) -> dict[str, list[int]]:
 def _read_object(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in `path`; None where there is none, or one that was cut short."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

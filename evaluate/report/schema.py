@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from smelt.core.errors import InputError
 from smelt.evaluate import frontier
@@ -219,6 +227,9 @@ class Step(_Part):
         return next((entry for entry in self.latency if entry.batch_size == batch_size), None)
 
 
+ENTRY_KEYS = ("name", "from", "optional")  # of a recipe's step, beside its stage
+
+
 class Report(_Part):
     """A whole report.json, version 1."""
 
@@ -231,6 +242,21 @@ class Report(_Part):
     warnings: list[str] = Field(default_factory=list)
     steps: list[Step]
     frontier: list[str] = Field(default_factory=list)
+
+    @field_validator("recipe")
+    @classmethod
+    def _check_recipe(cls, recipe: dict[str, Any]) -> dict[str, Any]:
+        """Require of the recipe's parts, which pages and packages read, that they are of their kinds."""
+        for name, kind in (("score", dict), ("data", dict), ("stages", list)):
+            if not isinstance(recipe.get(name) or kind(), kind):
+                raise ValueError(f"'{name}' must be a {kind.__name__}")
+        if not isinstance((recipe.get("score") or {}).get("generation") or {}, dict):
+            raise ValueError("'score.generation' must be a dict")
+        for entry in recipe.get("stages") or ():
+            inside = [v for k, v in entry.items() if k not in ENTRY_KEYS] if isinstance(entry, dict) else []
+            if not isinstance(entry, str | dict) or not all(isinstance(v or {}, dict) for v in inside):
+                raise ValueError("'stages' must hold names, or settings by name")
+        return recipe
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

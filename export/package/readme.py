@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,18 +11,35 @@ from typing import Any
 
 from smelt.core.artifact import SUMS, Artifact
 from smelt.core.files import size_of
+from smelt.core.text import printable
 from smelt.export.package.form import Form, HowTo, Origin
 
 _WIDTH = 110
 _LONGEST = 60  # characters of a setting's value
+# What Markdown and HTML read otherwise than it stands there.
+_MARKS = re.compile(r"[\\`*<>|~#&]|\](?=[(\[:])")
+
+
+def plain(text: str) -> str:
+    """Return `text`, which a stranger may have chosen, as Markdown shows it: one line without markup."""
+    line = " ".join(printable(text).split())
+    return _MARKS.sub(lambda mark: f"&#{ord(mark[0])};" if mark[0] in "<>&|" else f"\\{mark[0]}", line)
+
+
+def code(text: str) -> str:
+    """Return `text` as Markdown's code, outside of tables."""
+    line = " ".join(printable(text).split()) or " "
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"
 
 
 def readme(form: Form, artifact: Artifact, origin: Origin, how: HowTo, folder: Path, name: str) -> str:
     """Return the text of README.md for the package in `folder`, which will be called `name`."""
-    parts = [f"# {name}", _what(form, artifact, origin), _steps(origin), _scores(origin)]
+    parts = [f"# {plain(name)}", _what(form, artifact, origin), _steps(origin), _scores(origin)]
     parts += [_sizes(artifact, folder), _loading(how), _notes(how)]
+    licence = plain(origin.licence or "not stated")
     parts += [
-        f"## Licence\n\nLicence of the model that this was made from: {origin.licence or 'not stated'}.",
+        f"## Licence\n\nLicence of the model that this was made from: {licence}.",
         f"## Files\n\n`{SUMS}` has the SHA-256 of every file: `sha256sum -c {SUMS}` compares them.",
     ]
     front = f"---\n{how.front.strip()}\n---\n\n" if how.front else ""
@@ -30,13 +48,15 @@ def readme(form: Form, artifact: Artifact, origin: Origin, how: HowTo, folder: P
 
 def _what(form: Form, artifact: Artifact, origin: Origin) -> str:
     facts = artifact.manifest.facts
-    words = f"A model for {artifact.manifest.task}, packaged by smelt as `{form.name}`: {form.summary}."
-    lines = ["| | |", "|---|---|", f"| made from | {origin.model or 'not known here'} |"]
-    lines += [f"| run | {origin.run} |"] if origin.run else []
-    target = f", exported for {facts['target']}" if facts.get("target") else ""
+    words = (
+        f"A model for {plain(artifact.manifest.task)}, packaged by smelt as `{form.name}`: {form.summary}."
+    )
+    lines = ["| | |", "|---|---|", f"| made from | {plain(origin.model or 'not known here')} |"]
+    lines += [f"| run | {plain(origin.run)} |"] if origin.run else []
+    target = f", exported for {plain(str(facts['target']))}" if facts.get("target") else ""
     lines += [f"| format | {artifact.format}{target} |"]
     lines += [f"| parameters | {facts['parameters']:,} |"] if facts.get("parameters") else []
-    lines += [f"| artifact | `{artifact.key}` |"]
+    lines += [f"| artifact | {code(artifact.key)} |"]
     return f"{words}\n\n" + "\n".join(lines)
 
 
@@ -44,13 +64,13 @@ def _steps(origin: Origin) -> str:
     if not origin.steps:
         return ""
     lines = ["## What was done to it", "", "| step | stage | settings |", "|---|---|---|"]
-    lines += [f"| {step.name} | {step.stage} | {_settings(step.settings)} |" for step in origin.steps]
+    lines += [f"| {plain(s.name)} | {plain(s.stage)} | {_settings(s.settings)} |" for s in origin.steps]
     return "\n".join(lines)
 
 
 def _settings(values: Mapping[str, Any]) -> str:
     shown = (textwrap.shorten(json.dumps(v, ensure_ascii=False), _LONGEST) for v in values.values())
-    return ", ".join(f"{k}: {v}" for k, v in zip(values, shown, strict=True)).replace("|", "\\|") or "–"
+    return ", ".join(f"{plain(k)}: {plain(v)}" for k, v in zip(values, shown, strict=True)) or "–"
 
 
 def _scores(origin: Origin) -> str:
@@ -63,9 +83,12 @@ def _scores(origin: Origin) -> str:
         "| metric | value [95 % interval] | n | the untouched model |",
         "|---|---|---|---|",
     ]
-    lines += [f"| {s.metric} | {s.text} | {s.n:,} | {s.baseline or '–'} |" for s in origin.scores]
-    lines += ["", *(f"- {s.metric}: `{s.signature}`" for s in origin.scores)]
-    lines += ["", *(f"- {line}" for line in origin.times)] if origin.times else []
+    lines += [
+        f"| {plain(s.metric)} | {plain(s.text)} | {s.n:,} | {plain(s.baseline or '–')} |"
+        for s in origin.scores
+    ]
+    lines += ["", *(f"- {plain(s.metric)}: {code(s.signature)}" for s in origin.scores)]
+    lines += ["", *(f"- {plain(line)}" for line in origin.times)] if origin.times else []
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from smelt.core.data import IMAGES, TEXT_TO_TEXT, Example, Task, texts_read
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 from smelt.core.stage import Context
 from smelt.export.tensorrt.profile import Range, causal_ranges, input_range, past_range
 from smelt.export.tensorrt.settings import TensorrtSettings
@@ -32,7 +33,7 @@ def profile_ranges(
     """
     from smelt.runtime.text.limits import position_limit
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = load_json(folder / "config.json")
     limit = position_limit(config)
     parts = settings.each_profile()
     if ctx.task == IMAGES:

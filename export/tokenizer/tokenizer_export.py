@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.data import Example, Split
+from smelt.core.files import load_json
 from smelt.export.tokenizer.awkward_texts import AWKWARD
 from smelt.runtime.text.hub_tokenizer import HubTokenizer
 from smelt.runtime.text.limits import NO_LIMIT
@@ -108,7 +109,7 @@ def write_backend(hub: Any, path: Path) -> None:
     backend = Tokenizer.from_str(hub.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    said = load_json(path) if path.is_file() else None
     if said != json.loads(backend.to_str()):
         backend.save(str(path))
 

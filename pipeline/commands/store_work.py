@@ -12,7 +12,7 @@ from typing import Any
 
 from smelt.core.artifact import MANIFEST, read_manifest, strangers
 from smelt.core.errors import InputError
-from smelt.core.files import sha256_of, size_of
+from smelt.core.files import load_json, sha256_of, size_of
 from smelt.core.store.kept import KeptFiles, all_kept, remove_kept
 from smelt.core.store.store import Store
 from smelt.core.store.unfinished import all_unfinished
@@ -241,7 +241,7 @@ def _is_orphan(path: Path, staying: set[str]) -> bool:
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

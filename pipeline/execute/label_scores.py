@@ -44,6 +44,10 @@ def score_classifier(
     return score_labels(metrics, predicted, wanted), [names[i] for i in predicted]
 
 
+# No name of a label moves a terminal's cursor or ends a line.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
 def answer(found: Prediction) -> str:
     """Return what `smelt predict` prints for a prediction.
 
@@ -55,4 +59,4 @@ def answer(found: Prediction) -> str:
         return f"{found.label:.4f}"
     names = [found.label] if isinstance(found.label, str) else list(found.label)
     chances = (f"{found.probabilities[name]:.3f}" for name in names)
-    return SEPARATOR.join(names) + "\t" + SEPARATOR.join(chances)
+    return SEPARATOR.join(name.translate(_CONTROLS) for name in names) + "\t" + SEPARATOR.join(chances)

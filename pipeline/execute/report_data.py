@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
+from smelt.core.files import load_json
 from smelt.execute.gate_verdicts import Evidence, judge
 
 if TYPE_CHECKING:
@@ -257,5 +257,5 @@ def _is_deployable(artifact: Artifact) -> bool:
     structure = artifact.path / "structure.json"
     if artifact.format != "torch" or not structure.is_file():
         return True
-    edits = json.loads(structure.read_text(encoding="utf-8"))["edits"]
+    edits = load_json(structure)["edits"]
     return all(edit["op"] != "quantize" for edit in edits)

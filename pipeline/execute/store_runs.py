@@ -7,13 +7,12 @@ works.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from smelt.core.files import hash_of, write_json
+from smelt.core.files import hash_of, load_json, write_json
 from smelt.core.store.locks import lock
 from smelt.core.store.presence import is_present, present
 from smelt.core.store.store import OWNER
@@ -71,7 +70,7 @@ def _note(store: Path, folder: Path) -> Path:
 
 def _folder_in(note: Path) -> Path | None:
     try:
-        value = json.loads(note.read_text(encoding="utf-8"))
+        value = load_json(note)
         return Path(value["folder"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 from smelt.runtime.models.coded.said import coding_of
 from smelt.runtime.schemes.registry import SCHEMES, TAKEN, defaults, refusal, unfit
 from smelt.runtime.schemes.scheme import TARGETS, Options
@@ -62,7 +62,7 @@ def coded_model(folder: Path, config: Mapping[str, Any]) -> CodedModel | None:
 def _quantized(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield scheme and options of each matrix that smelt has coded."""
     try:
-        edits = json.loads((folder / "structure.json").read_text(encoding="utf-8"))["edits"]
+        edits = load_json(folder / "structure.json")["edits"]
         coded = [edit for edit in edits if edit["op"] == "quantize"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # there is none; what is wrong with one says who loads the model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from smelt.core.artifact import MANIFEST
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES
@@ -138,7 +138,7 @@ def _choose(
 def _languages(folder: Path) -> tuple[str | None, str | None]:
     """Return the languages that the tokenizer was saved with (mBART's `src_lang` and `tgt_lang`)."""
     try:
-        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        said = load_json(folder / "tokenizer_config.json")
         found = [said.get(name) for name in ("src_lang", "tgt_lang")]
     except (OSError, ValueError, AttributeError, RecursionError):
         return None, None
@@ -163,7 +163,7 @@ def _weights(folder: Path, coded: CodedModel | None) -> tuple[int | None, str]:
     """Return how many values the weights hold, and the type of most of them; of an artifact as it says."""
     if coded is not None and (folder / MANIFEST).is_file():
         try:
-            facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["facts"]
+            facts = load_json(folder / MANIFEST)["facts"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             facts = {}
         told = facts.get("parameters") if isinstance(facts, dict) else None

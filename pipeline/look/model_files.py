@@ -7,12 +7,12 @@ shapes are compared when the model is loaded, before any stage works.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smelt.core.files import load_json
 from smelt.families.registry import FAMILIES, find_family
 from smelt.families.walk import is_word_table
 from smelt.runtime.models.weight_files import weight_tensors
@@ -139,7 +139,7 @@ def _highest_token(folder: Path, kind: str) -> tuple[int, int] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except ValueError as error:
         raise ValueError(f"{path.name}: broken JSON: {error}") from error
     if not isinstance(value, dict):

@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Task
 from smelt.core.errors import InputError, nearest
-from smelt.core.files import is_there, placed
+from smelt.core.files import is_there, load_json, placed
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import CLASSIFIERS
 from smelt.core.text import article
@@ -141,7 +141,7 @@ def unknown_family(kind: str, task: Task | None = None) -> str:
 
 def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
     """Say why the model of a config is no language model, if it is none."""
-    named = [str(name) for name in config.get("architectures") or []]
+    named: list[str] = config.get("architectures") or []
     if not config or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
         return []
     where = folder / "config.json"
@@ -150,7 +150,7 @@ def _no_language_model(config: dict[str, Any], folder: Path) -> list[str]:
 
 def _no_encoder(config: dict[str, Any], folder: Path) -> list[str]:
     """Say that the model of a config is a classifier, whose head no vector would show."""
-    named = [str(name) for name in config.get("architectures") or []]
+    named: list[str] = config.get("architectures") or []
     if not any(name.endswith("Classification") for name in named):
         return []
     return [
@@ -180,11 +180,14 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if beside else ""
         return {}, [f"{path}: no such file; expected a model's config.{near}"]
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = load_json(path)
     except (OSError, ValueError, RecursionError) as error:
         return {}, [f"{path}: broken JSON: {error}"]
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         return {}, [f"{path}: expected a JSON object with a model_type, as transformers writes it."]
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        return {}, [f"{path}: 'architectures' must be a list of names of classes, as transformers writes it."]
     return config, []
 
 
@@ -283,7 +286,7 @@ def _processor(folder: Path) -> list[str]:
 
 
 def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[str]:
-    named = [str(name) for name in config.get("architectures") or []]
+    named: list[str] = config.get("architectures") or []
     if task in CLASSIFICATION and named and not any(n.endswith(CLASSIFIERS) for n in named):
         advice = "; begin with a finetune step and take that as the baseline" if is_baseline else ""
         return [f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}."]

@@ -8,6 +8,7 @@ from typing import Any
 
 from smelt.core.data import SIMILARITY, TEXT_TO_TEXT
 from smelt.core.errors import InputError, nearest
+from smelt.core.files import load_json
 from smelt.core.text import article
 from smelt.families.family import Family
 from smelt.families.registry import find_family
@@ -94,7 +95,7 @@ def _check_code(code: str, folder: Path) -> None:
         InputError: tokenizer.json has no such token.
     """
     try:
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content = load_json(folder / "tokenizer.json")
         vocabulary = content["model"]["vocab"]  # a unigram model lists its pieces with their scores
         pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
         added = [token["content"] for token in content["added_tokens"]]
@@ -140,7 +141,7 @@ def _from_params(recipe: Recipe, config: dict[str, Any]) -> tuple[TextRules, lis
 def _config(folder: Path) -> dict[str, Any]:
     """Return config.json, or nothing where it cannot be read; other checks say why."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = load_json(folder / "config.json")
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -5,12 +5,12 @@ Said by the plan as far as model and data are at hand then, by the run for the r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import CLASSIFICATION, IMAGES, TENSORS, TEXT_TO_TEXT, Example, Split, Task
+from smelt.core.files import load_json
 from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
 from smelt.core.text import article
 from smelt.evaluate.metrics import WINDOW_METRICS
@@ -171,7 +171,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             try:
-                value = json.loads((folder / name).read_text(encoding="utf-8"))
+                value = load_json(folder / name)
             except (OSError, ValueError, RecursionError):
                 return {}
             return value if isinstance(value, dict) else {}

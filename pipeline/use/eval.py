@@ -66,6 +66,8 @@ def evaluate_artifact(
             hint = nearest(metric, METRICS[task])
             raise InputError(f"--metric {metric}: not a metric for {task}; there are {known}.{hint}")
     metrics = _of_classifier(artifact, metrics) if task in CLASSIFICATION else metrics
+    if tokenize is not None and "bleu" not in (metrics or DEFAULT_METRICS[task]):
+        raise InputError("--tokenize is for BLEU, which is not scored here: add --metric bleu.")
     if baseline is not None and task not in (SIMILARITY, TENSORS):
         raise InputError(
             f"--baseline is for {SIMILARITY} and {TENSORS}: only vectors and outputs are compared; this one"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, read_manifest
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 
 if TYPE_CHECKING:
     from smelt.evaluate.report.schema import Quality, Report
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _REPORT = "report.json"
 _ROOT = "model"
-_OF_STEPS = ("name", "from", "optional")  # keys of a recipe's step beside its stage
 
 
 def run_of(given: Path, artifact: Artifact) -> tuple[Path, str] | None:
@@ -62,7 +61,7 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
     if run is None:
         return Origin(licence=_licence(artifact.manifest.facts))
     try:
-        report = validate_report(json.loads((run / _REPORT).read_text(encoding="utf-8")))
+        report = validate_report(load_json(run / _REPORT))
     except (InputError, OSError, ValueError, RecursionError):
         return Origin(licence=_licence(artifact.manifest.facts))
     root = artifacts_of(run).get(_ROOT)
@@ -81,7 +80,7 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
 def _steps_in(run: Path) -> dict[str, str]:
     """Return the keys of a run's steps, as its report has them."""
     try:
-        report = json.loads((run / _REPORT).read_text(encoding="utf-8"))
+        report = load_json(run / _REPORT)
         return {str(step["name"]): str(step["key"]) for step in report["steps"] if step["artifact"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
@@ -108,9 +107,11 @@ def _steps(report: Report, step: str) -> list[Step]:
 
 def _said(report: Report, step: str) -> Mapping[str, Any]:
     """Return the settings of a step that the recipe names."""
+    from smelt.evaluate.report.schema import ENTRY_KEYS
+
     for said in report.recipe.get("stages") or ():
         entry = {said: {}} if isinstance(said, str) else said
-        word = next((key for key in entry if key not in _OF_STEPS), "")
+        word = next((key for key in entry if key not in ENTRY_KEYS), "")
         if entry.get("name", word) == step:
             return dict(entry[word] or {})
     return {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 from smelt.evaluate.report.schema import validate_report
 from smelt.evaluate.report.table import table
 from smelt.execute.run_result import write_report
@@ -21,7 +21,7 @@ def redraw_report(folder: Path) -> str:
     if not path.is_file():
         raise InputError(f"{path}: no such file. Give the folder of a run, such as runs/quickstart.")
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = load_json(path)
     except ValueError as error:
         raise InputError(f"{path}: broken JSON: {error}") from error
     validate_report(report)

@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of, take_rows
 from smelt.runtime.backends.device import Place, onnx_device
 from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
@@ -149,7 +149,13 @@ class OnnxBackend:
             if name in self._inputs[graph]
         }
         names = [output.name for output in session.get_outputs()]
-        return dict(zip(names, session.run(names, known), strict=True))
+        try:
+            found = session.run(names, known)
+        except Exception as error:  # onnxruntime's errors have no base of their own
+            raise RunError(
+                f"{self._folder / graph}.onnx: ONNX Runtime could not run it: {error}", code="graph-failed"
+            ) from error
+        return dict(zip(names, found, strict=True))
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> Held:
         """Run the graph that comes before, if there is one; bind what it leaves, and empty caches."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
-from smelt.core.files import sha256_of
+from smelt.core.files import load_json, sha256_of
 
 _SCHEMA = 1
 _AMPERE = 8  # major compute capability
@@ -95,7 +95,7 @@ def read_sidecar(plan: Path) -> Sidecar | None:
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = load_json(path)
         if said.pop("schema_version") != _SCHEMA:
             raise InputError(f"{path}: written by another version of smelt. {_BUILD}")
         return Sidecar(**said)

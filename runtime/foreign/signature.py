@@ -6,7 +6,6 @@ asked first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from smelt.core.errors import InputError, nearest
-from smelt.core.files import write_json
+from smelt.core.files import load_json, write_json
 from smelt.core.rows.arrays import Arrays, Shape
 
 FILE = "signature.json"
@@ -116,7 +115,7 @@ def read_signature(folder: Path) -> Signature:
     """
     path = folder / FILE
     try:
-        return Signature.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return Signature.model_validate(load_json(path))
     except (OSError, ValueError, ValidationError, RecursionError) as error:
         raise InputError(f"{path}: not what this version of smelt reads: {error}") from error
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from smelt.core.artifact import is_known_kind
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.core.stage import StoredDtype
@@ -153,12 +154,16 @@ def _distinct(model: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     return tensors, names
 
 
+def _is_tokenizers(path: Path) -> bool:
+    return path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER and is_known_kind(path.name)
+
+
 def copy_tokenizer(src: Path, out: Path) -> None:
     """Copy the files of `src` of its tokenizer, its shortlist, and those that say how it makes vectors."""
     if (src / SHORTLIST).is_file():
         shutil.copyfile(src / SHORTLIST, out / SHORTLIST)
     for path in sorted(src.iterdir()):
-        if path.is_file() and path.suffix in TOKENIZER_SUFFIXES and path.name not in _NOT_TOKENIZER:
+        if path.is_file() and _is_tokenizers(path):
             shutil.copyfile(path, out / path.name)
     for name in FILES:
         if (src / MODULES).is_file() and (src / name).is_file():

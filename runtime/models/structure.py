@@ -9,14 +9,13 @@ A mask is not stored: the zeros of the weight are the mask. It belongs to the mo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from smelt.core.errors import InputError
-from smelt.core.files import write_json
+from smelt.core.files import load_json, write_json
 
 Edit: TypeAlias = dict[str, Any]
 FILE = "structure.json"
@@ -68,7 +67,7 @@ def read_edits(folder: Path) -> list[Edit]:
     if not path.is_file():
         return []
     try:
-        edits = json.loads(path.read_text(encoding="utf-8"))["edits"]
+        edits = load_json(path)["edits"]
         if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
             raise TypeError("'edits' must be a list of objects")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -167,9 +168,7 @@ def _indexed(index: Path) -> WeightFiles:
         InputError: it is no index, or a file that it names is not beside it.
     """
     try:
-        places = {
-            str(k): str(v) for k, v in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
+        places = {str(k): str(v) for k, v in load_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: not an index of weights: {error}") from error
     if not places:
@@ -195,7 +194,7 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
 def _named_by_config(folder: Path) -> str | None:
     """Return the file that the config names as that of the weights, if it does."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = load_json(folder / "config.json")
     except (OSError, ValueError, RecursionError):
         return None  # said where the config is read
     named = config.get(NAMED) if isinstance(config, dict) else None

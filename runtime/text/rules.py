@@ -7,13 +7,13 @@ forced first token belongs to the generation config, where `generate` of transfo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from smelt.core.errors import InputError, nearest
+from smelt.core.files import load_json
 
 FILE = "text.json"
 
@@ -45,7 +45,7 @@ def read_text_rules(folder: Path) -> TextRules:
     if not path.is_file():
         return TextRules()
     try:
-        return TextRules.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return TextRules.model_validate(load_json(path))
     except (OSError, ValueError, ValidationError) as error:
         raise InputError(
             f"{path}: not the rules for texts that this version of smelt reads: {error}"

@@ -9,7 +9,6 @@ Source: github.com/huggingface/sentence-transformers 6.2, base/modules and sente
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
-from smelt.core.files import write_json
+from smelt.core.files import load_json, write_json
 
 MODULES = "modules.json"
 SETTINGS = "sentence_bert_config.json"
@@ -153,7 +152,7 @@ def _pooling(path: Path) -> Pooling:
 
 def _read(path: Path, kind: type) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, kind):

@@ -7,14 +7,13 @@ by transformers.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smelt.core.errors import InputError
-from smelt.core.files import write_json
+from smelt.core.files import load_json, write_json
 from smelt.runtime.text.limits import NO_LIMIT
 
 FILE = "tokenizing.json"
@@ -54,7 +53,7 @@ def read_tokenizing(folder: Path) -> Tokenizing:
     if not path.is_file():
         return Tokenizing(reader="transformers", reason=f"there is no {FILE} in this folder")
     try:
-        return Tokenizing.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return Tokenizing.model_validate(load_json(path))
     except (OSError, ValueError, ValidationError) as error:
         raise InputError(f"{path}: not what this version of smelt reads: {error}") from error
 

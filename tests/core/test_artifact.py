@@ -17,7 +17,7 @@ def made(tmp_path):
     with store.workspace() as space:
         out = space / "out"
         (out / "deep").mkdir(parents=True)
-        for name in ("model.safetensors", "config.json", "deep/tokenizer.json", ".hidden"):
+        for name in ("model.safetensors", "config.json", "deep/tokenizer.json", ".hidden.json"):
             (out / name).write_text(name)
         manifest = Manifest(
             key="ab" * 32,
@@ -130,8 +130,22 @@ def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["numpy.py", "inside/json.PY", "site.pth", "libcuda.so", "weights.pt"])
-def test_a_listed_file_that_could_be_executed_is_refused(made, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "numpy.py",
+            "inside/json.PY",
+            "site.pth",
+            "libcuda.so.1",
+            "weights.pt",
+            "pytorch_model.bin",
+            "x.whl",
+        ),
+        *("requirements.txt", "Dockerfile", "run", "a.py ", "a.json:b.py", "a.json.", "x\n.json"),
+    ],
+)
+def test_a_listed_file_of_a_kind_that_no_stage_writes_is_refused(made, name):
     path = made.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"x")
@@ -140,4 +154,4 @@ def test_a_listed_file_that_could_be_executed_is_refused(made, name):
     (made.path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(InputError) as error:
         read_artifact(made.path)
-    assert error.value.code == "executable-file"
+    assert error.value.code == "unknown-file"

@@ -18,7 +18,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = st.sampled_from(
-    ["w", "../w", "/etc/passwd", "", ".", "a/../../b", "x\0y", "a" * 300, "d", "\ud800", "C:\\x"]
+    ["w.json", "../w.json", "/etc/passwd", "", ".", "a/../../b", "x\0y", "a" * 300, "d", "\ud800", "C:\\x"]
 )
 RECORD = st.fixed_dictionaries({"sha256": st.text(max_size=5), "size_bytes": st.integers()}) | JSON
 FUZZ = settings(
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     store = Store(tmp_path_factory.mktemp("store"))
     with store.workspace() as space:
         (space / "out" / "d").mkdir(parents=True)
-        (space / "out" / "w").write_text("weights")
+        (space / "out" / "w.json").write_text("weights")
         manifest = Manifest(
             key=KEY,
             format="torch",
@@ -80,7 +80,7 @@ def test_odd_values_are_read_or_refused(folder, manifest, changes):
 def test_odd_files_are_read_or_refused_and_never_outside(folder, manifest, files):
     artifact = _read(folder, json.dumps(manifest | {"files": files}).encode())
     if artifact is not None:
-        assert set(artifact.manifest.files) <= {"w"}
+        assert set(artifact.manifest.files) <= {"w.json"}
 
 
 @FUZZ

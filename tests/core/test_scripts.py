@@ -55,6 +55,26 @@ def test_names_in_latin_letters_do_not_make_chinese_english():
     assert bleu_tokenizer(["The sign said 出口, which means exit, and we all left the building."]) == "13a"
 
 
+def test_each_reference_counts_once_however_long_it_is():
+    english = [" ".join(["The quick brown fox jumps over the lazy dog."] * 20)] * 3
+    assert bleu_tokenizer([*english, *CHINESE]) == "zh"
+    assert bleu_tokenizer([*english, *JAPANESE]) == "char"
+    assert bleu_tokenizer([*english * 10, CHINESE[0]]) == "13a"
+    with pytest.raises(InputError) as error:
+        bleu_tokenizer([*english, *CHINESE], "13a")
+    assert error.value.code == "bleu-tokenizer"
+
+
+def test_a_tokenizer_that_would_have_to_be_fetched_is_refused(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setattr("smelt.core.scripts._FLORES", tmp_path / "flores200sacrebleuspm")
+    with pytest.raises(InputError) as error:
+        bleu_tokenizer(GERMAN, "flores200")
+    assert error.value.code == "bleu-tokenizer"
+    (tmp_path / "flores200sacrebleuspm").touch()
+    assert bleu_tokenizer(GERMAN, "flores200") == "flores200"
+
+
 @pytest.mark.parametrize("tokenize", ["13a", "intl"])
 @pytest.mark.parametrize("texts", [CHINESE, JAPANESE, THAI, *OTHERS.values()])
 def test_a_tokenizer_that_cannot_split_is_refused(tokenize, texts):

@@ -94,11 +94,9 @@ def smelt(*arguments: Any, code: int | None = None, lines: str | None = None, bu
     from click.testing import CliRunner
 
     from smelt.cli import main
-    from smelt.core.child_process import SAFE_PATH
 
     __tracebackhide__ = True
-    # the command line sets this for its own process; afterwards it is as before
-    result = CliRunner(env={SAFE_PATH: None}).invoke(main, [*map(str, arguments)], input=lines)
+    result = CliRunner().invoke(main, [*map(str, arguments)], input=lines)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.output, result.output

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smelt.core.files import hash_of, write_atomically
+from smelt.core.files import hash_of, load_json, write_atomically
 
 NOTE = "made_for.json"
 _DIGITS = 16
@@ -52,7 +52,7 @@ def engine_cache(made_for: Mapping[str, Any]) -> Path | None:
 
 def _read(note: Path) -> Any:
     try:
-        return json.loads(note.read_text(encoding="utf-8"))
+        return load_json(note)
     except (OSError, ValueError):
         return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.files import load_json
 from smelt.runtime.backends.onnx_session import MAKE_AGAIN
 
 FILE = "provider.json"
@@ -60,7 +61,7 @@ def read_told(folder: Path, provider: str) -> dict[str, Told]:
     """
     path = folder / FILE
     try:
-        said: Any = json.loads(path.read_text(encoding="utf-8"))
+        said: Any = load_json(path)
         if said["schema_version"] != _SCHEMA:
             raise InputError(f"{path}: written by another version of smelt. {MAKE_AGAIN}")
         found = {

@@ -34,7 +34,7 @@ def _write(store, text="hello"):
         out = space / "out"
         (out / "deep").mkdir(parents=True)
         (out / "model.safetensors").write_text(text)
-        (out / "deep" / "b.txt").write_text("b")
+        (out / "deep" / "b.json").write_text("b")
         return store.commit(out, _manifest())
 
 
@@ -43,7 +43,7 @@ def test_commit_makes_an_artifact_whose_files_verify(tmp_path):
     made = _write(store)
     found = store.find(KEY)
     assert found == made
-    assert set(found.manifest.files) == {"model.safetensors", "deep/b.txt"}
+    assert set(found.manifest.files) == {"model.safetensors", "deep/b.json"}
     assert found.size_bytes == 5
     found.verify()
     assert not list((tmp_path / "tmp").iterdir())
@@ -188,7 +188,7 @@ def test_remove_forgets(tmp_path):
 def test_a_manifest_that_points_outside_is_refused(tmp_path):
     made = _write(Store(tmp_path))
     file = made.path / "manifest.json"
-    file.write_text(file.read_text().replace("deep/b.txt", "../../evil"))
+    file.write_text(file.read_text().replace("deep/b.json", "../../evil"))
     with pytest.raises(InputError, match="leads out of the artifact"):
         read_artifact(made.path)
 
@@ -238,7 +238,7 @@ def test_find_hashes_only_what_may_have_changed(tmp_path, monkeypatch):
     assert hashed == []
     (made.path / "model.safetensors").touch()
     assert Store(tmp_path).find(KEY) == made
-    assert sorted(hashed) == ["b.txt", "model.safetensors"]
+    assert sorted(hashed) == ["b.json", "model.safetensors"]
     assert Store(tmp_path).find(KEY) == made
     assert len(hashed) == 2
 
@@ -335,17 +335,17 @@ def test_links_that_lead_out_are_refused_and_named(tmp_path, target):
     with pytest.raises(InputError, match=r"deep/model\.safetensors: this file is not of the artifact"):
         read_artifact(made.path)
     (made.path / "deep" / "model.safetensors").unlink()
-    (made.path / "deep" / ".inner").symlink_to("b.txt")
+    (made.path / "deep" / ".inner").symlink_to("b.json")
     assert read_artifact(made.path) == made
     (tmp_path / "outside").write_text("secret")
     (made.path / "deep" / ".loop").symlink_to(".loop")
-    (made.path / "deep" / "b.txt").unlink()
-    (made.path / "deep" / "b.txt").symlink_to(target)
+    (made.path / "deep" / "b.json").unlink()
+    (made.path / "deep" / "b.json").symlink_to(target)
     if target == ".loop":
-        with pytest.raises(InputError, match=r"b\.txt: this file of the artifact is missing"):
+        with pytest.raises(InputError, match=r"b\.json: this file of the artifact is missing"):
             read_artifact(made.path).verify()
         return
-    with pytest.raises(InputError, match=r"b\.txt: a link to .* which leads out of the artifact"):
+    with pytest.raises(InputError, match=r"b\.json: a link to .* which leads out of the artifact"):
         read_artifact(made.path)
 
 

@@ -1,12 +1,15 @@
 """What is the same around every form: README.md, SHA256SUMS, the manifest, real files."""
 
 import hashlib
+import json
 import shutil
 import subprocess
 from dataclasses import replace
 
 import exported
+import harness
 import pytest
+from markdown_it import MarkdownIt
 
 from smelt.core.artifact import LATENTS, FileRecord, read_artifact
 from smelt.core.errors import InputError
@@ -117,6 +120,50 @@ def test_the_readme_says_it_all(package, artifact):
         "sha256sum -c SHA256SUMS",
     ):
         assert part in text, part
+
+
+def test_words_of_strangers_are_no_markup(artifact, tmp_path):
+    odd = "<img src=x> [a](b) `c` | *d*\n## e"
+    origin = replace(
+        ORIGIN,
+        run=odd,
+        model=odd,
+        licence=odd,
+        steps=(Step(odd, "prune", {"what": odd}),),
+        scores=(Score(odd, "1", odd, 10, odd),),
+        times=(odd,),
+    )
+    text = (write_package(Copies(), artifact, origin, tmp_path / odd[:4]).folder / "README.md").read_text()
+    tokens = MarkdownIt().enable("table").parse(text)
+    inside = [inner for token in tokens for inner in token.children or ()]
+    assert not {"image", "link_open", "html_inline", "em_open"} & {token.type for token in inside}
+    assert "html_block" not in {token.type for token in tokens}
+    headings = [tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"]
+    assert [name for name in headings if name.strip() == "e"] == []
+    cells = [
+        sum(inner.type == "td_open" for inner in tokens[at : tokens.index(end, at)])
+        for at, token in enumerate(tokens)
+        if token.type == "tr_open"
+        for end in [next(t for t in tokens[at:] if t.type == "tr_close")]
+    ]
+    assert set(cells) <= {0, 2, 3, 4}
+    shown = [
+        "".join(part.content for part in token.children or () if part.type == "text") for token in tokens
+    ]
+    assert any(" ".join(odd.split()) in words for words in shown)
+
+
+def test_a_tampered_artifact_is_not_packaged(artifact, tmp_path):
+    place = tmp_path / "artifact"
+    shutil.copytree(artifact.path, place)
+    (place / "numpy.py").write_text("print('here')")
+    manifest = json.loads((place / "manifest.json").read_text())
+    digest = hashlib.sha256((place / "numpy.py").read_bytes()).hexdigest()
+    manifest["files"]["numpy.py"] = {"sha256": digest, "size_bytes": 13}
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    for form in ("standalone", "huggingface", "optimum"):
+        harness.smelt("package", place, "--for", form, "--out", tmp_path / form, code=2)
+        assert not (tmp_path / form).exists()
 
 
 def test_what_is_not_known_is_said(artifact, tmp_path):

@@ -18,6 +18,10 @@ def answer_all(make: Callable[[], Any], answer: Callable[[Any, list[str]], list[
     if wrong := next((text for text in texts if text != text.encode(errors="replace").decode()), None):
         parser.error(f"this text is not UTF-8: {wrong!r}")
     model = make()
-    sys.stdout.buffer.write("".join(f"{found}\n" for found in answer(model, texts)).encode())
+    try:
+        answers = answer(model, texts)
+    except FloatingPointError as error:
+        parser.exit(1, f"error: {error}\n")
+    sys.stdout.buffer.write("".join(f"{found}\n" for found in answers).encode())
     if cut := model.cut if hasattr(model, "cut") else model.tokenizer.cut:
         print(f"warning: texts longer than the model takes, which were cut: {cut}", file=sys.stderr)

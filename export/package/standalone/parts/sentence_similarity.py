@@ -14,6 +14,7 @@ import numpy as np
 
 from smelt.export.package.standalone.parts.batches import batches
 from smelt.export.package.standalone.parts.lines import answer_all
+from smelt.export.package.standalone.parts.numbers import numbers
 from smelt.export.package.standalone.parts.session import open_graph
 from smelt.export.package.standalone.parts.tokenizers_reader import Tokenizer
 
@@ -32,7 +33,7 @@ class Embedder:
         vectors = np.zeros((len(rows), self.width), dtype=np.float32)
         for places, ids, mask in batches(rows, self.tokenizer.said["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask}
-            vectors[places] = self.graph.run(["sentence_embedding"], feeds)[0]
+            vectors[places] = numbers(self.graph.run(["sentence_embedding"], feeds)[0])
         return vectors
 
 

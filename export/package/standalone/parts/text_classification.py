@@ -15,6 +15,7 @@ import tokenizers
 
 from smelt.export.package.standalone.parts.batches import batches
 from smelt.export.package.standalone.parts.lines import answer_all
+from smelt.export.package.standalone.parts.numbers import numbers
 from smelt.export.package.standalone.parts.session import open_graph
 
 
@@ -42,7 +43,7 @@ class Classifier:
                 types[at, : len(encoded[i][1])] = encoded[i][1]
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
             feeds = {name: value for name, value in feeds.items() if name in self.inputs}
-            for i, logits in zip(places, self.graph.run(["logits"], feeds)[0], strict=True):
+            for i, logits in zip(places, numbers(self.graph.run(["logits"], feeds)[0]), strict=True):
                 answers[i] = self.answer(logits.astype(np.float64))
         return answers
 
@@ -79,12 +80,17 @@ class Classifier:
         return self.labels[odds.argmax()], dict(zip(self.labels, (odds / odds.sum()).tolist(), strict=True))
 
 
+# No name of a label moves a terminal's cursor or ends a line.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
 def line(label: Any, chances: dict[str, float]) -> str:
     """Return an answer as a line: label, tab, probability; a number alone."""
     if isinstance(label, float):
         return f"{label:.4f}"
     names = [label] if isinstance(label, str) else list(label)
-    return "|".join(names) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)
+    shown = (name.translate(CONTROLS) for name in names)
+    return "|".join(shown) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)
 
 
 def lines(model: Classifier, texts: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import exported
 import harness
 import numpy as np
+import onnx
 import pytest
 import tiny
 from packaged import GENERATIONS, TEXTS, written
@@ -18,9 +19,12 @@ from packaged import GENERATIONS, TEXTS, written
 import smelt
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError
+from smelt.execute import label_scores
 from smelt.export.package.form import Origin
 from smelt.export.package.standalone.form import Standalone
+from smelt.export.package.standalone.parts import text_classification
 from smelt.export.package.write import write_package
+from smelt.runtime.class_predictions import Prediction
 
 FORBIDDEN = ("torch", "transformers", "smelt", "onnx", "safetensors", "huggingface_hub", "pydantic")
 CLASSES = {
@@ -110,6 +114,37 @@ def test_classes_are_those_of_smelt(kind, request):
         assert chances == pytest.approx(dict(one.probabilities), abs=1e-12)
     assert model.cut == 4
     assert model([]) == []
+
+
+@pytest.mark.parametrize("kind", ["classifier", "embedder"])
+def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
+    folder = tmp_path / "p"
+    shutil.copytree(written(kind), folder)
+    model = onnx.load(folder / "model.onnx")
+    output = model.graph.output[0].name
+    for node in model.graph.node:
+        node.output[:] = ["finite" if name == output else name for name in node.output]
+    nan = onnx.numpy_helper.from_array(np.float32(np.nan), "nan")
+    model.graph.initializer.append(nan)
+    model.graph.node.append(onnx.helper.make_node("Add", ["finite", "nan"], [output]))
+    onnx.save(model, folder / "model.onnx")
+    done = subprocess.run(
+        [sys.executable, "infer.py", "a man"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("\x1b[2Jevil\n", "\\x1b[2Jevil\\x0a"),
+        ("\u06cc\u200c\u0627", "\u06cc\u200c\u0627"),
+    ],  # and Persian, with a joiner
+)
+def test_names_of_labels_move_no_cursor(name, shown):
+    assert text_classification.line(name, {name: 0.5}) == f"{shown}\t0.500"
+    assert label_scores.answer(Prediction(name, {name: 0.5})) == f"{shown}\t0.500"
 
 
 def test_vectors_are_those_of_smelt(request):

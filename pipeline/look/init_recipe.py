@@ -23,7 +23,7 @@ from smelt.look.data import DataLook, look_at_data
 from smelt.look.foreign import is_onnx
 from smelt.look.init_coded import coded_notes, coded_steps, last_graph
 from smelt.look.init_foreign import graph_recipe
-from smelt.look.init_stages import Machine, lines_of, steps
+from smelt.look.init_stages import ENOUGH, Machine, lines_of, steps
 from smelt.look.model import ModelLook, look
 from smelt.recipe.problem import METRICS_OF
 from smelt.recipe.yaml_file import parse_yaml
@@ -183,7 +183,8 @@ def recipe_text(
     """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
-    proposed = coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast)
+    rows = _count(data.splits["train"]) if data and train and fast and seen.task in TEXT_TO_TEXT else ENOUGH
+    proposed = coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast, rows)
     said = [*(coded_notes(seen.coded, fast) if seen.coded else ()), *(data.notes if data else ())]
     named = model if seen.folder is None else _relative(seen.folder, base)
     head = _head(model, seen, machine, path, said, named_files=data is not None)
@@ -215,6 +216,11 @@ def recipe_text(
         f"# gates: {{{metric}: {{max_drop: 1.0}}, speedup: {{min: 1.5, at: {last}}}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _count(path: Path) -> int:
+    """Return how many rows `path` has; where they are ENOUGH, no more are counted."""
+    return sum(1 for _ in itertools.islice(read_file(path), ENOUGH))
 
 
 def _leading_metric(seen: ModelLook, data: DataLook | None) -> str:

@@ -1,6 +1,8 @@
 """One graph from input_ids to sequences says what Hugging Face `generate` says, token for token."""
 
 import json
+import os
+import random
 from pathlib import Path
 
 import generating
@@ -18,24 +20,30 @@ from smelt.runtime.generate import in_graph
 from smelt.runtime.models.checkpoint import load_model
 
 KINDS = ("marian", "t5", "gpt2", "llama") if matrix.whole() else ("marian", "gpt2", "llama")
-STEPS = {"gpt2": ["model"], "llama": ["model"]}
+# Of each family; `make bench` draws more, of all seven.
+DRAWS = int(os.environ.get("SMELT_GENERATION_DRAWS", "6"))
+DRAWN = [*generating.SEQ2SEQ, *generating.CAUSAL] if "SMELT_GENERATION_DRAWS" in os.environ else KINDS
 
 
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory):
     """By kind a runner over the graphs of a random model, whose steps nobody may ask for."""
-    made = {}
-    for kind in KINDS:
-        folder = generating.folder(kind, tmp_path_factory.mktemp(kind))
-        for graph in graphs_of(load_model(folder)[0]):
-            model = export_graph(graph, "ort-cpu", 20)
-            spell_out(model)
-            onnx.save(model, folder / f"{graph.name}.onnx")
-        write_loops(folder, STEPS.get(kind, ["encoder_model", "decoder_with_past_model"]))
-        made[kind] = open_folder(folder, "onnx", "ort-cpu", 1)
+    made = {kind: _runner(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
     yield made
     for runner in made.values():
         runner.close()
+
+
+def _runner(kind, home):
+    folder = generating.folder(kind, home)
+    for graph in graphs_of(load_model(folder)[0]):
+        model = export_graph(graph, "ort-cpu", 20)
+        spell_out(model)
+        onnx.save(model, folder / f"{graph.name}.onnx")
+    write_loops(
+        folder, ["model"] if kind in generating.CAUSAL else ["encoder_model", "decoder_with_past_model"]
+    )
+    return open_folder(folder, "onnx", "ort-cpu", 1)
 
 
 @pytest.mark.parametrize("settings", ["GREEDY", "BEAMS"])
@@ -60,6 +68,25 @@ def test_the_graph_equals_generate(runners, kind, settings, monkeypatch):
     assert len(asked) == 2 * sum(expected) > 10
 
 
+@pytest.mark.parametrize("kind", DRAWN)
+def test_drawn_settings_give_what_generate_gives(kind, runners, tmp_path, monkeypatch):
+    """In torch, in the loop in Python over graphs, and in the graph of the whole loop."""
+    model, graphs = generating.model(kind), runners.get(kind) or _runner(kind, tmp_path)
+    eager = open_folder(graphs.folder, "torch", None, 1)
+    for number in range(DRAWS):
+        draw = random.Random(f"{kind} {number}")
+        wishes, config = generating.drawn(draw)
+        batch = generating.batch(draw.randint(1, 5), number, left=kind in generating.CAUSAL)
+        found = {}
+        for name, runner in (("torch", eager), ("graph", graphs)):
+            found[name], expected = generating.both(runner, model, batch, wishes, config)
+        with monkeypatch.context() as patch:
+            patch.setattr(in_graph, "does", lambda decoding: False)
+            found["loop"], _ = generating.both(graphs, model, batch, wishes, config)
+        for name, texts in found.items():
+            assert texts == expected, (name, number, wishes, config)
+
+
 @pytest.mark.parametrize("graph", ["generate", "generate_beams"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_batch_without_rows_nothing_is_made(runners, kind, graph):
@@ -80,7 +107,7 @@ def test_the_file_alone_needs_only_texts(runners, kind):
     """Whoever opens it without smelt gets what the model's own generation config asks for."""
     runner, model = runners[kind], generating.model(kind)
     session = onnxruntime.InferenceSession(runner.folder / "generate.onnx")
-    batch = generating.batch(5, seed=1, left=kind in STEPS)
+    batch = generating.batch(5, seed=1, left=kind in generating.CAUSAL)
     given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     assert {i.name for i in session.get_inputs()} == set(given)
     (found,) = session.run(["sequences"], {**given, "max_new_tokens": np.array(9)})

@@ -54,7 +54,7 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.splits()) == {"train", "validation", "test"}
-    assert stages(plan) == ["prune", "distill", "onnx", "quantize", "onnx"]
+    assert stages(plan) == ["prune", "distill", "onnx", "quantize", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"
     assert all(text.startswith("test has 8 rows") or " test rows " in text for text in plan.warnings)
 
@@ -73,7 +73,7 @@ def test_without_training_rows_nothing_is_trained(tmp_path, models, family, task
     file = _data(tmp_path / "rows", task) / "my-test.jsonl"
     _, path = init_recipe(str(models[family]), [file], str(tmp_path / "r.yaml"))
     assert path is not None
-    assert stages(load_plan(path)) == ["factorize", "onnx", "quantize", "onnx"]
+    assert stages(load_plan(path)) == ["factorize", "onnx", "quantize", "onnx", "quantize", "onnx"]
 
 
 def test_a_gpu_gets_a_branch_for_tensorrt(tmp_path, models, monkeypatch):

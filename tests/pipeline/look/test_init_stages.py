@@ -9,8 +9,11 @@ import sentences
 import tiny
 
 import smelt
+from smelt.core.data import TEXT_TO_TEXT
+from smelt.look import init_recipe as init_recipe_module
+from smelt.look import init_stages
 from smelt.look.init_recipe import Wishes, init_recipe
-from smelt.look.init_stages import Machine, Step, layers, lines_of, steps
+from smelt.look.init_stages import ENOUGH, Machine, Step, layers, lines_of, steps
 from smelt.look.model import look
 from smelt.plan.load import load_plan
 from smelt.recipe.yaml_file import parse_yaml
@@ -53,12 +56,37 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
         assert found[-len(NARROW) :] == NARROW if count > 1 else found[-len(NARROW) + 1 :] == NARROW[1:]
         assert plan.step("small").settings.losses.labels == 0
         return
-    student = plan.step("shallow").settings.student
+    shallow = "small" if task in TEXT_TO_TEXT else "shallow"  # 40 rows are too few for a list of words
+    student = plan.step(shallow).settings.student
     said = student.decoder_layers or student.layers
     assert said == max(
         1, round(list(counts.values())[-1] / (2 if task == "language-modeling" else 3))
     )  # of 2
-    assert plan.step("shallow").settings.losses.labels in (0, None) or task == sentences.TASK
+    assert plan.step(shallow).settings.losses.labels in (0, None) or task == sentences.TASK
+
+
+@pytest.mark.parametrize(("rows", "last"), [(ENOUGH, "shortlist"), (ENOUGH - 1, "distill")])
+def test_a_list_of_likely_words_is_learned_from_enough_rows_only(models, rows, last):
+    seen = look(str(models["marian"]), "translation")
+    found = {step.name: step.word for step in steps(seen, Machine(1, False, False), True, True, rows)}
+    assert found["small"] == last
+
+
+def test_rows_are_counted_where_they_decide(tmp_path, models, monkeypatch):
+    monkeypatch.setattr(init_stages, "ENOUGH", 50)
+    monkeypatch.setattr(init_recipe_module, "ENOUGH", 50)
+    for count, stages in ((49, ()), (50, ("shortlist",))):
+        tiny.pairs(tmp_path / "train.jsonl", count)
+        _, path = fast(models["marian"], tmp_path / "train.jsonl", tmp_path / f"{count}.yaml", "translation")
+        assert tuple(s.stage for s in load_plan(path).steps if s.stage == "shortlist") == stages
+
+
+@pytest.mark.parametrize("rows_to_train_on", [True, False])
+def test_a_first_recipe_has_int8_alone(models, rows_to_train_on):
+    seen = look(str(models["marian"]), "translation")
+    found = {step.name: step for step in steps(seen, Machine(1, False, False), rows_to_train_on)}
+    assert (found["whole"].word, found["whole"].parent) == ("quantize", "model")
+    assert found["onnx-whole"].word == "onnx"
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, 1), (2, 1), (3, 2), (5, 4), (12, 10), (32, 26)])
@@ -118,7 +146,7 @@ def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, fami
     monkeypatch.chdir(tmp_path)
     fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)
     changes = {"score.latency": False, "threads": 1}  # only to be quick
-    changes |= {("small" if task == "text-classification" else "shallow") + ".max_steps": 1}
+    changes |= {("small" if task in ("text-classification", *TEXT_TO_TEXT) else "shallow") + ".max_steps": 1}
     if task == "language-modeling":
         changes |= {"small.max_steps": 1, "data.windows": {"length": 32}}
     result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)

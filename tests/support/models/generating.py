@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,10 +50,11 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(**_SHARED, **gpt2)),
         "llama": (t.LlamaForCausalLM, t.LlamaConfig(**_SHARED, **_CAUSAL)),
         "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_SHARED, **_CAUSAL)),
+        "mistral": (t.MistralForCausalLM, t.MistralConfig(**_SHARED, **_CAUSAL, head_dim=4)),
     }
 
 
-SEQ2SEQ, CAUSAL = ("marian", "bart", "t5"), ("gpt2", "llama", "qwen2")
+SEQ2SEQ, CAUSAL = ("marian", "bart", "t5"), ("gpt2", "llama", "qwen2", "mistral")
 
 
 # What the recipe asks for, and what the model's generation config says beside it.
@@ -91,6 +93,35 @@ BEAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"eos_token_id": [5, 14, 15, 21]},
     ),
 ]
+
+
+def drawn(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return random wishes, and what a generation config says beside them, as in GREEDY and BEAMS."""
+
+    def tokens(most: int) -> list[int]:
+        return draw.sample(range(1, VOCABULARY), draw.randint(1, most))
+
+    optional: dict[str, Any] = {
+        draw.choice(["min_new_tokens", "min_length"]): draw.randint(0, 8),
+        "no_repeat_ngram_size": draw.randint(0, 3),
+        "repetition_penalty": draw.choice([0.7, 1.0, 1.3, 1.8]),
+        "bad_words_ids": [tokens(3) for _ in range(draw.randint(1, 3))],
+        "forced_bos_token_id": draw.randint(4, VOCABULARY - 1),
+        "forced_eos_token_id": 1,
+        "suppress_tokens": tokens(3),
+        "begin_suppress_tokens": tokens(3),
+    }
+    beside = {"eos_token_id": [1, *tokens(4)], "renormalize_logits": True, "remove_invalid_values": True}
+    wishes = {"max_new_tokens": draw.randint(1, 20)}
+    wishes |= {name: value for name, value in optional.items() if draw.random() < 0.25}
+    if draw.random() < 0.6:
+        of_beams = {
+            "length_penalty": draw.choice([-1.0, 0.0, 0.5, 2.0]),
+            "early_stopping": draw.choice([True, False, "never"]),
+        }
+        wishes["beams"] = draw.randint(2, 5)
+        wishes |= {name: value for name, value in of_beams.items() if draw.random() < 0.6}
+    return wishes, {name: value for name, value in beside.items() if draw.random() < 0.35}
 
 
 def model(kind: str, seed: int = 0) -> Any:

@@ -2,8 +2,8 @@
 
 Layout: ``artifacts/KEY/`` (a folder per artifact), ``scores/KEY.json``, ``tmp/`` (work in progress, each
 folder with its marker ``NAME.owner``, swept of what dead processes left), ``locks/`` (who is making what
-now), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared). Nothing is ever
-written in place: a folder is made under `tmp`, flushed, then renamed.
+now), ``checked/KEY.json`` (the files' times and sizes when their hashes were last compared, and the hash of
+the manifest). Nothing is ever written in place: a folder is made under `tmp`, flushed, then renamed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ class Store:
                 raise InputError(f"{path / MANIFEST}: this is the manifest of another artifact.")
         except InputError as error:
             raise InputError(f"{error} {mend}") from error
-        seen = self.root / "checked" / f"{key}.json"
-        if _read_object(seen) != {"files": _file_states(artifact)}:
+        noted = _read_object(self.root / "checked" / f"{key}.json") or {}
+        if noted.get("files") != _file_states(artifact):
+            if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
+                raise InputError(f"{path / MANIFEST}: its bytes are not those that were written. {mend}")
             artifact.verify(mend)
             self._note_checked(artifact)
         return artifact
@@ -166,7 +168,8 @@ class Store:
     def _note_checked(self, artifact: Artifact) -> None:
         """Remember that the bytes of `artifact` are right as its files are now."""
         with suppress(OSError):  # a full disk: then they are compared again next time
-            write_json(self.root / "checked" / f"{artifact.key}.json", {"files": _file_states(artifact)})
+            found = {"files": _file_states(artifact), "manifest": sha256_of(artifact.path / MANIFEST)}
+            write_json(self.root / "checked" / f"{artifact.key}.json", found)
 
     def _sweep(self) -> None:
         """Remove what dead processes left: workspaces, markers, half-written files, names of locks."""
@@ -193,7 +196,7 @@ def _is_fresh(path: Path) -> bool:
 def _file_states(artifact: Artifact) -> dict[str, list[int]]:
     """Return size, times (ns) and inode of each file: whoever writes to one changes its ctime."""
     states = {}
-    for name in artifact.manifest.files:
+    for name in (MANIFEST, *artifact.manifest.files):
         try:
             found = (artifact.path / name).stat()
         except (OSError, ValueError):

@@ -19,6 +19,7 @@ from smelt.core.store.unfinished import all_unfinished
 from smelt.execute.store_runs import Run, cleaning, runs_of
 
 _WIDTH = 80
+_CHANGED = "its bytes are not those that were written"
 _KEY = 12  # digits of a key that a person is shown
 
 
@@ -144,6 +145,9 @@ def damages(root: Path) -> list[Damage]:
             continue
         if manifest.key != path.name:
             found.append(Damage(path / MANIFEST, "the manifest of another artifact"))
+        noted = _read(root / "checked" / f"{path.name}.json") or {}
+        if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
+            found.append(Damage(path / MANIFEST, _CHANGED))
         found += [Damage(stranger, problem) for stranger, problem in strangers(path, manifest)]
         for name, record in manifest.files.items():
             if problem := _problem(path / name, record.size_bytes, record.sha256):
@@ -254,7 +258,7 @@ def _problem(path: Path, size_bytes: int, sha256: str) -> str:
     size = path.stat().st_size
     if size != size_bytes:
         return f"{size:,} bytes, {size_bytes:,} were written"
-    return "" if sha256_of(path) == sha256 else "its bytes are not those that were written"
+    return "" if sha256_of(path) == sha256 else _CHANGED
 
 
 def _table(kept: tuple[Entry, ...] | list[Entry]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from colliding import take_locks_away
 
-from smelt.core.artifact import Manifest, read_artifact
+from smelt.core.artifact import MANIFEST, Manifest, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.store.holder import read_holder, this_process, write_holder
 from smelt.core.store.presence import SILENT_S
@@ -175,6 +175,19 @@ def test_scores_are_kept_and_a_broken_one_counts_as_none(tmp_path):
     assert Store(tmp_path).read_score("k") == {"bleu": 1.5}
     (tmp_path / "scores" / "k.json").write_text("{")
     assert store.read_score("k") is None
+
+
+def test_find_notices_a_changed_manifest(tmp_path):
+    store = Store(tmp_path)
+    manifest = _write(store).path / MANIFEST
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"stage": "', '"stage": "other '))
+    for _ in range(2):
+        with pytest.raises(InputError) as error:
+            store.find(KEY)
+        assert str(manifest) in str(error.value)
+    manifest.write_text(text)
+    assert store.find(KEY) is not None
 
 
 def test_remove_forgets(tmp_path):

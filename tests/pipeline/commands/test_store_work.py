@@ -204,6 +204,8 @@ def test_check_names_each_damaged_file(home):
     with (store / "artifacts" / keys[2] / "structure.json").open("a") as file:
         file.write(" ")
     (store / "artifacts" / keys[3] / "manifest.json").write_text("{")
+    manifest = store / "artifacts" / keys[0] / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"warnings": [', '"warnings": ["all is well"', 1))
     score = next((store / "scores").iterdir())
     score.write_text("{")
     found = {damage.path: damage.problem for damage in damages(store)}
@@ -212,6 +214,7 @@ def test_check_names_each_damaged_file(home):
         store / "artifacts" / keys[2] / "config.json",
         store / "artifacts" / keys[2] / "structure.json",
         store / "artifacts" / keys[3],
+        manifest,
         score,
     }
     assert found[weights] == "its bytes are not those that were written"

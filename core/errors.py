@@ -6,7 +6,8 @@ and exits with `exit_code`. Of any other error it shows the first line; the trac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 _LINE, _LINES = 2_000, 200  # characters and lines of a message
@@ -45,6 +46,25 @@ class RunError(SmeltError):
     """A stage, a runner or a measurement failed while it worked."""
 
     exit_code = 1
+
+
+@contextmanager
+def panics_explained() -> Iterator[None]:
+    """Turn a panic of a Rust library (tokenizers, safetensors) inside into a RunError.
+
+    pyo3's exception of a panic is no Exception, so that whoever catches those would let it end the process.
+    A tokenizer panics where a regular expression of it takes too many steps for a text.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RunError(
+            f"A library gave up: {error}. The model's tokenizer, most likely: a regular expression in its"
+            " tokenizer.json takes too many steps for a text.",
+            code="library-panic",
+        ) from error
 
 
 class ParityError(RunError):

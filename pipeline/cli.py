@@ -25,10 +25,11 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes its message and exit code, never a traceback."""
-        from smelt.core.errors import SmeltError
+        from smelt.core.errors import SmeltError, panics_explained
 
         try:
-            return super().invoke(ctx)
+            with panics_explained():
+                return super().invoke(ctx)
         except SmeltError as error:
             show(f"error: {error}", err=True)
             ctx.exit(error.exit_code)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import TENSORS, Split
-from smelt.core.errors import InputError, SmeltError
+from smelt.core.errors import InputError, SmeltError, panics_explained
 from smelt.core.shares import limited
 from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
@@ -168,7 +168,8 @@ class _Run:
         started = time.monotonic()
         self._begin()
         try:
-            self._root()
+            with panics_explained():
+                self._root()
             for step in self.plan.steps:
                 self._step(step)
             self._earlier()
@@ -214,9 +215,10 @@ class _Run:
         self.display.begin(step.name)
         started = time.monotonic()
         try:
-            above = {name: self.artifacts[name] for name in self.plan.above(step)}
-            artifact, cached = self.shop.run_step(step, above, self._is_fresh(step.name))
-            self._finished(step.name, artifact, cached, time.monotonic() - started)
+            with panics_explained():
+                above = {name: self.artifacts[name] for name in self.plan.above(step)}
+                artifact, cached = self.shop.run_step(step, above, self._is_fresh(step.name))
+                self._finished(step.name, artifact, cached, time.monotonic() - started)
         except Exception as error:
             failure = self._explain(error, step.name)
             self.report.failed(str(failure), step.name)

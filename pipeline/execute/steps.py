@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from smelt.core.artifact import LATENTS, Artifact, Manifest
 from smelt.core.data import Split
-from smelt.core.errors import SmeltError
+from smelt.core.errors import SmeltError, panics_explained
 from smelt.core.files import hash_of, sha256_of
 from smelt.core.stage import Context
 from smelt.core.store.shelf import Shelf
@@ -113,7 +113,8 @@ class Workshop:
                 return found, True
             with self.store.workspace() as space:
                 try:
-                    return make(space), False
+                    with panics_explained():
+                        return make(space), False
                 except Exception as error:
                     # said here, where what was written can still be looked at
                     failure = explain(error, name, space, self.display.log_path)

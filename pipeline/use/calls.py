@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from types import TracebackType
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, panics_explained
 
 
 class Cuts:
@@ -37,10 +38,15 @@ class Calls:
                 raise InputError(self._message)
             self._inside += 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self.lock:
             self._inside -= 1
             self.lock.notify_all()
+        if error is not None and not isinstance(error, Exception):
+            with panics_explained():
+                raise error
 
     def close(self) -> bool:
         """Let nobody in any more and wait until all are out; return whether this call did it."""

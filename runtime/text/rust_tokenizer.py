@@ -38,7 +38,8 @@ class RustTokenizer:
         self.bos_token_id: int | None = facts.bos
         self.eos_token_id: int | None = facts.eos
         self._facts = facts
-        self._inner = _open(folder / FILE)
+        self._path = folder / FILE
+        self._inner = _open(self._path)
 
     def encode_rows(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
@@ -48,7 +49,12 @@ class RustTokenizer:
         left = self._facts.truncation_side == "left"
         seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else pairs
         for text, pair in zip(texts, seconds, strict=True):
-            found = self._inner.encode(text, pair)
+            try:
+                found = self._inner.encode(text, pair)
+            except Exception as error:  # a bare one from Rust: the unknown token is no word of the vocabulary
+                raise InputError(
+                    f"{self._path}: the tokenizer cannot read {text[:60]!r}: {error}", code="tokenizer-failed"
+                ) from error
             row, kinds = found.ids, found.type_ids if self._facts.types else []
             if len(row) > max_length:
                 truncated += 1

@@ -53,6 +53,15 @@ def test_cut_rows_are_those_that_the_library_cuts(tmp_path, pattern, side):
         assert found.truncated == (len(whole.ids) > limit)
 
 
+def test_an_unknown_token_that_is_no_word_is_an_explained_error(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    ours = RustTokenizer(tmp_path, Tokenizing(reader="tokenizers"))
+    assert ours.encode_rows(["a"], 9).ids == [[0]]
+    with pytest.raises(InputError) as error:
+        ours.encode_rows(["b"], 9)
+    assert error.value.code == "tokenizer-failed"
+
+
 @pytest.mark.parametrize("section", ["truncation", "padding"])
 def test_what_a_file_says_of_cutting_and_padding_does_not_act(tmp_path, section):
     """Published files hold what their last caller had set; how long rows may be is the model's to say."""

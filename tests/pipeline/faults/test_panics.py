@@ -1,0 +1,73 @@
+"""A panic of the tokenizers library, which is no Exception, is an explained error everywhere."""
+
+import hashlib
+import json
+import shutil
+
+import exported
+import harness
+import pytest
+import tiny
+from transformers import BertTokenizer
+
+import smelt
+from smelt.core.errors import RunError
+
+TEXT = "a" * 60 + "!"
+SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+def panicking(folder):
+    """Have the tokenizer of the model or artifact in `folder` panic at TEXT, and no other text."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = None
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, SPLIT]}
+    path.write_text(json.dumps(content))
+    if (folder / "manifest.json").is_file():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        manifest["files"][path.name] = {"sha256": digest, "size_bytes": path.stat().st_size}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    shutil.copytree(exported.artifact("classifier").resolve(), tmp_path / "a")
+    panicking(tmp_path / "a")
+    return tmp_path / "a"
+
+
+def test_predict_says_it_and_ends_with_1(artifact):
+    assert harness.smelt("predict", artifact, "a man", code=0)
+    harness.smelt("predict", artifact, TEXT, code=1)
+
+
+def test_whoever_loaded_the_model_gets_an_error_and_may_go_on(artifact):
+    with smelt.load(artifact) as model:
+        with pytest.raises(RunError) as error:
+            model.predict([TEXT])
+        assert error.value.code == "library-panic"
+        assert len(model.predict(["a man"])) == 1
+
+
+def test_a_run_tells_it_in_its_report(tmp_path):
+    tiny.bert(tmp_path / "m")
+    BertTokenizer.from_pretrained(tmp_path / "m").save_pretrained(tmp_path / "m")
+    said = (
+        tmp_path / "m" / "tokenizer_config.json"
+    )  # a BertTokenizer has rules of its own, whatever the file says
+    said.write_text(json.dumps(json.loads(said.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    panicking(tmp_path / "m")
+    tiny.labelled(tmp_path / "data.jsonl", 8)
+    with (tmp_path / "data.jsonl").open("a") as file:
+        rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+        file.write(json.dumps(rows[0] | {"text": TEXT}) + "\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "model: m\ntask: text-classification\ndata: {test: data.jsonl}\nstages: [onnx]\n"
+        "score: {latency: false}\n"
+    )
+    result = smelt.run(tmp_path / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    assert result.exit_code == 1
+    assert result.report["status"] == "error"
+    assert (tmp_path / "run" / "report.json").is_file()

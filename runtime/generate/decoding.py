@@ -198,7 +198,7 @@ def _positions(generation: Generation, model: Configured, decodes: bool) -> int 
         InputError: `engine-limit`: more new tokens are asked for than the engines were built for.
     """
     table = position_table(model.config)
-    built: int | None = getattr(getattr(model, "backend", None), "in_all", None) if decodes else None
+    built: int | None = getattr(getattr(model, "backend", None), "in_all", None)
     if built is None:
         return table
     if generation.max_new_tokens is not None and generation.max_new_tokens > built:
@@ -208,6 +208,8 @@ def _positions(generation: Generation, model: Configured, decodes: bool) -> int 
             f" {{max_new_tokens: {generation.max_new_tokens}}}.",
             code="engine-limit",
         )
+    if not decodes:
+        return table
     return built if table is None else min(table, built)
 
 

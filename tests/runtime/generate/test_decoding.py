@@ -191,4 +191,7 @@ def test_engines_built_for_fewer_tokens_are_the_limit_and_more_is_refused_before
     assert settle(Generation(max_new_tokens=33), model).longest(1) - 1 == 33
     alone = runner({}, is_encoder_decoder=False, max_position_embeddings=512)
     alone.backend = SimpleNamespace(in_all=32)  # its runner lowers the config's positions
-    assert settle(Generation(max_new_tokens=100), alone).longest(1) - 1 == 100
+    assert settle(Generation(max_new_tokens=32), alone).longest(1) - 1 == 32
+    with pytest.raises(InputError) as error:
+        settle(Generation(max_new_tokens=33), alone)
+    assert error.value.code == "engine-limit"

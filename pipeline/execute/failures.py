@@ -133,7 +133,9 @@ def _is_memory(error: BaseException) -> bool:
 
 def _written(error: Exception, folder: Path) -> str:
     """Say which file could not be written, how much was there, and how much room is left."""
-    names = (e.filename for e in _chain(error) if isinstance(e, OSError) and isinstance(e.filename, str))
+    # a copy names its source first
+    places = (e.filename2 or e.filename for e in _chain(error) if isinstance(e, OSError))
+    names = (os.fsdecode(place) for place in places if isinstance(place, str | bytes | os.PathLike))
     out = folder / "out"
     had = f"; the step had written {size_of(out):,} bytes" if out.is_dir() else ""
     try:

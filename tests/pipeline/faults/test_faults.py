@@ -174,6 +174,13 @@ def test_a_full_disk_names_step_file_and_bytes(home, tmp_path, monkeypatch, erro
     _require_whole(tmp_path, 3)
 
 
+def test_a_copy_that_meets_a_full_disk_names_what_could_not_be_written(tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device", tmp_path / "source", None, tmp_path / "target")
+    said = str(explain(error, "onnx", tmp_path, tmp_path / "log.txt"))
+    assert f"{tmp_path / 'target'} could not be written" in said
+    assert "source" not in said
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 700 kB, where this process may mount one."""

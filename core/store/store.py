@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, read_artifact
+from smelt.core.artifact import MANIFEST, Artifact, FileRecord, Manifest, is_known_kind, read_artifact
 from smelt.core.errors import InputError
 from smelt.core.files import (
     flush,
@@ -75,9 +75,13 @@ class Store:
                 raise InputError(f"{path / MANIFEST}: this is the manifest of another artifact.")
         except InputError as error:
             raise InputError(f"{error} {mend}") from error
-        noted = _read_object(self.root / "checked" / f"{key}.json") or {}
-        if noted.get("files") != _file_states(artifact):
-            if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
+        if self._noted(key).get("files") != _file_states(artifact):
+            try:
+                digest = sha256_of(path / MANIFEST)
+            except OSError as error:
+                raise InputError(f"{path / MANIFEST}: cannot be read: {error}. {mend}") from error
+            # asked twice: another process may have put a new artifact and its note in place meanwhile
+            if all(self._noted(key).get("manifest", digest) != digest for _ in range(2)):
                 raise InputError(f"{path / MANIFEST}: its bytes are not those that were written. {mend}")
             artifact.verify(mend)
             self._note_checked(artifact)
@@ -118,12 +122,20 @@ class Store:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path != folder / MANIFEST
         }
+        if odd := [name for name in files if not is_known_kind(name)]:
+            raise InputError(
+                f"{manifest.stage} wrote {odd[0]!r}, which is no weight, graph, tokenizer or setting; an"
+                " artifact holds nothing else.",
+                code="unknown-file",
+            )
         manifest = manifest.model_copy(update={"files": files})
         write_json(folder / MANIFEST, manifest.model_dump())
         for path in folder.rglob("*"):
             flush(path)
         flush(folder)
         target = self.root / "artifacts" / manifest.key
+        # a note of the artifact that was here before would speak against the new one
+        (self.root / "checked" / f"{manifest.key}.json").unlink(missing_ok=True)
         with self._set_aside(target) if replace else nullcontext():
             try:
                 os.rename(folder, target)
@@ -164,6 +176,10 @@ class Store:
     def write_score(self, key: str, value: dict[str, Any]) -> None:
         """Keep `value` under `key`, replacing what was there."""
         write_json(self.root / "scores" / f"{key}.json", value)
+
+    def _noted(self, key: str) -> dict[str, Any]:
+        """Return what was noted when the bytes of the artifact were last compared; empty for nothing."""
+        return _read_object(self.root / "checked" / f"{key}.json") or {}
 
     def _note_checked(self, artifact: Artifact) -> None:
         """Remember that the bytes of `artifact` are right as its files are now."""

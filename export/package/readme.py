@@ -17,7 +17,9 @@ from smelt.export.package.form import Form, HowTo, Origin
 _WIDTH = 110
 _LONGEST = 60  # characters of a setting's value
 # What Markdown and HTML read otherwise than it stands there.
-_MARKS = re.compile(r"[\\`*<>|~#&]|\](?=[(\[:])")
+_MARKS = re.compile(
+    r"[\\`*<>|~#&]|\](?=[(\[:])|_(?![0-9A-Za-z])|(?<![0-9A-Za-z])_|^[-+=](?=\W|$)|(?<=^\d)[.)](?=\s)"
+)
 
 
 def plain(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,7 +184,7 @@ def recipe_text(
     """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
-    rows = _count(data.splits["train"]) if data and train and fast and seen.task in TEXT_TO_TEXT else ENOUGH
+    rows = _count(data) if data and train and fast and seen.task in TEXT_TO_TEXT else ENOUGH
     proposed = coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast, rows)
     said = [*(coded_notes(seen.coded, fast) if seen.coded else ()), *(data.notes if data else ())]
     named = model if seen.folder is None else _relative(seen.folder, base)
@@ -218,9 +219,11 @@ def recipe_text(
     return "\n".join(lines) + "\n"
 
 
-def _count(path: Path) -> int:
-    """Return how many rows `path` has; where they are ENOUGH, no more are counted."""
-    return sum(1 for _ in itertools.islice(read_file(path), ENOUGH))
+def _count(data: DataLook) -> int:
+    """Return how many rows train keeps; where they are ENOUGH, no more are counted."""
+    kept = 1 - sum(data.shares.values())
+    found = sum(1 for _ in itertools.islice(read_file(data.splits["train"]), math.ceil(ENOUGH / kept)))
+    return int(found * kept)
 
 
 def _leading_metric(seen: ModelLook, data: DataLook | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from smelt.core.artifact import MANIFEST
+from smelt.core.artifact import MANIFEST, is_known_kind
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.core.labels import CLASSIFIERS, SINGLE, ProblemType
@@ -120,7 +120,11 @@ def source_files(src: Path) -> list[Path]:
     # an index that is not followed may name files that are not there
     left_out = {MANIFEST, INDEX} - ({weights.index.name} if weights.index else set())
     left_out |= {MODULES, SETTINGS}  # what is done with them is said in `SentenceRules`
-    texts = [path for path in src.iterdir() if path.is_file() and path.suffix in TOKENIZER_SUFFIXES]
+    texts = [
+        path
+        for path in src.iterdir()
+        if path.suffix in TOKENIZER_SUFFIXES and is_known_kind(path.name) and path.is_file()
+    ]  # no LICENSE.txt, no requirements.txt
     return sorted({*weights.files, *(path for path in texts if path.name not in left_out)})
 
 

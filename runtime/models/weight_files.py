@@ -104,9 +104,9 @@ def values_in(entry: Mapping[str, Any]) -> int:
 
 
 # Names of sizes in the configs of transformers; every one but the first kind is an axis of some tensor.
-_COUNTS = re.compile(r"(n|num)(_hidden|_encoder|_decoder)?_layers?|(encoder|decoder)_layers")
+_COUNTS = re.compile(r"(n|num)(_hidden|_encoder|_decoder)?_layers?|(encoder|decoder)_layers|depths")
 _SIZES = re.compile(
-    r".*(vocab|hidden|intermediate|embedding)_size|d_model|d_ff|d_kv|n_embd|n_inner|.*_ffn_dim|dim"
+    r".*(vocab|hidden|intermediate|embedding)_sizes?|hidden_dim|d_model|d_ff|d_kv|n_embd|n_inner|.*_ffn_dim|dim"
 )
 _PACKED = 32  # quantized weights that one stored value may hold
 _SHARED = 16  # layers for each stored tensor: layers that share their weights are stored once
@@ -125,9 +125,9 @@ def oversized(folder: Path, config: Mapping[str, Any]) -> str | None:
     for _, _, entry in weight_tensors(folder):
         tensors += 1
         values += math.prod(entry["shape"])
-    for name, size in config.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            continue
+    for name, said in config.items():
+        found = [x for x in (said if isinstance(said, list) else [said]) if type(x) is int]
+        size = sum(found) if name == "depths" else max(found, default=0)
         most, of = (_SHARED * tensors, "tensors") if _COUNTS.fullmatch(name) else (_PACKED * values, "values")
         if (of == "tensors" or _SIZES.fullmatch(name)) and size > most:
             stored = tensors if of == "tensors" else values

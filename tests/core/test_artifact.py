@@ -17,7 +17,7 @@ def made(tmp_path):
     with store.workspace() as space:
         out = space / "out"
         (out / "deep").mkdir(parents=True)
-        for name in ("model.safetensors", "config.json", "deep/tokenizer.json", ".hidden.json"):
+        for name in ("model.safetensors", "config.json", "deep/tokenizer.json"):
             (out / name).write_text(name)
         manifest = Manifest(
             key="ab" * 32,
@@ -143,6 +143,7 @@ def test_a_model_folder_is_told_what_makes_artifacts_of_it(tmp_path):
             "x.whl",
         ),
         *("requirements.txt", "Dockerfile", "run", "a.py ", "a.json:b.py", "a.json.", "x\n.json"),
+        *("CON.json", "aux.onnx", "\u202eexe.json", "a\x85.json", ".git/config.json", "-rf.json"),
     ],
 )
 def test_a_listed_file_of_a_kind_that_no_stage_writes_is_refused(made, name):

@@ -65,6 +65,18 @@ def test_each_reference_counts_once_however_long_it_is():
     assert error.value.code == "bleu-tokenizer"
 
 
+def test_references_without_letters_do_not_count_and_scripts_without_spaces_add_up():
+    assert bleu_tokenizer([*["2024-05-01", ""] * 40, *CHINESE]) == "zh"
+    assert bleu_tokenizer([*GERMAN * 7, *CHINESE[:2], *THAI]) == "char"
+    assert bleu_tokenizer([*KOREAN, *GERMAN]) == "char"
+    assert bleu_tokenizer(["12 \u0e3f"]) == "13a"  # baht
+    assert bleu_tokenizer(["\u7ea6\u7ff0\u30fb\u53f2\u5bc6\u65af\u8bf4"]) == "zh"  # a name with a middle dot
+
+
+def test_a_choice_that_splits_most_references_is_kept():
+    assert bleu_tokenizer([*GERMAN * 4, *CHINESE], "13a") == "13a"
+
+
 def test_a_tokenizer_that_would_have_to_be_fetched_is_refused(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setattr("smelt.core.scripts._FLORES", tmp_path / "flores200sacrebleuspm")

@@ -190,6 +190,28 @@ def test_find_notices_a_changed_manifest(tmp_path):
     assert store.find(KEY) is not None
 
 
+def test_a_note_of_the_artifact_before_does_not_speak_against_the_new_one(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    _write(store)
+    monkeypatch.setattr(Store, "_note_checked", lambda *_: None)  # as on a full disk
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        (space / "out" / "model.safetensors").write_text("other")
+        made = store.commit(space / "out", _manifest().model_copy(update={"seconds": 9.0}), replace=True)
+    assert store.find(KEY) == made
+
+
+def test_what_is_no_part_of_a_model_never_enters_the_store(tmp_path):
+    store = Store(tmp_path)
+    with store.workspace() as space:
+        (space / "out").mkdir()
+        (space / "out" / "LICENSE.txt").write_text("free")
+        with pytest.raises(InputError) as error:
+            store.commit(space / "out", _manifest())
+    assert error.value.code == "unknown-file"
+    assert list((tmp_path / "artifacts").iterdir()) == []
+
+
 def test_remove_forgets(tmp_path):
     store = Store(tmp_path)
     _write(store)

@@ -18,6 +18,7 @@ from transformers import (
     MarianMTModel,
 )
 
+import smelt
 from smelt.core.errors import InputError
 from smelt.look.model import look
 from smelt.runtime.models.checkpoint import load_model
@@ -66,6 +67,21 @@ def test_a_stray_file_is_not_imported(tmp_path, out):
     assert sorted(path.name for path in out.iterdir()) == before
     _require_same(out, expected)
     assert count_parameters(out) == count
+
+
+def test_a_licence_beside_the_model_stops_nothing(tmp_path):
+    tiny.bert(tmp_path / "m")
+    for name in ("LICENSE.txt", "requirements.txt", "dict.txt"):
+        (tmp_path / "m" / name).write_text("not of the model")
+    tiny.labelled(tmp_path / "data.jsonl", 6)
+    (tmp_path / "recipe.yaml").write_text(
+        "model: m\ntask: text-classification\ndata: {test: data.jsonl}\nstages: [onnx]\n"
+        "score: {latency: false}\n"
+    )
+    result = smelt.run(tmp_path / "recipe.yaml", out=tmp_path / "run", quiet=True)
+    assert result.exit_code == 0
+    for step in ("model", "onnx"):
+        assert {path.name for path in (tmp_path / "run" / "artifacts" / step).glob("*.txt")} == {"vocab.txt"}
 
 
 def test_shards_are_imported_with_their_index_and_load_as_one(tmp_path, out):

@@ -214,6 +214,8 @@ def test_the_files_are_chosen_without_torch():
         {"hidden_size": 2**40},
         {"vocab_size": 10**12},
         {"intermediate_size": 10**10},
+        {"depths": [1, 10_000_000]},
+        {"hidden_sizes": [8, 2**40]},
     ],
 )
 def test_sizes_that_the_stored_tensors_cannot_fill_are_refused_before_a_model_is_made(folder, change):

@@ -163,9 +163,9 @@ def _leaving(machine: Machine, plain: bool, whole: str) -> Iterator[Step]:
         yield Step("onnx", "{target: ort-cpu}", "what you deploy on a CPU", "onnx-int8")
     if whole:  # it often loses least
         yield Step(
-            "quantize", f"{{scheme: {DEFAULT}}}", "int8 alone: what the rest must beat", "whole", whole
+            "quantize", f"{{scheme: {DEFAULT}}}", "int8 alone: what the rest must beat", "int8-alone", whole
         )
-        yield Step("onnx", "{target: ort-cpu}", "", "onnx-whole")
+        yield Step("onnx", "{target: ort-cpu}", "", "onnx-int8-alone")
     if machine.gpu or machine.tensorrt:
         yield Step("onnx", "{target: tensorrt, dtype: fp16}", "a branch for GPUs", "onnx-fp16", "small")
         yield Step("tensorrt", "{}", "skipped where it cannot run", optional=True)

@@ -85,8 +85,8 @@ def test_rows_are_counted_where_they_decide(tmp_path, models, monkeypatch):
 def test_a_first_recipe_has_int8_alone(models, rows_to_train_on):
     seen = look(str(models["marian"]), "translation")
     found = {step.name: step for step in steps(seen, Machine(1, False, False), rows_to_train_on)}
-    assert (found["whole"].word, found["whole"].parent) == ("quantize", "model")
-    assert found["onnx-whole"].word == "onnx"
+    assert (found["int8-alone"].word, found["int8-alone"].parent) == ("quantize", "model")
+    assert found["onnx-int8-alone"].word == "onnx"
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, 1), (2, 1), (3, 2), (5, 4), (12, 10), (32, 26)])

@@ -82,7 +82,10 @@ class Store:
                 raise InputError(f"{path / MANIFEST}: cannot be read: {error}. {mend}") from error
             # asked twice: another process may have put a new artifact and its note in place meanwhile
             if all(self._noted(key).get("manifest", digest) != digest for _ in range(2)):
-                raise InputError(f"{path / MANIFEST}: its bytes are not those that were written. {mend}")
+                raise InputError(
+                    f"{path / MANIFEST}: its bytes are not those that were written. {mend}",
+                    code="changed-manifest",
+                )
             artifact.verify(mend)
             self._note_checked(artifact)
         return artifact

@@ -148,7 +148,10 @@ def read_header(path: Path) -> dict[str, Any]:
             head = stream.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
             if not 2 <= length <= min(_LONGEST_HEADER, path.stat().st_size - 8):
-                raise InputError(f"{path}: not a safetensors file, or cut off: its header cannot be read.")
+                raise InputError(
+                    f"{path}: not a safetensors file, or cut off: its header cannot be read.",
+                    code="damaged-weights",
+                )
             header = json.loads(stream.read(length))
     except FileNotFoundError as error:
         raise InputError(f"{path}: this file of the weights is missing.") from error

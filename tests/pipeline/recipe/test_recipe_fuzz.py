@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import tiny
+from fuzz import RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,25 +13,6 @@ from smelt.plan.load import load_plan
 from smelt.plan.printed import describe_plan
 from smelt.recipe.stage_table import TABLE
 
-RECIPE = """model: m
-task: text-classification
-data: {train: data.jsonl, validation: data.jsonl, test: data.jsonl, columns: {label: label}}
-stages:
-  - prune: {what: [ffn], keep: 0.5, importance: taylor}
-    name: small
-  - distill: {teacher: small, losses: {logits: 1.0, labels: 0.5}, student: {layers: 1}, epochs: 2}
-  - quantize: {scheme: int8-dynamic}
-  - onnx: {target: ort-cpu}
-    from: small
-    optional: true
-score:
-  quality: [accuracy, f1]
-  latency: {batch_sizes: [1, 8], threads: 2}
-baseline: small
-gates:
-  accuracy: {max_drop: 1.0, at: [quantize]}
-seed: 3
-"""
 PIECES = [
     *(*TABLE, *RECIPE.split(), "null", "-1", "1e9", "[]", "{}", ".nan", "&a", "*a", "<<: *a", "? ", "|"),
     *("!!python/object:os.system", "'", '"', ":", "- ", "\n", "\t", "\0", "\u202e", "\ud800", "~"),

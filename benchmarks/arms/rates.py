@@ -1,6 +1,7 @@
-"""How high a learning rate: further training, recovery, adapters, and training through codes, each at four.
+"""How high a learning rate: further training, recovery, adapters, and training through codes.
 
-With `--arm`: `student` is of a translator, `half of the layers` of a classifier. Where the defaults of
+What learns from a teacher's logits alone has no dropout, as by default. With `--arm`: `student`, `one layer`
+and `two layers` are of a translator, the other layers of models with one stack. Where the defaults of
 `learning_rate` come from.
 """
 
@@ -11,7 +12,9 @@ from typing import Any
 Arm = list[tuple[str, dict[str, Any]]]
 TRAIN, SEEDS = 7680, 1
 _UPDATES: dict[str, Any] = {"max_steps": 240, "batch_size": 32, "evals": 0}
-_TEACHER: dict[str, Any] = _UPDATES | {"losses": {"logits": 1.0, "labels": 0}, "temperature": 1.0}
+_TEACHER: dict[str, Any] = _UPDATES | {
+    "losses": {"logits": 1.0, "labels": 0}, "temperature": 1.0, "dropout": 0.0,
+}  # fmt: skip
 _HALF: Arm = [("prune", {"what": ["ffn"], "keep": 0.5})]
 _KINDS: dict[str, tuple[Arm, str, dict[str, Any], tuple[float, ...]]] = {
     "whole": ([], "finetune", _UPDATES, (3e-5, 1e-4, 3e-4, 1e-3)),
@@ -22,6 +25,10 @@ _KINDS: dict[str, tuple[Arm, str, dict[str, Any], tuple[float, ...]]] = {
     "two bits": ([("quantize", {"scheme": "int2"})], "distill", _TEACHER, (1e-4, 3e-4, 1e-3, 3e-3)),
     "half of the layers": ([], "distill", _TEACHER | {"student": {"layers": 3}}, (1e-4, 3e-4, 1e-3, 3e-3)),
     "student": ([], "distill", _TEACHER | {"student": {"decoder_layers": 1}}, (1e-4, 3e-4, 1e-3, 3e-3)),
+    "one layer": ([("depth", {"decoder_layers": 1})], "distill", _TEACHER, (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)),
+    "two layers": ([("depth", {"decoder_layers": 2})], "distill", _TEACHER, (3e-5, 1e-4, 3e-4, 1e-3)),
+    "three layers": ([("depth", {"layers": 3})], "distill", _TEACHER, (3e-5, 1e-4, 3e-4, 1e-3)),
+    "four layers": ([("depth", {"layers": 4})], "distill", _TEACHER, (3e-5, 1e-4, 3e-4, 1e-3)),
 }  # fmt: skip
 ARMS: dict[str, Arm] = {
     f"{kind}, {rate:g}": [*before, (word, settings | {"learning_rate": rate})]

@@ -96,7 +96,7 @@ def _trial(report: Report) -> str | None:
     used = rows if isinstance(rows, Mapping) else {}
     if used and all(isinstance(n, int) and n < limit for n in used.values()):
         return None
-    return f"A trial on {view.counted(used.get('test', limit), 'row')}, not a result."
+    return f"A trial on {view.counted(used.get(report.judged_on, limit), 'row')}, not a result."
 
 
 def _disturbed(steps: list[tuple[Step, Latency]]) -> str:
@@ -117,11 +117,12 @@ def _recommend(report: Report, step: Step, times: Latency) -> str:
         f" {view.interval(times.speedup_ci95)} at batch {times.batch_size}"
     ]
     metric = next(iter(view.metrics(report)), None)
-    if metric and (score := step.quality.get(metric)):
-        shown = view.digits(metric)
-        lost = step.against_baseline.get(metric)
-        change = f" ({view.change(lost, metric)}, {view.probability(lost.p_value)})" if lost else ""
-        parts.append(f"{view.label(metric)} {view.number(score.value, shown)}{change}")
+    for of, found in (("", step), ("on test ", step.test)):
+        if metric and found and (score := found.quality.get(metric)):
+            shown = view.digits(metric)
+            lost = found.against_baseline.get(metric)
+            change = f" ({view.change(lost, metric)}, {view.probability(lost.p_value)})" if lost else ""
+            parts.append(f"{of}{view.label(metric)} {view.number(score.value, shown)}{change}")
     ratio = view.ratio_of_size(step, report.base)
     share = f" ({100 * ratio:.0f} % of {report.baseline})" if ratio is not None else ""
     parts.append(f"{view.megabytes(step.size_bytes)} MB{share}")

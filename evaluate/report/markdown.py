@@ -9,7 +9,7 @@ from smelt.core.data import IMAGES, TENSORS
 from smelt.core.text import printable
 from smelt.evaluate.report import notes, view
 from smelt.evaluate.report.headline import lines as headline_lines
-from smelt.evaluate.report.schema import Report, Step, validate_report
+from smelt.evaluate.report.schema import Report, Step, Tested, validate_report
 
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
@@ -24,6 +24,8 @@ def write_markdown(report: Mapping[str, Any]) -> str:
     parts = [_header(checked), "## Steps", _steps(checked)]
     if len(view.metrics(checked)) > 1:
         parts += ["## Quality", _quality(checked)]
+    if any(step.test for step in checked.steps):
+        parts += ["## On test", _on_test(checked)]
     if len(view.batch_sizes(checked)) > 0:
         parts += ["## Latency", _latency(checked)]
     if any(step.gates for step in checked.steps):
@@ -92,10 +94,11 @@ def _steps(report: Report) -> str:
         if any(entry.stable is False for step in report.steps for entry in step.latency)
         else ""
     )
-    return f"{_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05.{doubt}"
+    of = "" if report.judged_on == "test" else f" Scores are of {report.judged_on} rows."
+    return f"{_table(head, rows, left=4)}\n\n{legend} {against}; \\* p < 0.05.{of}{doubt}"
 
 
-def _score(step: Step, metric: str) -> str:
+def _score(step: Step | Tested, metric: str) -> str:
     score = step.quality.get(metric)
     if score is None:
         return view.MISSING
@@ -103,7 +106,7 @@ def _score(step: Step, metric: str) -> str:
     return f"{view.number(score.value, shown)} {_text(view.interval(score.ci95, shown))}".rstrip()
 
 
-def _difference(step: Step, metric: str) -> str:
+def _difference(step: Step | Tested, metric: str) -> str:
     found = step.against_baseline.get(metric)
     return view.change(found, metric) + ("\\*" if found and view.matters(found) else "")
 
@@ -132,6 +135,18 @@ def _quality(report: Report) -> str:
             cells = [(_score(row.step, m), _difference(row.step, m)) for m in metrics]
             rows.append([_name(row), *(s if d == view.MISSING else f"{s}, {d}" for s, d in cells)])
     return _table(head, rows)
+
+
+def _on_test(report: Report) -> str:
+    """Draw what the steps that were chosen on validation score on test."""
+    metrics = view.metrics(report)
+    rows = [
+        [_name(row), *(f"{_score(tested, m)}, {_difference(tested, m)}" for m in metrics)]
+        for row in view.rows(report)
+        if (tested := row.step.test)
+    ]
+    said = "Chosen on validation, scored here on other rows: what to expect of new ones."
+    return "\n\n".join([said, _table(["step", *(_text(view.label(metric)) for metric in metrics)], rows)])
 
 
 def _latency(report: Report) -> str:

@@ -22,7 +22,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
 
     What concerns the whole run comes first, under the step's name `run`.
     """
-    found = [("run", "warning", text) for text in report.warnings]
+    found = [("run", "warning", text) for text in (*report.warnings, *on_test(report))]
     for step in report.steps:
         said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
         found += [(step.name, kind, text) for kind, text in said if text]
@@ -55,6 +55,16 @@ def gate_text(gate: Gate) -> str:
     """Return a gate as `BLEU max_drop 1.00`."""
     sure = "" if gate.confidence is None else f" with confidence {gate.confidence:g}"
     return f"{view.label(gate.metric)} {gate.kind} {view.quantity(gate.metric, gate.limit)}{sure}"
+
+
+def on_test(report: Report) -> list[str]:
+    """Return the limits that steps kept on validation, which chose them, and do not keep on test."""
+    return [
+        f"'{step.name}': gate {gate_text(gate)}, kept on validation, is not on test: {gate_value(gate)}"
+        for step in report.steps
+        for gate in (step.test.gates if step.test else ())
+        if gate.passed is False and all(g.passed for g in step.gates if g.metric == gate.metric)
+    ]
 
 
 def few_text(gate: Gate, step: Step) -> str:

@@ -167,6 +167,14 @@ class Gate(_Part):
         return self
 
 
+class Tested(_Part):
+    """What a step that was chosen on validation scores on test; `gates` as they would be there."""
+
+    quality: dict[str, Quality]
+    against_baseline: dict[str, Difference]
+    gates: list[Gate] = Field(default_factory=list)
+
+
 def _none_is_empty(value: Any) -> Any:
     return {} if value is None else value
 
@@ -207,6 +215,7 @@ class Step(_Part):
     against_baseline: Differences = Field(default_factory=dict)
     against_parent: Differences = Field(default_factory=dict)
     gates: Annotated[list[Gate], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    test: Tested | None = None
     facts: Annotated[dict[str, Any], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -239,6 +248,7 @@ class Report(_Part):
     environment: dict[str, Any]
     status: RunStatus
     baseline: str | None = None
+    judged_on: Literal["validation", "test"] = "test"
     warnings: list[str] = Field(default_factory=list)
     steps: list[Step]
     frontier: list[str] = Field(default_factory=list)

@@ -136,7 +136,8 @@ def unit(metric: str) -> str:
 def sample_text(report: Report) -> str:
     """Return `n = 1,000 examples`; nothing where nothing was scored."""
     found = sample(report)
-    return f"n = {counted(*found)}" if found else ""
+    of = "" if report.judged_on == "test" else f" of {report.judged_on}"
+    return f"n = {counted(*found)}{of}" if found else ""
 
 
 def counted(number: int, word: str) -> str:

@@ -71,8 +71,8 @@ class Origin:
 
     run: the recipe's name; None where the run is not known (an artifact that was copied away), and then the
     rest is empty. model: what the recipe began with, licence: what that model's folder says. steps: from the
-    model to the artifact. data: what the scores are of. generation: the recipe's `score.generation`,
-    with which the scores were made. times: lines about latency.
+    model to the artifact. data: what the scores are of, split: test or validation. generation: the recipe's
+    `score.generation`, with which the scores were made. times: lines about latency.
     """
 
     run: str | None = None
@@ -82,6 +82,7 @@ class Origin:
     scores: tuple[Score, ...] = ()
     times: tuple[str, ...] = ()
     data: str | None = None
+    split: str = "test"
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -89,6 +89,8 @@ def _scores(origin: Origin) -> str:
         f"| {plain(s.metric)} | {plain(s.text)} | {s.n:,} | {plain(s.baseline or '–')} |"
         for s in origin.scores
     ]
+    if origin.split != "test":
+        lines += ["", "Scored on the rows among which this step was chosen: new ones may score lower."]
     lines += ["", *(f"- {plain(s.metric)}: {code(s.signature)}" for s in origin.scores)]
     lines += ["", *(f"- {plain(line)}" for line in origin.times)] if origin.times else []
     return "\n".join(lines)

@@ -41,6 +41,7 @@ class ReportBuilder:
         self.status = "passed"
         self.finished = False
         self.statistics: dict[str, dict[str, Any]] = {}
+        self.on_test: dict[str, dict[str, Any]] = {}
         rows = {name: len(split) for name, split in data.items()}
         self.data: dict[str, Any] = {
             "schema": 1,
@@ -48,6 +49,7 @@ class ReportBuilder:
             "environment": environment(),
             "status": self.status,
             "baseline": None,
+            "judged_on": plan.judged_on,
             "warnings": list(plan.warnings),
             "steps": [_blank("model", "model", None, {})]
             + [_blank(s.name, s.stage, s.parent, s.settings.meant()) for s in plan.steps],
@@ -78,11 +80,30 @@ class ReportBuilder:
             quality=dict(score["quality"]),
         )
         self.statistics[name] = score["statistics"]
-        step["against_parent"] = self._compare(name, step["parent"])
-        step["against_baseline"] = self._compare(name, self.data["baseline"])
+        step["against_parent"] = _compare(self.statistics, name, step["parent"])
+        step["against_baseline"] = _compare(self.statistics, name, self.data["baseline"])
         if name == self.data["baseline"]:  # steps that were scored before it can be compared only now
             for other in self.statistics:
-                self._steps[other]["against_baseline"] = self._compare(other, name)
+                self._steps[other]["against_baseline"] = _compare(self.statistics, other, name)
+
+    def tested(self, name: str, score: Mapping[str, Any]) -> None:
+        """Fill in what a step that was chosen on validation scores on test; the baseline comes first."""
+        self.on_test[name] = score["statistics"]
+        against = _compare(self.on_test, name, self.data["baseline"])
+        self._steps[name]["test"] = {
+            "quality": dict(score["quality"]),
+            "against_baseline": against,
+            "gates": [],
+        }
+
+    def judge_test(self) -> None:
+        """Lay the gates on what the steps score on test, for their reader: validation decided."""
+        base = self.on_test.get(self.data["baseline"], {})
+        for name, own in self.on_test.items():
+            step = self._steps[name]
+            gates = [gate for gate in self.plan.gates_of(name) if gate.metric in own]
+            verdicts = [judge(gate, step | step["test"], Evidence(own, base)) for gate in gates]
+            step["test"]["gates"] = verdicts
 
     def rescored(self, name: str, artifact: Artifact, score: Mapping[str, Any]) -> None:
         """Fill in a finished step anew, whose score could be completed only now."""
@@ -139,6 +160,10 @@ class ReportBuilder:
                 self._steps[name]["error"] = f"latency: {value['error']}"
 
     def finish(self) -> None:
+        """Say that the report is whole."""
+        self.finished = True
+
+    def judge(self) -> None:
         """Judge the gates and find the frontier."""
         from smelt.evaluate.frontier import frontier
 
@@ -151,7 +176,6 @@ class ReportBuilder:
             self._set_status("gate-failed")
         self._compare_dtypes()
         self.data["frontier"] = frontier(self.data["steps"], self.data["baseline"])
-        self.finished = True
 
     def _compare_dtypes(self) -> None:
         """Say which sizes are not of the same kind of number as the baseline's."""
@@ -193,19 +217,21 @@ class ReportBuilder:
     def _set_status(self, status: str) -> None:
         self.status = self.data["status"] = status
 
-    def _compare(self, name: str, other: str | None) -> dict[str, Any]:
-        from smelt.evaluate.significance import Statistics, compare
 
-        if other is None or other == name or other not in self.statistics:
-            return {}
-        own, others = self.statistics[name], self.statistics[other]
-        return {
-            metric: dict(
-                compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
-            )
-            for metric in own
-            if metric in others
-        }
+def _compare(statistics: Mapping[str, Any], name: str, other: str | None) -> dict[str, Any]:
+    """Return the paired differences of the step `name` to the step `other`, by metric; none without it."""
+    from smelt.evaluate.significance import Statistics, compare
+
+    if other is None or other == name or other not in statistics:
+        return {}
+    own, others = statistics[name], statistics[other]
+    return {
+        metric: dict(
+            compare(Statistics.model_validate(own[metric]), Statistics.model_validate(others[metric]))
+        )
+        for metric in own
+        if metric in others
+    }
 
 
 def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +249,7 @@ def _blank(name: str, stage: str, parent: str | None, settings: dict[str, Any]) 
         "against_baseline": {},
         "against_parent": {},
         "gates": [],
+        "test": None,
         "facts": {},
     }
 

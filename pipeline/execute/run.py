@@ -23,7 +23,7 @@ from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.report_data import ReportBuilder
 from smelt.execute.roots.begin import begin
 from smelt.execute.run_folder import RunFolder
-from smelt.execute.run_result import Result, write_report
+from smelt.execute.run_result import Result, chosen, write_report
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work
@@ -174,6 +174,8 @@ class _Run:
                 self._step(step)
             self._earlier()
             self._latency()
+            self.report.judge()
+            self._test()
             self.report.finish()
         except KeyboardInterrupt:
             self.report.interrupted()
@@ -248,7 +250,7 @@ class _Run:
         self.artifacts[name] = artifact
         self.report.done(name, artifact, score, cached)
         if name == self.plan.recipe.baseline and self.options.limit is None:
-            self.warn(few_windows(score["statistics"]))
+            self.warn(few_windows(score["statistics"], self.plan.judged_on))
         if name == self.plan.recipe.baseline and self.scorer.compares:
             for other in [n for n in self.report.statistics if n != name]:  # scored before it was there
                 self.report.rescored(other, self.artifacts[other], self._score(other, self.artifacts[other]))
@@ -256,10 +258,23 @@ class _Run:
         first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
         self.display.line(f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB")
 
-    def _score(self, name: str, artifact: Artifact) -> dict[str, Any]:
-        self.display.begin(f"{name}, scoring")
+    def _score(self, name: str, artifact: Artifact, on_test: bool = False) -> dict[str, Any]:
+        self.display.begin(f"{name}, scoring{' on test' if on_test else ''}")
+        split = self.data["test" if on_test else self.plan.judged_on]
         with self.store.lock(f"{artifact.key}-score", self._waits(name)):
-            return self.scorer.score(artifact, self.data["test"], self.display.progress)
+            return self.scorer.score(artifact, split, self.display.progress)
+
+    def _test(self) -> None:
+        """Score on test what was chosen on validation, with what it is compared with."""
+        if self.plan.judged_on == "test":
+            return
+        every = self.artifacts | self.kept
+        for name in chosen(self.report.data):
+            score = self._score(name, every[name], on_test=True)
+            self.report.tested(name, score)
+            first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
+            self.display.line(f"{name}: on test {first}")
+        self.report.judge_test()
 
     def _earlier(self) -> None:
         """Report what an earlier run in this folder did of the steps that `--until` leaves out."""
@@ -267,7 +282,7 @@ class _Run:
         for step in self.plan.rest:
             if artifact := self.kept.get(step.name):
                 reason = _unscored(artifact)
-                score = None if reason else self.scorer.kept(artifact, self.data["test"])
+                score = None if reason else self.scorer.kept(artifact, self.data[self.plan.judged_on])
                 self.report.earlier(step, artifact, score, reason)
                 self.display.line(f"{step.name}: kept from an earlier run in this folder")
 

@@ -88,6 +88,20 @@ def summary_lines(result: Result) -> Sequence[str]:
     return lines
 
 
+def chosen(report: Mapping[str, Any]) -> list[str]:
+    """Return the steps that a report names, and so what is to be scored on test where validation chose them.
+
+    They are the Pareto front, the recommended step, the one to ship, and the baseline, which comes first.
+    """
+    from smelt.evaluate.report.headline import headline
+    from smelt.evaluate.report.schema import validate_report
+
+    pick = headline(validate_report(report)).pick
+    named = [report["baseline"], *report["frontier"], pick and pick.name, step_to_ship(report)]
+    scored = {step["name"] for step in report["steps"] if step["quality"]}
+    return [name for name in dict.fromkeys(named) if name in scored]
+
+
 def _failed(report: Mapping[str, Any], name: str) -> list[str]:
     """Say that the step fails a gate: then all do."""
     gates = next(step.get("gates") or [] for step in report["steps"] if step["name"] == name)
@@ -105,6 +119,7 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     from smelt.evaluate.report.schema import Difference
 
     step = next(step for step in report["steps"] if step["name"] == name)
+    step = step | (step.get("test") or {})  # what was chosen on validation counts by what it does on test
     metric = next((m for m in step["quality"] if m in (step.get("against_baseline") or {})), None)
     if metric is None or name == report["baseline"]:
         return []

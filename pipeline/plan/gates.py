@@ -1,10 +1,15 @@
-"""What a plan stops at and is judged by: the steps of `--until`, the gates, the baseline."""
+"""What a plan stops at and is judged by: the steps of `--until`, the gates and their rows, the baseline."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from smelt.core.data import SIMILARITY, Split
 from smelt.plan.order.checks import Checker
 from smelt.plan.plan import PlannedGate
+from smelt.plan.warnings import FEWEST_ROWS
 from smelt.recipe.errors import touches
+from smelt.recipe.recipe import JudgedOn
 from smelt.recipe.stages import ROOT
 
 
@@ -53,6 +58,27 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
         given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
         out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
     return tuple(out)
+
+
+def judged_on(checker: Checker, splits: Mapping[str, Split]) -> JudgedOn:
+    """Return the rows that gates and recommendation are judged on.
+
+    Where several branches compete, the one that looks best on test looks better there than it is: the choice
+    is made on validation, and what was chosen is scored on test. Not by default where validation has too few
+    rows to choose by, nor of similarities, whose validation rows need no scores.
+
+    Args:
+        checker: of the recipe.
+        splits: the rows that were read already; files that were not are large.
+    """
+    recipe, files = checker.recipe, checker.recipe.data.files()
+    if recipe.judged_on is not None:
+        return recipe.judged_on
+    if "validation" not in recipe.data.splits() or recipe.task == SIMILARITY:
+        return "test"
+    few = recipe.task != "language-modeling" and len(splits.get("validation", range(FEWEST_ROWS))) < FEWEST_ROWS
+    same = files.get("validation") is not None and files.get("validation") == files.get("test")
+    return "test" if few or same or len(_leaves(checker)) < 2 else "validation"
 
 
 def _leaves(checker: Checker) -> tuple[str, ...]:

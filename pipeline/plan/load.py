@@ -12,7 +12,7 @@ from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
 from smelt.plan.foreign.graph import check_foreign, fit_batches
-from smelt.plan.gates import baseline, cut, gates
+from smelt.plan.gates import baseline, cut, gates, judged_on
 from smelt.plan.inputs import check_data, check_device, check_model, check_tokenizer
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
@@ -100,6 +100,7 @@ def make_plan(
         until=until,
         rest=tuple(step for step in every if step.name not in kept),
         order=tuple(step.name for step in every),
+        judged_on=judged_on(checker, splits),
         problem=problem,
         foreign=foreign,
     )

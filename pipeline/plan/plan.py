@@ -16,7 +16,7 @@ from smelt.core.stage import Need, Settings, Stage
 from smelt.look.foreign import ForeignModel
 from smelt.look.model_folder import fetch_model
 from smelt.plan.splits import read_source
-from smelt.recipe.recipe import Recipe
+from smelt.recipe.recipe import JudgedOn, Recipe
 from smelt.recipe.stages import ROOT
 
 
@@ -80,6 +80,7 @@ class Plan:
     are small. text: the recipe as it stands in its file. rest: the steps that `until` cuts off. order: the
     names of all steps, as the recipe has them.
     warnings: what a person should know; the report says it too. notes: what only the plan's reader needs.
+    judged_on: the split that steps are scored on, gates judged and a step recommended.
     problem: what a classifier does, where model and data are at hand. foreign: the ONNX graph that the recipe
     starts from; None where it starts from weights.
     """
@@ -95,6 +96,7 @@ class Plan:
     until: str | None = None
     rest: tuple[Step, ...] = ()
     order: tuple[str, ...] = ()
+    judged_on: JudgedOn = "test"
     problem: ProblemType | None = None
     foreign: ForeignModel | None = None
 

@@ -39,6 +39,9 @@ def describe_plan(plan: Plan) -> str:
         lines += _wrapped(f"vectors     {described(sentence_rules(recipe, plan.local_model)[0])}", 12)
     lines += ["", ROOT, *_tree(plan, ROOT, ""), ""]
     lines += _score(plan)
+    if plan.judged_on != "test":
+        text = "judged on   validation: gates and what is recommended; that and the front are scored on test"
+        lines += _wrapped(text, 12)
     for gate in plan.gates:
         way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
         sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]

@@ -81,7 +81,7 @@ def check_sentences(
             mistakes.add(("model",), str(error))
     if "test" not in splits or touches(bad, "score.quality"):
         return recipe
-    for where, text in _mistakes(recipe, splits["test"]):
+    for where, text in _mistakes(recipe, splits):
         mistakes.add(where, text)
     score = recipe.score.model_copy(update={"quality": _metrics(recipe, splits["test"])})
     return recipe.model_copy(update={"score": score})
@@ -93,7 +93,7 @@ def settle_sentences(recipe: Recipe, data: Mapping[str, Split]) -> tuple[str, ..
     Raises:
         InputError: metrics or gates need scores that the test rows do not have; every mistake, one per line.
     """
-    found = [f"{'.'.join(map(str, where))}: {text}" for where, text in _mistakes(recipe, data["test"])]
+    found = [f"{'.'.join(map(str, where))}: {text}" for where, text in _mistakes(recipe, data)]
     if found:
         raise InputError("\n".join(found))
     return _metrics(recipe, data["test"])
@@ -104,13 +104,15 @@ def _metrics(recipe: Recipe, test: Split) -> tuple[str, ...]:
     return recipe.score.quality or fitting
 
 
-def _mistakes(recipe: Recipe, test: Split) -> list[tuple[tuple[str | int, ...], str]]:
-    """Return (place in the recipe, what is wrong) of what asks for scores, where the test rows have none."""
-    if test.labelled:
+def _mistakes(recipe: Recipe, data: Mapping[str, Split]) -> list[tuple[tuple[str | int, ...], str]]:
+    """Return (place in the recipe, what is wrong) of what asks for scores that the rows do not have."""
+    scored = dict.fromkeys(["test", recipe.judged_on or "test"])
+    lacking = next((name for name in scored if name in data and not data[name].labelled), None)
+    if lacking is None:
         return []
     places: list[tuple[tuple[str | int, ...], str]] = [
         (("score", "quality", at), metric) for at, metric in enumerate(recipe.score.quality)
     ]
     places += [(("gates", metric), metric) for metric in recipe.gates]
-    why = "needs scores of pairs, and the test rows have none (column 'label'); without them there is"
+    why = f"needs scores of pairs, and the {lacking} rows have none (column 'label'); without them there is"
     return [(where, f"'{metric}' {why} {AGREEMENT}.") for where, metric in places if metric in SCORE_METRICS]

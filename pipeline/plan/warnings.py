@@ -67,15 +67,16 @@ def _swallowed(split: Split, name: str) -> list[str]:
     ]
 
 
-def few_windows(statistics: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def few_windows(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list[str]:
     """Return that a text has few windows, from which intervals and tests draw.
 
     Args:
         statistics: of a step, by metric.
+        split: the name of what was scored.
     """
     counts = {len(found["rows"]) for metric, found in statistics.items() if metric in WINDOW_METRICS}
     return [
-        f"test has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to tell"
+        f"{split} has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to tell"
         " most steps apart. Give more text, or shorter windows (data: windows: length)."
         for many in counts
         if many < FEWEST_ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -42,6 +42,9 @@ DEFAULT_METRICS = METRICS | {
     IMAGES: (),
     "sentence-similarity": (),
 }
+
+# The rows that gates and the recommendation may be judged on.
+JudgedOn = Literal["validation", "test"]
 
 # Stages that train all weights: a model without any needs one before it can be a baseline.
 TRAINING_STAGES = ("finetune", "distill")
@@ -98,14 +101,16 @@ class Recipe(RecipeKeys):
     """A recipe that was read.
 
     stages: the steps as they were written. path: the file. tokenize: of BLEU, as its entry in score.quality
-    says, None where the references decide. document: the file's content as plain values, `--set` applied,
-    as report.json shows it.
+    says, None where the references decide. judged_on: the rows of gates and recommendation, as `gates.on`
+    says, None where the plan decides. document: the file's content as plain values, `--set` applied, as
+    report.json shows it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stages: tuple[StageEntry, ...] = ()
     path: Path
     tokenize: str | None = None
+    judged_on: JudgedOn | None = None
     document: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -184,7 +189,7 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
     for key in value:
         if key not in _KEYS:
             mistakes.add((key,), f"unknown key. Known: {', '.join(_KEYS)}.{nearest(key, _KEYS)}")
-    tokenize = _take_metric_options(head, mistakes)
+    tokenize, judged_on = _take_metric_options(head, mistakes), _take_judged_on(head, mistakes)
     task_bad = _check_task(head, mistakes)
     keys, places = check(RecipeKeys, head | task_bad, (), mistakes, _STAND_INS)
     assert keys is not None  # each key has a default or a stand-in
@@ -199,8 +204,11 @@ def examine(document: Document, path: Path, overrides: Sequence[str]) -> tuple[R
         names = zip(entries, step_names(entries), strict=True)
         trained = next((name for entry, name in names if entry.word in TRAINING_STAGES), keys.baseline)
         keys = keys.model_copy(update={"baseline": trained})
-    parts = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
-    recipe = Recipe(**parts, stages=tuple(entries), path=path, tokenize=tokenize, document=value)
+    parts: dict[str, Any] = {name: getattr(keys, name) for name in RecipeKeys.model_fields}
+    if judged_on == "validation" and "validation" not in keys.data.splits() and not touches(bad, "data"):
+        mistakes.add(("gates", "on"), "the recipe has no validation rows; give data: validation.")
+    parts |= {"tokenize": tokenize, "judged_on": judged_on, "document": value}
+    recipe = Recipe(**parts, stages=tuple(entries), path=path)
     return recipe, mistakes, bad
 
 
@@ -233,6 +241,19 @@ def _take_metric_options(head: dict[str, Any], mistakes: Mistakes) -> str | None
                 tokenize = str(value)
     head["score"] = score | {"quality": names}
     return tokenize
+
+
+def _take_judged_on(head: dict[str, Any], mistakes: Mistakes) -> JudgedOn | None:
+    """Take `on` from among the gates, whose names are those of metrics; None where it is not said."""
+    gates = head.get("gates")
+    if not isinstance(gates, dict) or "on" not in gates:
+        return None
+    head["gates"] = {name: gate for name, gate in gates.items() if name != "on"}
+    for word in get_args(JudgedOn):
+        if gates["on"] == word:
+            return word  # type: ignore[no-any-return]
+    mistakes.add(("gates", "on"), f"expected validation or test, read {shown(gates['on'])}.")
+    return None
 
 
 def _check_task(head: dict[str, Any], mistakes: Mistakes) -> dict[str, Any]:

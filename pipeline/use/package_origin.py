@@ -11,7 +11,8 @@ from smelt.core.errors import InputError
 from smelt.core.files import load_json
 
 if TYPE_CHECKING:
-    from smelt.evaluate.report.schema import Quality, Report
+    from smelt.evaluate.report.schema import Quality, Report, Tested
+    from smelt.evaluate.report.schema import Step as ReportStep
     from smelt.export.package.form import Origin, Score, Step
 
 _REPORT = "report.json"
@@ -65,6 +66,8 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
     except (InputError, OSError, ValueError, RecursionError):
         return Origin(licence=_licence(artifact.manifest.facts))
     root = artifacts_of(run).get(_ROOT)
+    tested = any(found.test for found in report.steps if found.name == step)
+    split = "test" if tested else report.judged_on
     return Origin(
         run=str(report.recipe.get("name") or run.name),
         model=model_name(report),
@@ -72,7 +75,8 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
         steps=tuple(_steps(report, step)),
         scores=tuple(_scores(report, step)),
         times=tuple(_times(report, step)),
-        data=_data(report),
+        data=_data(report, split),
+        split=split,
         generation=dict((report.recipe.get("score") or {}).get("generation") or {}),
     )
 
@@ -121,8 +125,9 @@ def _scores(report: Report, step: str) -> list[Score]:
     from smelt.evaluate.report.view import digits, label
     from smelt.export.package.form import Score
 
-    own = next(found for found in report.steps if found.name == step).quality
-    base = report.base.quality if report.base is not None and report.baseline != step else {}
+    found = next(found for found in report.steps if found.name == step)
+    own = (found.test or found).quality
+    base = {} if report.base is None or report.baseline == step else _counterpart(report.base, found).quality
 
     def text(metric: str, found: Quality) -> str:
         n = digits(metric)
@@ -143,9 +148,14 @@ def _scores(report: Report, step: str) -> list[Score]:
     ]
 
 
-def _data(report: Report) -> str | None:
+def _counterpart(base: ReportStep, found: ReportStep) -> ReportStep | Tested:
+    """Return the scores of the baseline on the rows that `found` tells of."""
+    return base.test if found.test is not None and base.test is not None else base
+
+
+def _data(report: Report, split: str) -> str | None:
     """Return what the recipe names for the split that is scored; None where it names nothing by a word."""
-    said = (report.recipe.get("data") or {}).get("test")
+    said = (report.recipe.get("data") or {}).get(split)
     said = said.get("path") or said.get("hub") if isinstance(said, dict) else said
     return said if isinstance(said, str) else None
 

@@ -29,14 +29,14 @@ def front_matter(task: str, origin: Origin, library: str) -> str:
     front |= _licence(origin.licence)
     scores = [score for score in origin.scores if score.value is not None]
     if scores:
-        data = origin.data or "test"
+        data = origin.data or origin.split
         found = [
             {"type": s.key, "value": s.value, "name": f"{s.metric} {s.text} of {s.n:,}", "args": s.signature}
             for s in scores
         ]
         result = {
             "task": {"type": tag, "name": task},
-            "dataset": {"type": _slug(data), "name": data, "split": "test"},
+            "dataset": {"type": _slug(data), "name": data, "split": origin.split},
             "metrics": [one | {"args": {"signature": one["args"]}} for one in found],
         }
         front["model-index"] = [{"name": origin.run or "model", "results": [result]}]

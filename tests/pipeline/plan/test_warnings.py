@@ -232,6 +232,6 @@ def test_sizes_are_not_compared_across_dtypes_without_a_word(tmp_path):
 )
 def test_few_windows_of_a_text_are_told_once(count, told):
     rows = {"rows": [[1.0, 2, 3]] * count}
-    found = few_windows({"perplexity": rows, "bits_per_byte": rows})
+    found = few_windows({"perplexity": rows, "bits_per_byte": rows}, "test")
     assert [text[: len(told or "")] for text in found] == ([told] if told else [])
-    assert few_windows({"bleu": rows}) == []
+    assert few_windows({"bleu": rows}, "test") == []

@@ -1,0 +1,33 @@
+"""Half of the neurons are gone, and the teacher's logits alone teach: with the model's dropout, and without.
+
+`longer` has three times the updates. Where the default of `dropout` comes from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Arm = list[tuple[str, dict[str, Any]]]
+TRAIN, SEEDS = 7680, 3
+_TEACHER: dict[str, Any] = {
+    "batch_size": 32, "learning_rate": 1e-4, "evals": 0, "temperature": 1.0,
+    "losses": {"logits": 1.0, "labels": 0},
+}  # fmt: skip
+
+
+def _recovered(updates: int, dropout: float | None) -> Arm:
+    settings = _TEACHER | {"max_steps": updates, "dropout": dropout}
+    return [("prune", {"what": ["ffn"], "keep": 0.5}), ("distill", settings)]
+
+
+ARMS: dict[str, Arm] = {
+    "dropout of the model": _recovered(240, None),
+    "no dropout": _recovered(240, 0.0),
+    "longer, dropout of the model": _recovered(720, None),
+    "longer, no dropout": _recovered(720, 0.0),
+}
+AGAINST = {
+    "no dropout": "dropout of the model",
+    "longer, dropout of the model": "dropout of the model",
+    "longer, no dropout": "longer, dropout of the model",
+}

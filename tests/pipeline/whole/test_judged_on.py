@@ -1,0 +1,97 @@
+"""Where branches compete, validation judges and chooses, and what was chosen is scored on test."""
+
+import json
+
+import harness
+import pytest
+import tiny
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from smelt.evaluate import frontier
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.table import table
+
+RECIPE = """
+model: m
+task: translation
+data: {{validation: validation.jsonl, test: test.jsonl}}
+stages:
+  - onnx: {{}}
+    name: whole
+  - quantize: {{scheme: int8-dynamic}}
+    from: model
+  - onnx: {{}}
+    name: small
+gates: {{on: {on}, chrf: {{min: 30}}}}
+score: {{quality: [chrf], generation: {{max_new_tokens: 6}}, latency: false}}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A model that says of validation what is expected there, and nothing of the kind on test."""
+    folder = tmp_path_factory.mktemp("home")
+    tiny.marian(folder / "m")
+    tiny.pairs(folder / "test.jsonl", 8)
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    model, tokenizer = (
+        AutoModelForSeq2SeqLM.from_pretrained(folder / "m"),
+        AutoTokenizer.from_pretrained(folder / "m"),
+    )
+    batch = tokenizer([row["source"] for row in rows], return_tensors="pt", padding=True)
+    said = tokenizer.batch_decode(model.generate(**batch, max_new_tokens=6), skip_special_tokens=True)
+    assert all(said)
+    told = [{"source": row["source"], "target": text} for row, text in zip(rows, said, strict=True)]
+    (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, told[:6])))
+    for on in ("validation", "test"):
+        (folder / f"{on}.yaml").write_text(RECIPE.format(on=on))
+    return folder
+
+
+def _report(home, on, out, code, monkeypatch):
+    monkeypatch.setattr(frontier, "is_chance", lambda *_: False)  # random models are no better than none
+    result = harness.smelt("run", home / f"{on}.yaml", "--quiet", "--out", out, "--store", home / "s")
+    assert result.exit_code == code, result.output
+    report = json.loads((out / "report.json").read_text())
+    return report, {step["name"]: step for step in report["steps"]}
+
+
+def test_validation_judges_and_what_is_chosen_is_scored_on_test(home, tmp_path, monkeypatch):
+    report, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    assert report["judged_on"] == "validation"
+    assert {step["quality"]["chrf"]["n"] for step in steps.values()} == {6}
+    assert steps["whole"]["quality"]["chrf"]["value"] > 90
+    assert steps["whole"]["gates"][0]["passed"]
+    tested = {name: step["test"] for name, step in steps.items() if step["test"]}
+    assert set(tested) == {"model", "small"}  # the baseline, and the smallest of what keeps its gates
+    scored = harness.smelt("eval", tmp_path / "v/artifacts/small", "--data", home / "test.jsonl", "--json",
+                           "--metric", "chrf", "--max-new-tokens", "6")  # fmt: skip
+    assert tested["small"]["quality"]["chrf"]["n"] == 8
+    assert tested["small"]["quality"]["chrf"]["value"] == json.loads(scored.stdout)["chrf"]["value"]
+    lost = tested["small"]["against_baseline"]["chrf"]["difference"]
+    values = [tested[name]["quality"]["chrf"]["value"] for name in ("small", "model")]
+    assert lost == pytest.approx(values[0] - values[1])
+    assert [gate["passed"] for gate in tested["small"]["gates"]] == [False]
+    text = " ".join(table(report).split())
+    assert "'small': gate chrF min 30.00, kept on validation, is not on test" in text
+    assert "On test" in (tmp_path / "v/report.md").read_text()
+    assert validate_report(report).judged_on == "validation"
+
+
+def test_on_test_the_same_limit_fails(home, tmp_path, monkeypatch):
+    report, steps = _report(home, "test", tmp_path / "t", 3, monkeypatch)
+    assert report["judged_on"] == "test"
+    assert {step["quality"]["chrf"]["n"] for step in steps.values()} == {8}
+    assert [step["test"] for step in steps.values()] == [None] * 4
+    assert steps["whole"]["gates"][0]["passed"] is False
+
+
+def test_a_package_tells_what_the_chosen_step_scores_on_test(home, tmp_path, monkeypatch):
+    _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    for name, split in (("small", "test"), ("whole", "validation")):
+        out = tmp_path / name
+        harness.smelt("package", tmp_path / "v/artifacts" / name, "--out", out)
+        text = (out / "README.md").read_text()
+        score = (steps[name]["test"] or steps[name])["quality"]["chrf"]
+        assert f"{score['value']:.2f}" in text
+        assert ("among which this step was chosen" in text) == (split == "validation")

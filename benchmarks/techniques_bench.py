@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from smelt.core.rows.examples import read_split
 from smelt.core.stage import Context
 
 # Raised whenever the same arm is scored in another way.
-_VERSION = 1
+_VERSION = 2
+# Of running text: tokens in a window.
+_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ class Bench:
         """Run an arm, and return its scores by row with its parameters and processor time, seconds."""
         with tempfile.TemporaryDirectory() as space:
             made = self.run(stages, seed, Path(space), train)
-            nats, tokens, parameters = self.losses(made.model.path)
+            nats, kl, tokens, parameters = self.losses(made.model.path)
             bleu = {str(count): self.texts(made.model, count) for count in beams}
         return {
             "parameters": parameters,
             "seconds": round(made.seconds, 1),
             "nats": nats,
+            "kl": kl,
             "tokens": tokens,
             "bleu": bleu,
             "facts": made.facts,
@@ -100,10 +103,14 @@ class Bench:
             source = made if stage.produces == "torch" else source
         return Made(source, made, spent, facts)
 
-    def losses(self, folder: Path) -> tuple[list[float], list[int], int]:
-        """Return each row's summed cross-entropy, nats, its tokens (labels), and the model's parameters."""
+    def losses(self, folder: Path) -> tuple[list[float], list[float], list[int], int]:
+        """Return what a model loses on each row, and its parameters.
+
+        By row: the summed cross-entropy, nats; the summed KL divergence from what the untouched model says;
+        tokens (labels).
+        """
         import torch
-        from torch.nn.functional import cross_entropy
+        from torch.nn.functional import cross_entropy, kl_div
 
         from smelt.compress.train.data import IGNORE, collate, encode_split, group_by_length
         from smelt.compress.train.objective import logits_of
@@ -111,26 +118,31 @@ class Bench:
         from smelt.runtime.models.places.parameters import count_parameters
 
         torch.set_num_threads(self.threads)
-        model, _ = load_model(folder)
+        (model, _), (untouched, _) = load_model(folder), load_model(self.model)
         model.eval()
+        untouched.eval()
         ctx = Context(folder, self.task, {}, 0, {}, score=lambda *_: {})
         rows = encode_split(self.scored, model.config, load_tokenizer(folder), ctx)
-        nats, tokens = [0.0] * len(rows), [0] * len(rows)
+        nats, kl, tokens = [0.0] * len(rows), [0.0] * len(rows), [0] * len(rows)
         for group in group_by_length(rows, 32, None, None):
             batch = collate([rows[i] for i in group], model.config)
             labels = batch["labels"].reshape(len(group), -1)
             with torch.no_grad():
-                logits = logits_of(model, batch)
+                logits, told = logits_of(model, batch), logits_of(untouched, batch)
             each = cross_entropy(
                 logits.reshape(-1, logits.shape[-1]).float(),
                 labels.reshape(-1),
                 reduction="none",
                 ignore_index=IGNORE,
             )
+            logs = [found.float().log_softmax(-1).reshape(-1, found.shape[-1]) for found in (logits, told)]
+            apart = kl_div(logs[0], logs[1], reduction="none", log_target=True).sum(-1).reshape(labels.shape)
+            apart *= labels != IGNORE
             for at, i in enumerate(group):
+                kl[i] = float(apart[at].sum())
                 nats[i] = float(each.reshape(labels.shape)[at].sum())
                 tokens[i] = int((labels[at] != IGNORE).sum())
-        return nats, tokens, count_parameters(folder)
+        return nats, kl, tokens, count_parameters(folder)
 
     def texts(self, made: Artifact, beams: int) -> dict[str, Any]:
         """Return the statistics of BLEU of what a model writes with so many beams, in smelt's runner."""
@@ -159,8 +171,10 @@ class Bench:
 
 def _read(data: Path, name: str, task: Any) -> Split:
     read: Any = read_split
-    found: Split = read(str(data / f"{name}.jsonl.gz"), task, Columns(), data)
-    return found
+    text = task == "language-modeling"
+    found: Split = read(str(data / f"{name}.{'txt' if text else 'jsonl'}.gz"), task, Columns(), data)
+    windows = found.windows and found.windows.model_copy(update={"length": _WINDOW})
+    return replace(found, windows=windows)
 
 
 def artifact(

@@ -35,6 +35,7 @@ def as_values(group: Group) -> dict[str, Any]:
             "parameters": [run["parameters"] for run in runs],
             "seconds": [run["seconds"] for run in runs],
             "losses": losses,
+            "kl": [loss(run["kl"], run["tokens"]) for run in runs],
             "loss": asdict(over_seeds(losses)),
             "bleu": {beams: _bleu(runs, beams) for beams in runs[0]["bleu"]},
         }
@@ -99,12 +100,13 @@ def _gains(runs: list[dict[str, Any]], others: list[dict[str, Any]], few: str, m
 def draw(group: Group, values: Mapping[str, Any]) -> str:
     """Return the group's table in Markdown; brackets are 95 % intervals."""
     lines = [
-        f"| {group.name} | parameters | loss by seed | against | over seeds | over rows | time, s |",
-        "|:--|--:|--:|:--|--:|--:|--:|",
+        f"| {group.name} | parameters | loss by seed | KL | against | over seeds | over rows | time, s |",
+        "|:--|--:|--:|--:|:--|--:|--:|--:|",
     ]
     for arm, each in values.items():
         apart = each.get("against")
         cells = [arm, f"{each['parameters'][0]:,}", ", ".join(f"{value:.3f}" for value in each["losses"])]
+        cells.append(", ".join(f"{value:.4f}" for value in each["kl"]))
         cells += (
             [apart["control"], said(apart["loss_over_seeds"], 3), said(apart["loss_over_rows"], 3)]
             if apart

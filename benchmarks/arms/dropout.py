@@ -21,6 +21,7 @@ def _recovered(updates: int, dropout: float | None) -> Arm:
 
 
 ARMS: dict[str, Arm] = {
+    "half of the neurons": _recovered(1, None)[:1],
     "dropout of the model": _recovered(240, None),
     "no dropout": _recovered(240, 0.0),
     "longer, dropout of the model": _recovered(720, None),

@@ -20,6 +20,8 @@ from smelt.export.parity.operators import check_operators
 from smelt.export.parity.reference import Exact, Reference, exact_of, logits_for, round_weights_
 from smelt.export.parity.twin import exact_twin
 from smelt.export.parity.where import first_difference
+from smelt.runtime.backends.device import cuda_devices
+from smelt.runtime.backends.onnx_session import open_session
 from smelt.runtime.schemes.scheme import GRAPHS_OF
 
 Figures = dict[str, dict[str, float]]
@@ -77,6 +79,9 @@ def check_graphs(subject: Subject, reference: Reference) -> dict[str, Any]:
             "operators": check_operators(graph.name, model, graph.module, path, subject.threads),
         }
         facts[graph.name] = counts
+    if subject.half:
+        for graph in subject.graphs:
+            _require_opens(subject.folder / f"{graph.name}.onnx", subject.target)
     exact = _check_exactly(subject, reference)
     is_exact = subject.kind == subject.dtype == "fp32"
     deployed = exact if is_exact else _check_as_deployed(subject, reference)
@@ -184,6 +189,28 @@ def _as_it_rounds(subject: Subject) -> Iterator[Path]:
     names = [g.name for g in subject.graphs]
     with exact_twin(subject.folder, names, half=True, rounding=True) as folder:
         yield folder
+
+
+def _require_opens(path: Path, target: str) -> None:
+    """Open a file of fp16 or bf16, which is compared by twins, in the runtime that it is for.
+
+    ONNX Runtime takes it for all other targets: it refuses types that an operator does not take. That this
+    machine has no kernel for one says nothing of a graph that is for another device.
+
+    Raises:
+        ParityError: `unopened-graph`.
+    """
+    try:
+        if target == "openvino":
+            import openvino
+
+            openvino.Core().compile_model(str(path), "CPU")
+        else:
+            open_session(path, 1, "cuda" if target == "ort-cuda" and cuda_devices() else "cpu", optimized=False)
+    except Exception as error:  # the errors of runtimes share no other base
+        lacks_kernel = "NOT_IMPLEMENTED" in str(error) and target != "ort-cpu"
+        if not lacks_kernel:
+            raise ParityError(f"{path.name}: {target} cannot open it: {error}", code="unopened-graph") from error
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from smelt.evaluate.metrics import LOWER_IS_BETTER
 from smelt.execute.failures import explain
 from smelt.execute.scoring import Scorer, library_versions
 from smelt.look.machine import gpu_names, multiplies_bf16, trains_on
+from smelt.runtime.foreign.tried import note_tried
 
 if TYPE_CHECKING:
     from smelt.execute.display import Display
@@ -114,7 +115,10 @@ class Workshop:
             with self.store.workspace() as space:
                 try:
                     with panics_explained():
-                        return make(space), False
+                        made = make(space)
+                        if made.format == "onnx":
+                            note_tried(made.manifest.files)
+                        return made, False
                 except Exception as error:
                     # said here, where what was written can still be looked at
                     failure = explain(error, name, space, self.display.log_path)

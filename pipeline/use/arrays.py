@@ -124,9 +124,11 @@ def predicted_lines(
     """
     from smelt.runtime.backends.open_runner import open_runner
     from smelt.runtime.foreign.runner import by_row
+    from smelt.runtime.foreign.tried import require_safe
 
     artifact = read_artifact(folder)
     artifact.verify()
+    require_safe(artifact)
     rows = read_rows(None if texts else data, artifact).arrays
     assert rows is not None
     with open_runner(artifact, threads, device) as runner:

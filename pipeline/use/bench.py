@@ -12,7 +12,7 @@ from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import IMAGES, TENSORS
 from smelt.core.errors import InputError
 from smelt.core.stage import Progress, silent
-from smelt.runtime.backends.tensorrt_sidecar import require_trusted
+from smelt.runtime.foreign.tried import require_safe
 
 if TYPE_CHECKING:
     from smelt.evaluate.latency import LatencySettings
@@ -88,7 +88,7 @@ def bench(
 
     artifacts = open_artifacts(folders)
     for artifact in artifacts.values():
-        require_trusted(artifact.path, trust_engine)
+        require_safe(artifact, trust_engine)
     task: Any = next(iter(artifacts.values())).manifest.task
     devices = {name: device_of(artifact, device) for name, artifact in artifacts.items()}
     chosen = LatencySettings(**(settings or {}))

@@ -19,7 +19,7 @@ from smelt.execute.scoring import Scorer
 from smelt.look.data import parse_columns
 from smelt.recipe.problem import AGREEMENT, METRICS_OF, SCORE_METRICS, metric_mistakes
 from smelt.recipe.recipe import DEFAULT_METRICS, METRICS
-from smelt.runtime.backends.tensorrt_sidecar import require_trusted
+from smelt.runtime.foreign.tried import require_safe
 from smelt.use.arrays import read_rows
 
 
@@ -58,7 +58,7 @@ def evaluate_artifact(
     from smelt.use.loaded import generation_of
 
     artifact = _open(folder)
-    require_trusted(artifact.path, trust_engine)
+    require_safe(artifact, trust_engine)
     task: Any = artifact.manifest.task
     for metric in metrics:
         if metric not in METRICS[task]:

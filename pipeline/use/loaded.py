@@ -55,7 +55,7 @@ class Model:
     ) -> None:
         from smelt.runtime.backends.open_runner import open_runner
         from smelt.runtime.backends.registry import find_runtime
-        from smelt.runtime.backends.tensorrt_sidecar import require_trusted
+        from smelt.runtime.foreign.tried import require_safe
 
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: expected auto, cpu or cuda, read {device!r}.")
@@ -65,7 +65,7 @@ class Model:
         self._folder = Path(folder).expanduser()  # as the caller knows it; the artifact's path is the store's
         self.artifact = read_artifact(self._folder)
         self.artifact.verify()
-        require_trusted(self.artifact.path, trust_engine)
+        require_safe(self.artifact, trust_engine)
         self._runner = open_runner(self.artifact, count, device)
         try:
             if self.task == IMAGES:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.data import IMAGES, TENSORS
 from smelt.core.errors import InputError
+from smelt.runtime.foreign.tried import require_safe
 from smelt.use.package_origin import artifacts_of, origin_of, run_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def package_artifact(
     require_free(folder)
     _require_outside(folder, artifact)
     artifact.verify()
+    require_safe(artifact, trust_engine=True)  # an engine is copied, not opened
     origin = origin_of(artifact, None if run is None else run[0], name)
     return write_package(chosen, artifact, origin, folder)
 

@@ -15,7 +15,7 @@ from smelt.core.artifact import read_artifact
 from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
-from smelt.runtime.backends.tensorrt_sidecar import require_trusted
+from smelt.runtime.foreign.tried import require_safe
 from smelt.runtime.class_predictions import Prediction, predictions
 from smelt.use.calls import Cuts
 from smelt.use.loaded import CLASSIFIES, generation_of
@@ -88,7 +88,7 @@ class Predictor:
     ) -> None:
         self._artifact = read_artifact(folder)
         self._artifact.verify()
-        require_trusted(self._artifact.path, trust_engine)
+        require_safe(self._artifact, trust_engine)
         self._generation = generation_of(generation)
         self._threads, self._device, self._batch_size = threads, device, batch_size
         self._cuts, self._seen = Cuts(), 0

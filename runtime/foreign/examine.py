@@ -175,7 +175,7 @@ def _opened(path: Path) -> list[str]:
         open_session(path, threads=1)
     except SmeltError as error:
         words = " ".join(str(error.__cause__ or error).split())
-        if "bad allocation" in words or "std::bad_alloc" in words or "Failed to allocate" in words:
+        if lacks_memory(words):
             return ["opening it in ONNX Runtime asks for more memory than a file of its size should need"]
         return [f"ONNX Runtime cannot load it: {words[:400]}"]
     return []
@@ -199,3 +199,8 @@ def _facts(model: Any) -> dict[str, Any]:
         "parameters": parameters(model),
         "producer": producer[:80],
     }
+
+
+def lacks_memory(said: str) -> bool:
+    """Say whether ONNX Runtime's words mean that an allocation failed."""
+    return any(words in said for words in ("bad allocation", "std::bad_alloc", "Failed to allocate"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import InputError, RunError, nearest
 from smelt.evaluate.quality import _BOOTSTRAP, Score, _score
 from smelt.evaluate.significance import Statistics, wilson_interval
 
@@ -70,6 +70,49 @@ def score_outputs(
     return found
 
 
+def require_numbers(
+    got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
+) -> None:
+    """Require that outputs are numbers where those of the reference are, on rows that are numbers themselves.
+
+    Args:
+        got: by row, the outputs by name.
+        expected: likewise, of the reference.
+        arrays: what was fed, by name; axis 0 are the rows.
+
+    Raises:
+        RunError: `non-finite-outputs`.
+    """
+    odd = set().union(*_not_finite(arrays).values())
+    wrong = [
+        at
+        for at, (one, other) in enumerate(zip(got, expected, strict=True))
+        if at not in odd and any(_has_nan(one[name], value) for name, value in other.items())
+    ]
+    if wrong:
+        raise RunError(
+            f"The graph's outputs are NaN for {len(wrong):,} of {len(got):,} rows where the untouched graph's"
+            f" are numbers (rows {_listed(wrong)}, counted from 0). Most likely a value exceeds the range of"
+            " its type: fp32 and bf16 have the widest.",
+            code="non-finite-outputs",
+        )
+
+
+def _has_nan(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    if got.dtype.kind != "f" or expected.dtype.kind not in "fiub" or got.shape != expected.shape:
+        return False
+    return bool((np.isnan(got) & ~np.isnan(expected.astype(np.float64))).any())
+
+
+def _not_finite(arrays: Mapping[str, NDArray[Any]]) -> dict[str, list[int]]:
+    """Return the rows of each array that hold values that are not finite, of arrays that have some."""
+    fed = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
+    odd = {
+        n: [at for at in range(len(array)) if not np.isfinite(array[at]).all()] for n, array in fed.items()
+    }
+    return {name: rows for name, rows in odd.items() if rows}
+
+
 def why_low(
     got: Sequence[Outputs], expected: Sequence[Outputs], arrays: Mapping[str, NDArray[Any]]
 ) -> str | None:
@@ -83,9 +126,8 @@ def why_low(
     off = [at for at, (one, other) in enumerate(zip(got, expected, strict=True)) if _breaks(one, other)]
     if not off:
         return None
-    fed = {name: array for name, array in arrays.items() if array.ndim and array.dtype.kind == "f"}
-    odd = {name: [at for at in off if not np.isfinite(array[at]).all()] for name, array in fed.items()}
-    odd = {name: rows for name, rows in odd.items() if rows}
+    found = {name: [at for at in rows if at in off] for name, rows in _not_finite(arrays).items()}
+    odd = {name: rows for name, rows in found.items() if rows}
     named = ", ".join(f"{name}[{_listed(rows)}]" for name, rows in odd.items())
     why = f"; the data are not finite in {named}" if odd else ""
     rows = "1 row agrees" if len(off) == 1 else f"{len(off):,} rows agree"

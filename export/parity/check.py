@@ -206,11 +206,15 @@ def _require_opens(path: Path, target: str) -> None:
 
             openvino.Core().compile_model(str(path), "CPU")
         else:
-            open_session(path, 1, "cuda" if target == "ort-cuda" and cuda_devices() else "cpu", optimized=False)
+            open_session(
+                path, 1, "cuda" if target == "ort-cuda" and cuda_devices() else "cpu", optimized=False
+            )
     except Exception as error:  # the errors of runtimes share no other base
         lacks_kernel = "NOT_IMPLEMENTED" in str(error) and target != "ort-cpu"
         if not lacks_kernel:
-            raise ParityError(f"{path.name}: {target} cannot open it: {error}", code="unopened-graph") from error
+            raise ParityError(
+                f"{path.name}: {target} cannot open it: {error}", code="unopened-graph"
+            ) from error
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class Scorer:
 
         Raises:
             InputError: texts are too long and the recipe is strict, or a label is unknown.
+            RunError: outputs that are no numbers (`non-finite-outputs`).
         """
         from smelt.runtime.backends.open_runner import open_runner
 
@@ -209,7 +210,7 @@ class Scorer:
         return value
 
     def _arrays(self, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-        from smelt.evaluate.tensor_quality import score_outputs, why_low
+        from smelt.evaluate.tensor_quality import require_numbers, score_outputs, why_low
         from smelt.runtime.foreign.runner import by_row
 
         assert split.arrays is not None
@@ -220,6 +221,7 @@ class Scorer:
             self.vectors[key] = got
         elif key not in self.vectors:
             self.vectors[key] = self._reference_outputs(self.reference, split, progress)
+        require_numbers(got, self.vectors[key], split.arrays.values)
         scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
         why = why_low(got, self.vectors[key], split.arrays.values)
         return {**_dump(scores), "predictions": [], "warnings": [why] if why else []}

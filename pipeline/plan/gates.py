@@ -76,7 +76,9 @@ def judged_on(checker: Checker, splits: Mapping[str, Split]) -> JudgedOn:
         return recipe.judged_on
     if "validation" not in recipe.data.splits() or recipe.task == SIMILARITY:
         return "test"
-    few = recipe.task != "language-modeling" and len(splits.get("validation", range(FEWEST_ROWS))) < FEWEST_ROWS
+    few = (
+        recipe.task != "language-modeling" and len(splits.get("validation", range(FEWEST_ROWS))) < FEWEST_ROWS
+    )
     same = files.get("validation") is not None and files.get("validation") == files.get("test")
     return "test" if few or same or len(_leaves(checker)) < 2 else "validation"
 

@@ -15,8 +15,8 @@ from smelt.core.artifact import read_artifact
 from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
-from smelt.runtime.foreign.tried import require_safe
 from smelt.runtime.class_predictions import Prediction, predictions
+from smelt.runtime.foreign.tried import require_safe
 from smelt.use.calls import Cuts
 from smelt.use.loaded import CLASSIFIES, generation_of
 

@@ -1,7 +1,7 @@
 """Graphs of artifacts that come from elsewhere are first opened and run in a process of its own, with limits.
 
-A file of some hundred bytes can ask for gigabytes, when it is opened or at its first call. What was tried once,
-or was made here, is remembered by its hash and opened at once from then on.
+A file of some hundred bytes can ask for gigabytes, when it is opened or at its first call. What was tried
+once, or was made here, is remembered by its hash and opened at once from then on.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def require_safe(artifact: Artifact, trust_engine: bool = False) -> None:
             ask(__name__, [str(graph)], limits_for(graph, {}))
         except FailedError as error:
             raise InputError(
-                f"{graph}: a first call of this graph failed: {error}. If it came from elsewhere, do not use it; else"
-                " run the recipe again to make it anew.",
+                f"{graph}: a first call of this graph failed: {error}. If it came from elsewhere, do not use"
+                " it; else run the recipe again to make it anew.",
                 code="unsafe-graph",
             ) from error
     note_tried(artifact.manifest.files)
@@ -71,7 +71,7 @@ def _record(files: Mapping[str, FileRecord]) -> Path:
 def answer(arguments: Sequence[str]) -> None:
     """Open a graph and call it on a row of zeros.
 
-    What ONNX Runtime says of it besides, such as that these zeros do not fit each other, does not matter here.
+    What ONNX Runtime says besides, such as that these zeros do not fit each other, does not matter here.
     """
     import onnxruntime
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from smelt.core.errors import InputError
-from smelt.evaluate.tensor_quality import TENSOR_METRICS, score_outputs, why_low
+from smelt.core.errors import InputError, RunError
+from smelt.evaluate.tensor_quality import TENSOR_METRICS, require_numbers, score_outputs, why_low
 
 
 def scores(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
@@ -88,3 +88,18 @@ def test_rows_that_are_finite_on_one_side_alone_are_named_with_what_was_fed() ->
 def test_of_many_such_rows_the_first_are_named() -> None:
     bad, good = [{"a": np.array([np.nan])}] * 9, [{"a": np.array([1.0])}] * 9
     assert "[0, 1, 2, 3, 4 and 4 more]" in str(why_low(bad, good, {}))
+
+
+def test_nan_where_the_reference_has_numbers_is_no_score():
+    """Of fed rows that are numbers; infinities, which masks leave, are values like others."""
+    fed = {"x": np.array([[0.0], [np.nan], [0.0], [0.0]])}
+    good = [{"a": np.array([1.0, np.nan, -np.inf])}] * 4
+    odd = [*good[:1], {"a": np.array([np.nan, np.nan, 0.0])}, *good[2:]]
+    require_numbers(good, good, fed)
+    require_numbers(odd, good, fed)  # the row that was fed is no number
+    require_numbers([{"a": np.array([np.inf, np.nan, 0.0])}] * 4, good, fed)
+    require_numbers([{"a": np.array([np.nan])}] * 4, good, fed)  # of another shape: it agrees in nothing
+    bad = [*good[:2], {"a": np.array([np.nan, np.nan, -np.inf])}, *good[3:]]
+    with pytest.raises(RunError) as error:
+        require_numbers(bad, good, fed)
+    assert error.value.code == "non-finite-outputs"

@@ -30,7 +30,8 @@ class Budget(Settings):
     length: int | None = Field(
         default=None,
         ge=1,
-        description="tokens of a text, for operations and latency; 128, or what the model has places for",
+        description="tokens of a text, for operations and latency; the mean of the data's, or 128 where"
+        " it has no texts",
     )
     on: Literal["ort-cpu", "ort-cpu-int8", "torch"] | None = Field(
         default=None, description="where latency is measured; ort-cpu unless given"

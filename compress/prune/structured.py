@@ -51,7 +51,7 @@ class Prune:
         " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
         " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
     )
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs_float: ClassVar[bool] = True
     cuts_units: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
@@ -134,7 +134,7 @@ class Prune:
             scores = score_units(model, src, settings, ctx, attentions=attentions, blocks=blocks)
         if settings.scope == "layer" and settings.budget is None:
             ctx.warnings.extend(not_as_asked(model, attentions, blocks, settings))
-        spent = _spent(model, [*attentions, *blocks], scores, settings, ctx)
+        spent = _spent(model, [*attentions, *blocks], scores, src, settings, ctx)
         kept = spent.kept if spent else _counts(model, attentions, blocks, scores, settings)
         chosen = _chosen(model, attentions, blocks, scores, kept)
         rows = rows_to_fit(model, src, settings, ctx) if chosen else None
@@ -204,6 +204,7 @@ def _spent(
     model: Any,
     groups: list[AttentionGroup | FeedForwardGroup],
     scores: Scores | None,
+    src: Artifact,
     settings: PruneSettings,
     ctx: Context,
 ) -> Spent | None:
@@ -212,7 +213,7 @@ def _spent(
         return None
     from smelt.compress.prune.budget.within import Spent
 
-    return Spent(model, groups, scores, settings, ctx)
+    return Spent(model, groups, scores, src, settings, ctx)
 
 
 def _counts(

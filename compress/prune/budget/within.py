@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from smelt.compress.calibration.rows import calibration_rows
 from smelt.compress.float_model import stored_parameters
 from smelt.compress.prune.budget.choose import kept_within
 from smelt.compress.prune.budget.costs import Costs, count_operations, operation_costs, parameter_costs
@@ -16,7 +17,12 @@ from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
 from smelt.compress.prune.importance.magnitude import magnitude_scores
 from smelt.compress.prune.importance.scores import Scores
 from smelt.compress.prune.settings import Budget, PruneSettings
+from smelt.core.artifact import Artifact
+from smelt.core.data import IMAGES
 from smelt.core.stage import Context
+
+# Texts whose mean length is that of a text.
+_ROWS = 256
 
 
 class Spent:
@@ -30,6 +36,7 @@ class Spent:
         model: Any,
         groups: Sequence[Group],
         scores: Scores | None,
+        src: Artifact,
         settings: PruneSettings,
         ctx: Context,
     ) -> None:
@@ -37,10 +44,11 @@ class Spent:
 
         Args:
             model: float, on the CPU, before anything is cut.
+            src: where its tokenizer lies.
             groups: those that may lose units.
             scores: of all of them; None where the weights say it.
             settings: with a budget.
-            ctx: threads, progress.
+            ctx: data, threads, progress.
 
         Raises:
             InputError: what stays in any case is more than the budget.
@@ -49,7 +57,7 @@ class Spent:
         self._budget: Budget = settings.budget
         steps = {g.name: 1 if isinstance(g, AttentionGroup) else settings.round_to for g in groups}
         steps = {g.name: min(steps[g.name], g.count(model)) for g in groups}
-        self.costs = _costs(model, groups, self._budget, steps, ctx)
+        self.costs = _costs(model, groups, src, self._budget, steps, ctx)
         found = _comparable(model, groups, scores, settings, self.costs)
         self.kept = kept_within(found, self.costs, self._budget.share, steps, self._budget.measure)
 
@@ -69,12 +77,33 @@ class Spent:
         return {"measure": measure, **share, **found, **costs.measured}
 
 
-def _costs(model: Any, groups: Sequence[Group], budget: Budget, steps: dict[str, int], ctx: Context) -> Costs:
+def _costs(
+    model: Any,
+    groups: Sequence[Group],
+    src: Artifact,
+    budget: Budget,
+    steps: dict[str, int],
+    ctx: Context,
+) -> Costs:
     if budget.measure == "parameters":
         return parameter_costs(model, groups)
+    length = budget.length or _mean_length(model, src, ctx)
     if budget.measure == "operations":
-        return operation_costs(model, groups, budget.length)
-    return latency_costs(model, groups, budget.length, budget.on or "ort-cpu", steps, ctx)
+        return operation_costs(model, groups, length)
+    return latency_costs(model, groups, length, budget.on or "ort-cpu", steps, ctx)
+
+
+def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
+    """Return how many tokens a text of the data has, of a translator the mean of both sides.
+
+    None where there are no texts: images, running text, no data.
+    """
+    split = ctx.data.get("calibration") or ctx.data.get("train")
+    if ctx.task in (IMAGES, "language-modeling") or not split:
+        return None
+    rows = calibration_rows(model, src, _ROWS, ctx, "prune", padded=True)
+    texts = sum(len(batch["attention_mask"]) for batch in rows.batches)
+    return max(1, round(rows.tokens / (texts * (2 if model.config.is_encoder_decoder else 1))))
 
 
 def _comparable(

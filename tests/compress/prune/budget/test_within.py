@@ -4,9 +4,11 @@ import every_family
 import pytest
 from matrix import cells
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from smelt.compress.float_model import stored_parameters
 from smelt.compress.prune.budget import latency
+from smelt.compress.prune.budget.costs import text_length
 from smelt.compress.prune.structured import Prune, PruneSettings
 from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import load_model
@@ -88,3 +90,18 @@ def test_a_recipe_without_a_budget_has_the_key_that_it_had():
     said = given.model_dump(mode="json")["budget"]
     assert (said["operations"], said["length"]) == (0.5, 8)
     assert PruneSettings.model_validate(given.model_dump(mode="json")) == given
+
+
+@pytest.mark.parametrize("family", ["t5", "bert", "gpt2"])
+def test_a_text_is_as_long_as_those_of_the_data(family, tmp_path):
+    """Counted here by the tokenizer alone; running text has no texts, and takes the default."""
+    source = every_family.of_layers(family, 3)
+    settings = PruneSettings(budget={"operations": 0.75}, rows=4, compensate=False, importance="random")
+    ctx = every_family.run(Prune(), settings, source, family, tmp_path / "out")
+    expected = text_length(load_model(source)[0], None)
+    if family != "gpt2":
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        texts = [text for e in ctx.data["train"].examples for text in (e.text, *e.references)]
+        expected = round(sum(len(tokenizer(text).input_ids) for text in texts) / len(texts))
+        assert 3 < expected < 30
+    assert ctx.facts["budget"]["length"] == expected

@@ -136,7 +136,7 @@ def run_training(
     score: of the model as it is at the moment; higher is better. None: the validation loss decides.
     probe: scores the last weights beside those with the least loss, for a warning where they disagree.
     """
-    extension, settings = extension or Extension(), with_rate(settings, model, ctx.say)
+    extension, settings = extension or Extension(), with_rate(settings, model, ctx)
     plan = plan_batches(
         rows,
         settings.batch_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from smelt.compress.train.rates import What, learning_rate_of
+from smelt.compress.train.rates import What, learning_rate_of, lost_layers
 from smelt.compress.train.settings import TrainingSettings
 from smelt.look.coded_model import CodedModel
 from smelt.plan.plan import Step
@@ -26,16 +26,19 @@ def unsaid_rates(steps: Sequence[Step], config: Mapping[str, Any], coded: CodedM
     """
     told = []
     known: dict[str, tuple[str, ...]] = {ROOT: tuple(coded.schemes) if coded else ()} if config else {}
+    configs = {ROOT: config}
     for step in steps:
         settings: Any = step.settings
         if step.parent not in known or settings.begins_anew:
             continue
         if "width" in getattr(settings, "what", ()):
             continue
-        codes = known[step.parent]
+        codes, before = known[step.parent], configs[step.parent]
         known[step.name] = tuple(settings.schemes()) if step.stage == "quantize" else codes
+        check = getattr(step.cls, "check_model", None)
+        configs[step.name] = after = check(settings, before)[1] if check else before
         if isinstance(settings, TrainingSettings) and _says_none(settings):
-            told.append(f"{step.name} {_rate(settings, config, codes)}")
+            told.append(f"{step.name} {_rate(settings, after, codes, lost_layers(after, config))}")
     if told:
         yield f"learning rate where none is said: {'; '.join(told)}"
 
@@ -45,13 +48,13 @@ def _says_none(settings: Any) -> bool:
     return any(one.learning_rate is None for one in getattr(settings, "trainings", lambda: [settings])())
 
 
-def _rate(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...]) -> str:
-    """Return the rates of one training, with what they are for."""
+def _rate(settings: Any, config: Mapping[str, Any], codes: tuple[str, ...], lost: bool) -> str:
+    """Return the rates of one training, with what they are for. lost: whether layers are gone."""
     what: What = "weights"
     if settings.lora is not None:
         what = "adapters"
-    elif getattr(settings, "student", None) is not None:
-        what = "student"
+    elif lost:
+        what = "fewer layers"
     told = f"{learning_rate_of(config, what):.2g}"
     few = [name for name in codes if SCHEMES[name].trained or 0 < SCHEMES[name].bits < 4]
     if what == "adapters" or not few:

@@ -4,6 +4,8 @@ import harness
 import pytest
 import tiny
 
+from smelt.compress.depth.settings import DepthSettings
+from smelt.compress.depth.stage import Depth
 from smelt.compress.distill.logits import Distill
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.finetune import Finetune, FinetuneSettings
@@ -43,7 +45,7 @@ def rows(tmp_path):
         ({"model_type": "t5", "d_model": 64}, "weights", 1e-3),
         ({"model_type": "t5", "d_model": 512}, "adapters", 4.5e-4),  # not slower than all weights
         ({"model_type": "marian", "d_model": 256}, "few bits", 4e-4),
-        ({"model_type": "marian", "d_model": 256}, "student", 4e-4),
+        ({"model_type": "marian", "d_model": 256}, "fewer layers", 4e-4),
         ({"model_type": "resnet", "hidden_sizes": [8, 16]}, "weights", 5e-4),
         ({"model_type": "unheard-of", "hidden_size": 8}, "weights", 5e-5),
     ],
@@ -96,3 +98,8 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     student = DistillSettings(**SHORT, student={"decoder_layers": 1})
     assert rate(Distill(), student, source, "student") == 1e-3
     assert rate(Distill(), DistillSettings(**SHORT), source, "again") == pytest.approx(3.2e-4)
+    whole = DistillSettings(**SHORT, student={"decoder_layers": 2})
+    assert rate(Distill(), whole, source, "no layer is gone") == pytest.approx(3.2e-4)
+    cut = harness.run(Depth(), DepthSettings(decoder_layers=1, importance="first"), source, tmp_path / "cut")
+    assert rate(Distill(), DistillSettings(**SHORT), cut.out, "taught") == 1e-3
+    assert rate(Finetune(), FinetuneSettings(**SHORT), cut.out, "tuned") == 1e-3

@@ -49,7 +49,7 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         f"distill: {{{SHORT}, {CUT}}}\n    name: shallow\n    from: finetune",
     )  # fmt: skip
     said = note(harness.smelt("plan", path, code=0).stdout)
-    assert said == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (student)")
+    assert said == ("finetune 0.00032 (weights); through 0.001 (few bits); shallow 0.001 (fewer layers)")
     harness.smelt("run", path, "--out", tmp_path / "out", code=0)
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     took = {step["name"]: step["facts"].get("training", {}).get("learning_rate") for step in report["steps"]}
@@ -78,6 +78,11 @@ def test_a_plan_tells_the_rates_that_its_run_takes(recipe, tmp_path):
         (["prune: {what: [width], keep: 0.5}", "finetune"], ""),
         (["prune: {keep: 0.5}", "finetune"], "finetune 0.00032 (weights)"),
         (["distill: {student: other}", "finetune"], ""),
+        (
+            ["depth: {decoder_layers: 1}", "distill", "prune: {keep: 0.5}", "finetune"],
+            "distill 0.001 (fewer layers); finetune 0.001 (fewer layers)",
+        ),
+        (["distill: {student: {decoder_layers: 2}}"], "distill 0.00032 (weights)"),
     ],
 )  # fmt: skip
 def test_each_is_of_what_trains(recipe, tmp_path, stages, said):

@@ -21,6 +21,7 @@ from smelt.core.rows.reading import read_file
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless
 from smelt.look.data import DataLook, look_at_data
+from smelt.look.effort import training_time
 from smelt.look.foreign import is_onnx
 from smelt.look.init_coded import coded_notes, coded_steps, last_graph
 from smelt.look.init_foreign import graph_recipe
@@ -185,8 +186,14 @@ def recipe_text(
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
     rows = _count(data) if data and train and fast and seen.task in TEXT_TO_TEXT else ENOUGH
-    proposed = coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast, rows)
+    judge = _leading_metric(seen, data) if "validation" in {*splits, *(data.shares if data else ())} else ""
+    wanted = (
+        coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast, rows, judge)
+    )
+    proposed = list(wanted)
     said = [*(coded_notes(seen.coded, fast) if seen.coded else ()), *(data.notes if data else ())]
+    if data and not machine.gpu and (effort := training_time(seen, data, proposed)):
+        said.append(effort)
     named = model if seen.folder is None else _relative(seen.folder, base)
     head = _head(model, seen, machine, path, said, named_files=data is not None)
     lines = [*head, f"model: {_scalar(named)}", f"task: {seen.task}"]

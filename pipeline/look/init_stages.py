@@ -44,7 +44,12 @@ class Step:
 
 
 def steps(
-    seen: ModelLook, machine: Machine, train: bool, fast: bool = False, rows: int = ENOUGH
+    seen: ModelLook,
+    machine: Machine,
+    train: bool,
+    fast: bool = False,
+    rows: int = ENOUGH,
+    judge: str = "",
 ) -> Iterator[Step]:
     """Yield the stages that work for the task, as far as there are rows to train on.
 
@@ -54,9 +59,10 @@ def steps(
         train: whether there are training rows.
         fast: as fast as we know to make a model, by a longer training, instead of a first try.
         rows: training rows, as far as they were counted.
+        judge: the metric that chooses checkpoints of a long training; empty where no rows are there for it.
     """
     plain = blockless(seen.config) is not None  # convolutions stay float
-    trained = _fast(seen, rows) if fast and not plain else _trained(seen)
+    trained = _fast(seen, rows, judge) if fast and not plain else _trained(seen)
     whole = "" if plain or (fast and train) else "tuned" if train and seen.new_head else "model"
     wanted = [*(trained if train else _untrained(plain)), *_leaving(machine, plain, whole)]
     for step in wanted:
@@ -95,14 +101,16 @@ def _trained(seen: ModelLook) -> Iterator[Step]:
     yield Step("distill", how, "recovers what that lost", "small")
 
 
-def _fast(seen: ModelLook, rows: int) -> Iterator[Step]:
-    """Yield the chain that each task got furthest with: docs/recipe.md, "The fast ones", has the figures."""
+def _fast(seen: ModelLook, rows: int, judge: str) -> Iterator[Step]:
+    """Yield the chain that each task got furthest with, trained as it was: docs/recipe.md has the figures."""
     yield from _tuned(seen)
     teacher, counts = _teacher(seen), layers(seen)
+    select = f", select: {judge}" if judge else ""
     if seen.task in TEXT_TO_TEXT:
         yield Step("onnx", "{target: ort-cpu}", "writes the texts that the student learns from", "whole-onnx")
         few = f"student: {{decoder_layers: {max(1, counts['decoder_layers'] // 3)}}}"
-        how = f"{few}, sequences: {{beams: 5, mix: 0.5, decoded_by: whole-onnx}}, {_LOGITS}, epochs: 6"
+        how = f"{few}, sequences: {{beams: 5, mix: 0.5, decoded_by: whole-onnx}}, {_LOGITS}"
+        how += f", epochs: 6, schedule: cosine{select}"
         why = "few decoder layers are fast, since each token goes through all of them"
         enough = rows >= ENOUGH
         yield Step("distill", f"{{{how}}}", why, "shallow" if enough else "small", "model")
@@ -110,7 +118,7 @@ def _fast(seen: ModelLook, rows: int) -> Iterator[Step]:
             yield Step("shortlist", "{}", "each source has few words to choose from", "small")
         return
     if seen.task in (CLASSES, IMAGES):
-        yield from _narrow(teacher, *counts.items())
+        yield from _narrow(teacher, select, *counts.items())
         return
     # a third of the layers, as evenly spaced ones; a decoder-only model writes worse for each that goes
     share = 0.8 if seen.task == "language-modeling" else 1 / 3
@@ -123,14 +131,15 @@ def _fast(seen: ModelLook, rows: int) -> Iterator[Step]:
     yield Step("distill", f"{{{teacher}{losses}, epochs: 2}}", "recovers what that lost", "small")
 
 
-def _narrow(teacher: str, stack: tuple[str, int]) -> Iterator[Step]:
+def _narrow(teacher: str, select: str, stack: tuple[str, int]) -> Iterator[Step]:
     """Yield what keeps half of the layers and half of the neurons: a third of the layers was less good."""
     name, count = stack
     if count > 1:
         how = f"{{{name}: {round(count / 2)}}}"
         yield Step("depth", how, "half of the layers goes, those that matter least", "shallow")
     yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
-    yield Step("distill", f"{{{teacher}{_LOGITS}, epochs: 3}}", "recovers what that lost", "small")
+    how = f"{{{teacher}losses: {{logits: 1.0, labels: 0}}, temperature: 2.0, epochs: 3{select}}}"
+    yield Step("distill", how, "recovers what that lost", "small")
 
 
 def layers(seen: ModelLook) -> dict[str, int]:

@@ -48,7 +48,7 @@ class Finetune:
         " split: BinaryBERT, Bai et al. 2021, arXiv:2012.15701;"
         " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
     )
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 

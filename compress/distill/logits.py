@@ -72,7 +72,7 @@ class Distill:
         " sequences: Kim & Rush 2016, arXiv:1606.07947;"
         " activations: BiT, Liu et al. 2022, arXiv:2205.13016"
     )
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -249,7 +249,7 @@ def _train(
 
     told: list[Any] = []
     warned: list[list[str]] = []
-    trainings = settings.trainings()
+    trainings = [training.without_noise() for training in settings.trainings()]
     inners = [inner_of(model, teacher, training, ctx.seed) for training in trainings]  # refuse before work
     for training, inner in zip(trainings, inners, strict=True):
         kept = said if training.answers_suffice(ctx.task) else None

@@ -238,6 +238,16 @@ class DistillSettings(TrainingSettings):
             raise ValueError("relation_heads means nothing without the loss relations")
         return self
 
+    def without_noise(self) -> Self:
+        """Return the same without dropout, where a teacher's logits alone teach and nothing is said of it.
+
+        Dropout keeps a model from learning labels by heart. A student that is to say what a teacher says is
+        kept from that by it (measured: docs/measurements/rates.md).
+        """
+        w = self.losses
+        alone = (w.logits or w.reverse_logits) and w.labels == 0 and not w.of_inner()
+        return self.model_copy(update={"dropout": 0.0}) if alone and self.dropout is None else self
+
     def answers_suffice(self, task: Task) -> bool:
         """Return whether this training learns from what the teacher gives, and looks at nothing inside it."""
         w, vectors = self.losses, self.losses.of_vectors()

@@ -183,6 +183,7 @@ def run_training(
             "steps": steps,
             "rows": len(rows),
             "learning_rate": settings.learning_rate,
+            **({} if settings.dropout is None else {"dropout": settings.dropout}),
             "precision": precision,
             "device": args.device.type,
             **keeper.facts(steps),

@@ -60,7 +60,10 @@ class TrainingSettings(Settings):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="weight of the uniform distribution")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
     dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="instead of every dropout that the model has"
+        default=None,
+        ge=0,
+        lt=1,
+        description="instead of every dropout that the model has; 0 in `distill` where logits alone teach",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="auto: bf16 autocast where a trial says that it is 1.3 times as fast"

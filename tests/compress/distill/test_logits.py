@@ -114,6 +114,39 @@ def test_a_thinner_student_comes_nearer_to_its_teacher(tmp_path):
     assert distance(student) < 0.2 * distance(untrained)
 
 
+@pytest.mark.parametrize(
+    ("losses", "said", "dropout"),
+    [
+        ({"logits": 1.0, "labels": 0.0}, None, 0.0),
+        ({"logits": 0.0, "reverse_logits": 1.0, "labels": 0.0}, None, 0.0),
+        ({"logits": 1.0, "labels": 0.0}, 0.1, 0.1),
+        ({"logits": 1.0, "labels": 0.5}, None, None),
+        ({"logits": 1.0, "labels": 0.0, "hidden": 1.0}, None, None),
+    ],
+)
+def test_what_learns_from_logits_alone_has_no_dropout(tmp_path, losses, said, dropout):
+    """A model that is taught by itself has nothing to learn, and learns noise where there is dropout."""
+    source = classifier(tmp_path / "model")
+    ctx = context(tmp_path, {"model": source})
+    # so low a rate: AdamW makes steps of their full size of gradients that are rounding alone
+    short = {"max_steps": 4, "batch_size": 36, "learning_rate": 1e-9, "precision": "fp32", "evals": 0}
+    Distill()(source, DistillSettings.model_validate(short | {"losses": losses, "dropout": said}), ctx)
+    told = ctx.facts["training"]
+    assert told.get("dropout") == dropout
+    part = "reverse_logits" if "reverse_logits" in losses else "logits"
+    apart = told["train_losses"][part] if "train_losses" in told else told["train_loss"]
+    assert (apart < 1e-6) == (dropout == 0)
+
+
+def test_each_phase_has_the_dropout_of_its_losses(tmp_path):
+    source = classifier(tmp_path / "model")
+    ctx = context(tmp_path, {"model": source})
+    phases = [{"losses": {"hidden": 1.0}}, {"losses": {"logits": 1.0}}]
+    short = {"max_steps": 2, "batch_size": 36, "learning_rate": 1e-3, "precision": "fp32", "evals": 0}
+    Distill()(source, DistillSettings.model_validate(short | {"phases": phases}), ctx)
+    assert [told.get("dropout") for told in ctx.facts["phases"]] == [None, 0.0]
+
+
 def test_an_unknown_teacher_names_the_known_steps(tmp_path):
     source = classifier(tmp_path / "model")
     ctx = context(tmp_path, {"model": source, "prune": source})

@@ -7,6 +7,7 @@ the table, which has two rows more than the config says.
 
 from __future__ import annotations
 
+from smelt.families.bart import FAIRSEQ_VERSION
 from smelt.families.encoder_decoder import HEAD, attention
 from smelt.families.family import (
     Config,
@@ -72,5 +73,6 @@ FAMILY = Family(
         f"{_END} $A",
         f"{_END} $A {_END} $B",
     ),
+    unread=(FAIRSEQ_VERSION,),
     refuses=refuses,
 )

@@ -27,10 +27,13 @@ class Plan:
     def stacks(self, config: Config) -> tuple[Stack, ...]:
         """Return the encoder's and the decoder's blocks."""
         return (
-            self._stack("encoder", (_attention("encoder", "self_attn"),)),
+            self._stack("encoder", (attention("self_attn", "encoder_attention_heads"),)),
             self._stack(
                 "decoder",
-                (_attention("decoder", "self_attn"), _attention("decoder", "encoder_attn", cross=True)),
+                (
+                    attention("self_attn", "decoder_attention_heads"),
+                    attention("encoder_attn", "decoder_attention_heads", cross=True),
+                ),
             ),
         )
 
@@ -61,7 +64,8 @@ def embedding_scale(config: Config) -> float:
     return float(config["d_model"]) ** 0.5 if config.get("scale_embedding") else 1.0
 
 
-def _attention(side: str, name: str, cross: bool = False) -> Attention:
+def attention(name: str, setting: str, cross: bool = False) -> Attention:
+    """Return an attention of BART's make; `setting` is the config's word for its heads."""
     return Attention(
         name,
         query=f"{name}.q_proj",
@@ -70,6 +74,6 @@ def _attention(side: str, name: str, cross: bool = False) -> Attention:
         out=f"{name}.out_proj",
         heads="num_heads",
         width="head_dim",
-        setting=f"{side}_attention_heads",
+        setting=setting,
         cross=cross,
     )

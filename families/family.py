@@ -32,8 +32,9 @@ class Attention:
     setting, key_setting, width_setting: the config's words for its heads, its keys and the width of a head,
     one number for all attentions that name the word. Without a word for keys, there are as many as heads;
     without one for the width, or a number, it is the model's width divided by the heads.
-    fixed_heads: why heads cannot be taken away, None where they can. scale: the attribute that scores are
-    multiplied with; "width" where it is the inverse root of the width; None where they are not scaled (T5).
+    fixed_heads: why heads cannot be taken away, None where they can. scale: the attribute that scores, or
+    the queries before, are multiplied with; "width" where it is the inverse root of the width; None where
+    they are not scaled (T5).
     relative: a bias per head and distance is added to the scores; "handed_on" where a stack's
     first block computes it and each returns it for the next, "given" where the model computes it.
     rotary: queries and keys are rotated by their places. norms: of each head's queries and keys, where they

@@ -19,6 +19,7 @@ from smelt.families import (
     mistral,
     modernbert,
     mpnet,
+    opt,
     pegasus,
     phi3,
     qwen2,
@@ -33,7 +34,7 @@ from smelt.families.family import Config, Family
 _TRANSLATORS = (marian, t5, bart, mbart, pegasus, m2m_100)
 _ENCODERS = (bert, distilbert, roberta, mpnet, modernbert)
 _OF_IMAGES = (vit, resnet)
-_LANGUAGE_MODELS = (gpt2, llama, mistral, qwen2, qwen3, gemma, phi3)
+_LANGUAGE_MODELS = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (*_TRANSLATORS, *_ENCODERS, *_LANGUAGE_MODELS, *_OF_IMAGES)

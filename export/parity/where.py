@@ -88,12 +88,19 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _layer_outputs(model: Any, reference: Reference, wanted: dict[int, str]) -> Values:
-    """Return the outputs of the modules in `wanted` (by identity), as torch computes them, in its order."""
+    """Return the outputs of the modules in `wanted` (by identity), as torch computes them, in its order.
+
+    What comes as [B L, K], as in OPT's feed-forward parts, is returned as [B, L, K].
+    """
     outputs: Values = {}
+    texts = reference.logits.shape[-2]
 
     def keep(path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            outputs.setdefault(path, output.detach().numpy())
+            if path not in outputs:  # the first call reads all texts
+                flat = output.dim() == 2 and len(output) > texts
+                whole = output.unflatten(0, (texts, -1)) if flat else output
+                outputs[path] = whole.detach().numpy()
 
         return hook
 

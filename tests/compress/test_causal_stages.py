@@ -1,6 +1,7 @@
 """Every torch stage on every decoder-only family: its loss, and save, load, same outputs."""
 
 import causal
+import every_family
 import harness
 import pytest
 import tiny
@@ -18,14 +19,21 @@ from smelt.compress.train.objective import label_objective
 from smelt.core.data import Columns
 from smelt.core.errors import InputError
 from smelt.core.rows.examples import read_split
+from smelt.families.walk import blocks_of
 from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 
 IDS = torch.randint(1, 290, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=causal.FAMILIES)
+def _products(folder):
+    """Linear layers of a block."""
+    return {"gpt2": 4, "opt": 6}.get(folder.name[:-1], 7)
+
+
+@pytest.fixture(scope="module", params=[*causal.FAMILIES, "opt"])
 def folder(request, tmp_path_factory):
-    folder = causal.model(tmp_path_factory.mktemp(request.param), request.param)
+    make = causal.model if request.param in causal.FAMILIES else every_family.make
+    folder = make(tmp_path_factory.mktemp(request.param), request.param)
     causal.lines(folder / "t.txt", 2)
     return folder
 
@@ -78,7 +86,7 @@ def test_student_keeps_the_layers_that_are_named(folder, ctx):
     )
     model, _ = _round_trip(Distill(), settings, ctx)
     whole, _ = load_model(folder)
-    name = "transformer.h" if model.config.model_type == "gpt2" else "model.layers"
+    name = blocks_of(model)[0].stack.place
     layers, old = model.get_submodule(name), whole.get_submodule(name)
     assert len(layers) == 1
     first = next(p for n, p in layers[0].named_parameters() if p.dim() > 1)
@@ -90,7 +98,7 @@ def test_student_keeps_the_layers_that_are_named(folder, ctx):
 
 
 def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path):
-    other = causal.model(tmp_path / "other", folder.name[:-1], vocab_size=310)
+    other = causal.model(tmp_path / "other", "gpt2", vocab_size=310)
     ctx.ancestors["big"] = tiny.artifact(other, "language-modeling")
     with pytest.raises(InputError, match="vocabulary has 310 tokens"):
         Distill()(ctx.ancestors["model"], DistillSettings(teacher="big"), ctx)
@@ -98,13 +106,13 @@ def test_teacher_is_refused_when_its_vocabulary_is_another(folder, ctx, tmp_path
 
 def test_low_rank_model_is_the_same_when_loaded_again(folder, ctx):
     _, edits = _round_trip(Factorize(), FactorizeSettings(method="svd", aim="size", ratio=0.5), ctx)
-    layers = 2 * (4 if "gpt2" in folder.name else 7)
+    layers = 2 * _products(folder)
     assert sum(edit["op"] == "low_rank" for edit in edits) == layers
 
 
 def test_int8_model_is_the_same_when_loaded_again(folder, ctx):
     model, edits = _round_trip(Quantize(), QuantizeSettings(scheme="int8-dynamic"), ctx)
-    layers = 2 * (4 if "gpt2" in folder.name else 7)
+    layers = 2 * _products(folder)
     assert sum(edit["op"] == "quantize" for edit in edits) == layers + 2  # and embedding, head
     tied = "llama" not in folder.name
     head, words = model.get_output_embeddings(), model.get_input_embeddings()

@@ -42,6 +42,7 @@ STAGES = {
         ("depth of parts", "marian"),
         ("prune", "bert"),
         ("prune width", "pegasus"),
+        ("prune width", "opt"),
         ("factorize", "gpt2"),
         ("share", "mistral"),
         ("share with differences", "t5"),

@@ -137,10 +137,12 @@ def early_states(model, stack, batch):
 
 def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interface(model):
     """Scores times scale, bias and mask make the probabilities that transformers gives: there is no cap."""
-    seen, scales = {}, {}
+    seen, scales, sizes = {}, {}, {}
 
     def read(module, query, key, value, attention_mask, scaling=None, position_bias=None, **more):
-        scales[module] = scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        # OPT's queries come with their scale, which a rotation is not
+        scales[module] = scale * (query.norm() / sizes[module] if module in sizes else 1)
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = query @ keys.transpose(2, 3) * scale
         seen[module] = scores + sum(part for part in (position_bias, attention_mask) if part is not None)
@@ -149,6 +151,12 @@ def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interfa
         return eager_attention_forward(module, query, keys, values, mask, scaling=scale)
 
     batch = family_models.batch_for(model)
+    for parts in attentions_of(model):
+        if parts.packed is None and parts.norms is None:
+            module = model.get_submodule(parts.name)
+            model.get_submodule(parts.query).register_forward_hook(
+                lambda m, i, made, module=module: sizes.update({module: made.norm()})
+            )
     with torch.no_grad():
         expected = family_models.run(model, batch, output_attentions=True)
         ALL_ATTENTION_FUNCTIONS.register("smelt_read", read)
@@ -176,7 +184,7 @@ def test_scores_before_the_softmax_can_be_read_where_attention_calls_the_interfa
         module = model.get_submodule(parts.name)
         assert torch.allclose(seen[module].softmax(-1), expected_one, atol=1e-5)
         if parts.scale not in (None, "width"):
-            assert getattr(module, parts.scale) == pytest.approx(scales[module])
+            assert getattr(module, parts.scale) == pytest.approx(float(scales[module]))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

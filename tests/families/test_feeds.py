@@ -11,7 +11,7 @@ from smelt.families.walk import blocks_of
 
 # where the last product of an attention or a feed-forward part is fed by a product alone; all attentions are
 GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "modernbert"}
-RELU = {"t5", "m2m_100"}  # the tiny T5 has ReLU, as v1.0 has
+RELU = {"t5", "m2m_100", "opt"}  # the tiny T5 has ReLU, as v1.0 has
 
 
 @pytest.mark.parametrize("family", family_models.NAMES)

@@ -128,6 +128,9 @@ REFUSED = {
         "phi3",
         {"rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS}},
     ),
+    "words of another width": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512}),
+    "norms behind their parts": ("opt", {"do_layer_norm_before": False}),
+    "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}),
     "what comes after": ("gemma", {"use_bidirectional_attention": True}),
     "scaled positions": ("modernbert", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     "scaled positions by kind": (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import causal
+import every_family
 import numpy as np
 import pytest
 import tiny
@@ -31,9 +32,10 @@ from smelt.runtime.predict import generate_texts
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 
 
-@pytest.fixture(scope="module", params=causal.FAMILIES)
+@pytest.fixture(scope="module", params=[*causal.FAMILIES, "opt"])
 def folder(request, tmp_path_factory):
-    return causal.model(tmp_path_factory.mktemp(request.param), request.param)
+    make = causal.model if request.param in causal.FAMILIES else every_family.make
+    return make(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture

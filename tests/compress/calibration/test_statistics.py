@@ -108,6 +108,30 @@ def test_padding_is_left_out_of_states_that_are_flattened(model, rows, tmp_path)
         np.testing.assert_allclose(flat[name], plain[name], atol=1e-6)
 
 
+@torch.no_grad()
+def test_statistics_of_a_padded_batch_of_opt_are_those_of_its_texts_one_by_one(tmp_path):
+    """Its blocks flatten their states to [B L, K] before fc1 and give them their shape again behind fc2."""
+    model, _ = load_model(every_family.of_layers("opt", 2))
+    ids = torch.randint(5, 20, (3, 8), generator=torch.Generator().manual_seed(3))
+    sizes = (8, 5, 2)
+    mask = (torch.arange(8)[None] < torch.tensor(sizes)[:, None]).long()
+    texts = [{"input_ids": ids[n : n + 1, :size]} for n, size in enumerate(sizes)]
+    block = model.model.decoder.layers[1]
+    layers = {"q": [block.self_attn.q_proj], "fc1": [block.fc1], "fc2": [block.fc2]}
+    shapes = set()
+    block.fc2.register_forward_pre_hook(lambda m, x: shapes.add(tuple(x[0].shape)))
+    padded = CalibrationRows("made", [{"input_ids": ids, "attention_mask": mask}], 3, sum(sizes))
+    ctx = harness.context(tmp_path / "out")
+    with collected(model, padded, layers, ctx) as found:
+        assert shapes == {(24, 96)}
+    with collected(model, CalibrationRows("made", texts, 3, sum(sizes)), layers, ctx) as alone:
+        for name in layers:
+            mine, theirs = found[name], alone[name]
+            assert mine.tokens == theirs.tokens == sum(sizes)
+            for part in ("magnitudes", "sums", "squares", "second", "lowest", "highest"):
+                torch.testing.assert_close(getattr(mine, part), getattr(theirs, part), rtol=1e-4, atol=1e-4)
+
+
 def test_layers_of_one_key_are_one_sum_and_second_moments_can_be_left_out(model, rows, tmp_path):
     one, other = (model.bert.encoder.layer[n].output.dense for n in (0, 1))
     ctx = harness.context(tmp_path / "out")

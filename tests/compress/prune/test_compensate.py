@@ -102,7 +102,7 @@ def pruned(source, family, out, **settings):
     return every_family.run(Prune(), settings, source, family, out)
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "llama", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "t5", "llama", "gpt2", "opt"])
 def test_a_model_stays_nearer_to_what_it_was(family, tmp_path):
     source = every_family.of_layers(family, 2)
     wanted = harness.logits(load_model(source)[0])

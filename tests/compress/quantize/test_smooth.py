@@ -39,7 +39,8 @@ def first_norms(model):
     """The norms that stand before a part, of models whose blocks begin with one."""
     stacks = FAMILIES[model.config.model_type].stacks(model.config.to_dict())
     words = tuple(norm for stack in stacks if stack.stream.norms_first for norm in stack.stream.norms)
-    return [feed for feed in norm_feeds(model) if words and feed.norm.endswith(words)]
+    closing = {stack.stream.closing for stack in stacks}  # OPT calls it as it calls those of its blocks
+    return [f for f in norm_feeds(model) if words and f.norm.endswith(words) and f.norm not in closing]
 
 
 def given(model, norm):

@@ -20,7 +20,7 @@ from smelt.runtime.models.checkpoint import load_model, load_tokenizer
 from smelt.runtime.predict import generate_texts
 
 # of each kind one; the others go through all stages and the parity check in the matrix
-SOME = ["gemma", "m2m_100", "modernbert", "phi3"]
+SOME = ["gemma", "m2m_100", "modernbert", "opt", "phi3"]
 TEXTS = tiny.SENTENCES[:5]
 
 

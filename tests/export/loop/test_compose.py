@@ -19,8 +19,8 @@ from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.generate import in_graph
 from smelt.runtime.models.checkpoint import load_model
 
-KINDS = ("marian", "t5", "gpt2", "llama") if matrix.whole() else ("marian", "gpt2", "llama")
-# Of each family; `make bench` draws more, of all seven.
+KINDS = ("marian", "t5", "gpt2", "opt", "llama") if matrix.whole() else ("marian", "gpt2", "llama")
+# Of each family; `make bench` draws more, of all eight.
 DRAWS = int(os.environ.get("SMELT_GENERATION_DRAWS", "6"))
 DRAWN = [*generating.SEQ2SEQ, *generating.CAUSAL] if "SMELT_GENERATION_DRAWS" in os.environ else KINDS
 

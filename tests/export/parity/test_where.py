@@ -17,6 +17,7 @@ PLACES = {
     ("marian", "decoder_with_past_model"): "decoder.layers.1.encoder_attn.out_proj.bias",
     ("bert", "model"): "model.bert.encoder.layer.1.attention.output.LayerNorm.bias",
     ("gpt2", "model"): "model.transformer.h.1.mlp.c_fc.bias",
+    ("opt", "model"): "model.model.decoder.layers.1.fc1.bias",  # which is fed [texts * tokens, width]
 }
 
 

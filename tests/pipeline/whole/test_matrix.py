@@ -139,7 +139,7 @@ FAST |= {("mbart", "chain-learned")}
 FAST |= {("bart", "bnb-nf4"), ("t5", "chain-qlora")}
 FAST |= {("t5-gated", "chain-deep")}
 FAST |= {("pegasus", "chain-words")}
-FAST |= {("bart", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow")}
+FAST |= {("bart", "chain-awq"), ("t5", "chain-parts"), ("bart", "chain-narrow"), ("opt", "chain")}
 FAST |= {
     ("llama", "int3"),
     ("marian", "kmeans4"),

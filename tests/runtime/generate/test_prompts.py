@@ -157,7 +157,7 @@ def test_a_prompt_that_leaves_no_room_is_cut_behind_its_first_token_and_counted(
     assert (found, cuts) == (_theirs(folder, kept, 33), [(1, 64)])
 
 
-@pytest.fixture(scope="module", params=["llama", "llama3", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "llama3", "gpt2", "opt"])
 def reader(request, tmp_path_factory):
     folder = published.MAKERS[request.param](
         tmp_path_factory.mktemp(request.param), causal.TEXT.splitlines(), 40

@@ -91,6 +91,8 @@ def test_half_of_the_channels_can_go_when_they_are_copies_and_the_config_says_th
         else:
             values |= {attention.setting: said[attention.setting] // 2 for attention in attentions}
             without_half_of_the_heads(wide, state)
+        if "word_embed_proj_dim" in said:  # OPT's words may have a width of their own
+            values["word_embed_proj_dim"] = values[family.width]
         config = type(wide.config).from_dict(said | values)
         config._attn_implementation = "eager"
         narrow = type(wide)(config).eval()

@@ -21,6 +21,7 @@ from smelt.runtime.text.limits import NO_LIMIT, length_limit, position_limit, po
         ({"model_type": "marian", "max_position_embeddings": 512}, 512, 512),
         ({"model_type": "gpt2", "n_positions": 64}, 64, 64),
         ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 514, 512),
+        ({"model_type": "opt", "max_position_embeddings": 64, "pad_token_id": 1}, 64, 64),  # two rows more
         ({"model_type": "t5", "n_positions": 512}, None, None),
         ({"model_type": "marian"}, None, None),
         ({"model_type": "marian", "max_position_embeddings": "many"}, None, None),

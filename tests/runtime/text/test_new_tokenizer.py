@@ -41,6 +41,7 @@ AROUND = {
     "bart": ("<s> a </s>", "<s> a </s> </s> b </s>"),
     "t5": ("a </s>", "a </s> b </s>"),
     "gpt2": ("a", "a b"),
+    "opt": ("</s> a", "</s> a </s> b"),
     "qwen2": ("a", "a b"),
     "llama": ("<s> a", "<s> a b"),
 }
@@ -67,6 +68,8 @@ def test_ids_of_special_tokens_are_those_of_the_checkpoints(tmp_path):
     roberta = _trained(tmp_path / "r", "roberta", "bpe")
     ids = (roberta.bos_token_id, roberta.pad_token_id, roberta.eos_token_id, roberta.unk_token_id)
     assert ids == (0, 1, 2, 3)  # roberta-base's and bart-base's
+    opt = _trained(tmp_path / "o", "opt", "bpe")
+    assert (opt.bos_token_id, opt.pad_token_id, opt.eos_token_id, opt.unk_token_id) == (2, 1, 2, 2)
     t5 = _trained(tmp_path / "t", "t5", "unigram")
     assert (t5.pad_token_id, t5.eos_token_id, t5.unk_token_id) == (0, 1, 2)  # t5-small's
     marian = _trained(tmp_path / "m", "marian", "unigram", 61)

@@ -47,6 +47,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
         ("mpnet", "text-classification", ONE), ("modernbert", "text-classification", {}),
         ("mistral", "language-modeling", ONE), ("gemma", "language-modeling", ONE),
         ("qwen3", "language-modeling", ONE), ("phi3", "language-modeling", ONE),
+        ("opt", "language-modeling", {}),
     )},
     **{f: (partial(images.model, family=f), images.TASK) for f in images.CONFIGS},
     **{

@@ -46,6 +46,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": GATED,
     "gemma": GATED | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
     "phi3": GATED | {"sliding_window": None, "original_max_position_embeddings": 64},
+    "opt": {
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+    },
     "modernbert": ENCODER | {"global_attn_every_n_layers": 2, "local_attention": 6},
     "mpnet": ENCODER | {"relative_attention_num_buckets": 32},
 }

@@ -42,19 +42,22 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
     import transformers as t
 
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    opt = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    opt |= {"max_position_embeddings": 64, "bos_token_id": 2}
     gpt2 = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 2}
     return {
         "marian": (t.MarianMTModel, t.MarianConfig(**_SHARED, **_SEQ2SEQ, decoder_vocab_size=VOCABULARY)),
         "bart": (t.BartForConditionalGeneration, t.BartConfig(**_SHARED, **_SEQ2SEQ)),
         "t5": (t.T5ForConditionalGeneration, t.T5Config(**_SHARED, **t5)),
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(**_SHARED, **gpt2)),
+        "opt": (t.OPTForCausalLM, t.OPTConfig(**_SHARED, **opt)),
         "llama": (t.LlamaForCausalLM, t.LlamaConfig(**_SHARED, **_CAUSAL)),
         "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_SHARED, **_CAUSAL)),
         "mistral": (t.MistralForCausalLM, t.MistralConfig(**_SHARED, **_CAUSAL, head_dim=4)),
     }
 
 
-SEQ2SEQ, CAUSAL = ("marian", "bart", "t5"), ("gpt2", "llama", "qwen2", "mistral")
+SEQ2SEQ, CAUSAL = ("marian", "bart", "t5"), ("gpt2", "opt", "llama", "qwen2", "mistral")
 
 
 # What the recipe asks for, and what the model's generation config says beside it.

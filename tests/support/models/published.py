@@ -77,6 +77,13 @@ def gpt2(folder: Path, texts: Texts, size: int) -> Path:
     return _write(folder, "gpt2", "GPT2Tokenizer", clean_up_tokenization_spaces=True)
 
 
+def opt(folder: Path, texts: Texts, size: int) -> Path:
+    """GPT-2's pieces with a first token before each text, which is the last one too."""
+    _bytes(folder, texts, size, _ROBERTA[:4])
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+    return _write(folder, "opt", "GPT2Tokenizer", add_bos_token=True, pad_token="<pad>", **ends)
+
+
 def qwen2(folder: Path, texts: Texts, size: int) -> Path:
     _bytes(folder, texts, size, [])
     known = len(json.loads((folder / "vocab.json").read_text()))
@@ -153,5 +160,5 @@ def marian(folder: Path, texts: Texts, size: int) -> Path:
 
 MAKERS: dict[str, Callable[[Path, Texts, int], Path]] = {
     f.__name__: f
-    for f in (marian, t5, bart, mbart, mbart50, bert, distilbert, roberta, gpt2, llama, llama3, qwen2)
+    for f in (marian, t5, bart, mbart, mbart50, bert, distilbert, roberta, gpt2, opt, llama, llama3, qwen2)
 }

@@ -24,15 +24,20 @@ def _batches(model):
     return [{"input_ids": ids, **more}, {"input_ids": ids[:1, :4], **{n: v[:1] for n, v in more.items()}}]
 
 
-@pytest.mark.parametrize("family", ["marian", "t5", "modernbert", "qwen3"])
+@pytest.mark.parametrize("family", ["marian", "t5", "modernbert", "qwen3", "opt"])
 def test_activation_is_the_paper_s_sum_over_norms(family):
     """Mean of |y| over the tokens of a row, L2 over rows, summed over norms: by loops over outputs."""
     model, _ = load_model(every_family.of_layers(family, 2))
-    given = {}
-    for norm in hidden_norms(model):
-        norm.register_forward_hook(lambda m, x, y: given.setdefault(m, []).extend(y.detach()))
+    given, texts = {}, []
+    for norm in hidden_norms(model):  # some of OPT's give [B S, D]
+        norm.register_forward_hook(
+            lambda m, x, y: given.setdefault(m, []).extend(
+                y.detach().unflatten(0, (texts[-1], -1)).flatten(1, -2)
+            )
+        )
     with torch.no_grad():
         for batch in _batches(model):
+            texts.append(len(batch["input_ids"]))
             model(**batch)
     expected = []
     for channel in range(width_of(model)):

@@ -1,0 +1,75 @@
+"""OPT through the command line: configs that no published model but one has, and what transformers opens."""
+
+import json
+import math
+
+import causal
+import every_family
+import harness
+import pytest
+import torch
+from refusals import refused
+from transformers import AutoModelForCausalLM
+
+import smelt
+from smelt.core.files import read_json
+from smelt.runtime.models.checkpoint import load_model
+
+HEAD = """model: m
+task: language-modeling
+data: {train: t.txt, validation: t.txt, test: t.txt, windows: {length: 32}}
+"""
+SCORE = "threads: 1\nscore: {latency: false, generation: {max_new_tokens: 6}}\n"
+STAGES = """stages:
+  - prune: {what: [heads, ffn], keep: 0.5, rows: 4}
+  - prune: {what: [width], keep: 0.75, rows: 4}
+  - finetune: {max_steps: 2, batch_size: 4, evals: 1, precision: fp32}
+  - quantize: {scheme: int8-dynamic}
+  - onnx: {target: ort-cpu}
+"""
+WITHOUT = {
+    "biases": {"enable_bias": False, "activation_function": "gelu"},
+    "a closing norm": {"_remove_final_layer_norm": True},
+}
+
+
+@pytest.fixture
+def home(tmp_path):
+    causal.lines(tmp_path / "t.txt", 2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_words_of_another_width_than_the_states_are_refused_with_both_numbers(home, command):
+    every_family.make(home / "m", "opt")
+    path = home / "m" / "config.json"
+    path.write_text(json.dumps(read_json(path) | {"word_embed_proj_dim": 32}))
+    said = ("word_embed_proj_dim is 32 and hidden_size is 64", "Take a model where both are equal")
+    refused(home, HEAD + STAGES + SCORE, f"{path}: {said[0]}", said[1], command=command)
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_model_without_a_part_that_may_be_left_out_goes_through_all_kinds_of_stages(name, home):
+    every_family.make(home / "m", "opt", **WITHOUT[name])
+    said = read_json(home / "m" / "config.json")
+    assert said | WITHOUT[name] == said
+    (home / "recipe.yaml").write_text(HEAD + STAGES + SCORE)
+    steps = smelt.run(home / "recipe.yaml", out=home / "run").report["steps"]
+    assert [step["status"] for step in steps] == ["done"] * len(steps), [s["error"] for s in steps]
+    # random states that nothing norms make losses of 100 a token
+    parent, graph = (math.log(step["quality"]["perplexity"]["value"]) for step in steps[-2:])
+    assert graph == pytest.approx(parent, rel=0.01)
+
+
+def test_transformers_opens_what_training_and_a_pruned_feed_forward_part_leave(home):
+    every_family.make(home / "m", "opt")
+    stages = (
+        "stages:\n  - prune: {what: [ffn], keep: 0.5, rows: 4}\n  - finetune: {max_steps: 2, batch_size: 4}\n"
+    )
+    (home / "recipe.yaml").write_text(HEAD + stages + SCORE)
+    step = smelt.run(home / "recipe.yaml", out=home / "run").report["steps"][-1]
+    folder = home / "run" / step["artifact"]
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert theirs.config.ffn_dim == 48
+    assert theirs.lm_head.weight is theirs.model.decoder.embed_tokens.weight
+    torch.testing.assert_close(harness.logits(theirs), harness.logits(load_model(folder)[0]))

@@ -53,9 +53,10 @@ def training_time(seen: ModelLook, data: DataLook, steps: Iterable[Step]) -> str
 def _looked_up(seen: ModelLook) -> int:
     """Return how many weights no product reads: the embedding of a model that writes nothing."""
     writes = seen.task in TEXT_TO_TEXT or seen.task == "language-modeling"
-    sizes = seen.config.get("vocab_size"), seen.config.get(FAMILIES[seen.family].width)
-    whole = all(isinstance(size, int) for size in sizes)
-    return 0 if writes or not whole else min(sizes[0] * sizes[1], seen.parameters or 0)
+    words, width = seen.config.get("vocab_size"), seen.config.get(FAMILIES[seen.family].width)
+    if writes or not isinstance(words, int) or not isinstance(width, int):
+        return 0
+    return min(words * width, seen.parameters or 0)
 
 
 def _settings(step: Step) -> Mapping[str, Any]:

@@ -63,7 +63,7 @@ def steps(
     """
     plain = blockless(seen.config) is not None  # convolutions stay float
     trained = _fast(seen, rows, judge) if fast and not plain else _trained(seen)
-    whole = "" if plain or (fast and train) else "tuned" if train and seen.new_head else "model"
+    whole = "" if plain else "tuned" if train and seen.new_head else "model"
     wanted = [*(trained if train else _untrained(plain)), *_leaving(machine, plain, whole)]
     for step in wanted:
         if seen.task in load_stage(step.word).tasks:
@@ -120,14 +120,20 @@ def _fast(seen: ModelLook, rows: int, judge: str) -> Iterator[Step]:
     if seen.task in (CLASSES, IMAGES):
         yield from _narrow(teacher, select, *counts.items())
         return
-    # a third of the layers, as evenly spaced ones; a decoder-only model writes worse for each that goes
-    share = 0.8 if seen.task == "language-modeling" else 1 / 3
     ((name, count), *_) = counts.items()
-    few = f"student: {{{name}: {max(1, min(count - 1, round(count * share)))}}}"
+    if seen.task == "language-modeling":  # it writes worse for each layer that goes
+        yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
+        if count > 1:
+            few = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
+            yield Step("depth", few, "few layers go, those that matter least", "shallow")
+        how = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, schedule: cosine}"
+        yield Step("distill", how, "recovers what that lost", "small")
+        return
+    few = f"student: {{{name}: {max(1, round(count / 3))}}}"
     losses = _losses(seen.task)
     yield Step("distill", f"{{{teacher}{few}, {losses}, epochs: 3}}", "few layers are fast", "shallow")
-    how = ", importance: magnitude" if seen.task == SIMILARITY else ""
-    yield Step("prune", f"{{what: [ffn], keep: 0.5{how}}}", "half of the FFN neurons goes")
+    how = "{what: [ffn], keep: 0.5, importance: magnitude}"
+    yield Step("prune", how, "half of the FFN neurons goes")
     yield Step("distill", f"{{{teacher}{losses}, epochs: 2}}", "recovers what that lost", "small")
 
 

@@ -20,6 +20,7 @@ from smelt.recipe.yaml_file import parse_yaml
 
 # half of the layers, half of the neurons, one training
 NARROW = ["depth", "prune", "distill", "onnx", "quantize", "onnx"]
+ALONE = ["openvino", "int8-alone", "onnx-int8-alone"]
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +53,25 @@ def test_a_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeyp
     counts = layers(look(str(model), task))
     if task == "text-classification":
         (count,) = counts.values()
-        found = [step.stage for step in plan.steps if step.name != "openvino"]
+        found = [step.stage for step in plan.steps if step.name not in ALONE]
         assert found[-len(NARROW) :] == NARROW if count > 1 else found[-len(NARROW) + 1 :] == NARROW[1:]
         assert plan.step("small").settings.losses.labels == 0
         return
+    if task == "language-modeling":
+        found = [step.stage for step in plan.steps]
+        (count,) = counts.values()
+        assert found[: found.index("onnx")] == ["prune", *["depth"] * (count > 1), "distill"]
+        return
     shallow = "small" if task in TEXT_TO_TEXT else "shallow"  # 40 rows are too few for a list of words
     student = plan.step(shallow).settings.student
-    said = student.decoder_layers or student.layers
-    assert said == max(
-        1, round(list(counts.values())[-1] / (2 if task == "language-modeling" else 3))
-    )  # of 2
+    assert (student.decoder_layers or student.layers) == max(1, round(list(counts.values())[-1] / 3))  # of 2
     assert plan.step(shallow).settings.losses.labels in (0, None) or task == sentences.TASK
+    if task in TEXT_TO_TEXT:
+        metric = "bleu" if task == "translation" else "rougeL"
+        assert (plan.step("small").settings.select, plan.step("small").settings.schedule) == (
+            metric,
+            "cosine",
+        )
 
 
 @pytest.mark.parametrize(("rows", "last"), [(ENOUGH, "shortlist"), (ENOUGH - 1, "distill")])
@@ -81,20 +90,24 @@ def test_rows_are_counted_where_they_decide(tmp_path, models, monkeypatch):
         assert tuple(s.stage for s in load_plan(path).steps if s.stage == "shortlist") == stages
 
 
+@pytest.mark.parametrize("as_fast_as_it_gets", [True, False])
 @pytest.mark.parametrize("rows_to_train_on", [True, False])
-def test_a_first_recipe_has_int8_alone(models, rows_to_train_on):
+def test_every_recipe_has_int8_alone(models, rows_to_train_on, as_fast_as_it_gets):
     seen = look(str(models["marian"]), "translation")
-    found = {step.name: step for step in steps(seen, Machine(1, False, False), rows_to_train_on)}
+    found = {
+        step.name: step
+        for step in steps(seen, Machine(1, False, False), rows_to_train_on, as_fast_as_it_gets)
+    }
     assert (found["int8-alone"].word, found["int8-alone"].parent) == ("quantize", "model")
     assert found["onnx-int8-alone"].word == "onnx"
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, 1), (2, 1), (3, 2), (5, 4), (12, 10), (32, 26)])
+@pytest.mark.parametrize(("count", "said"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])])
 def test_a_language_model_keeps_four_layers_of_five(models, count, said):
     seen = look(str(models["llama"]), "language-modeling")
     seen = replace(seen, config=seen.config | {"num_hidden_layers": count})
-    found = [step for step in steps(seen, Machine(1, False, False), True, True) if step.word == "distill"]
-    assert f"student: {{layers: {said}}}" in found[0].settings
+    found = [step for step in steps(seen, Machine(1, False, False), True, True) if step.word == "depth"]
+    assert [step.settings for step in found] == [f"{{layers: {layers}}}" for layers in said]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +141,7 @@ def test_images_get_what_classifiers_get_and_convolutions_what_they_get_in_any_c
     found = {}
     for kind in ("vit", "resnet"):
         _, path = fast(tmp_path / kind, tmp_path / "rows", tmp_path / f"{kind}.yaml", images.TASK)
-        found[kind] = [step.stage for step in load_plan(path).steps if step.name != "openvino"]
+        found[kind] = [step.stage for step in load_plan(path).steps if step.name not in ALONE]
     assert found["vit"] == NARROW
     assert found["resnet"] == ["factorize", "distill", "onnx"]
 
@@ -146,9 +159,9 @@ def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, fami
     monkeypatch.chdir(tmp_path)
     fast(models[family], rows(tmp_path / "rows", task), "r.yaml", task)
     changes = {"score.latency": False, "threads": 1}  # only to be quick
-    changes |= {("small" if task in ("text-classification", *TEXT_TO_TEXT) else "shallow") + ".max_steps": 1}
+    changes |= {"small.max_steps": 1}
     if task == "language-modeling":
-        changes |= {"small.max_steps": 1, "data.windows": {"length": 32}}
+        changes |= {"data.windows": {"length": 32}}
     result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)
     steps = {step["name"]: step for step in result.report["steps"]}
     assert result.exit_code == 0, result.report

@@ -4,6 +4,7 @@ import exports
 import numpy as np
 import pytest
 import tiny
+from matrix import cells
 from ort import needs_vnni
 from pydantic import ValidationError
 
@@ -134,8 +135,9 @@ def products_of(path, dtype="fp32"):
     return {op.get_rt_info()["outputPrecisions"].astype(str) for op in large}
 
 
-@pytest.mark.parametrize("scheme", ["int4", "groupwise"])
-@pytest.mark.parametrize("family", ["bert", "marian", "t5", "llama", "qwen2", "vit"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), cells(["bert", "marian", "t5", "llama", "qwen2", "vit"], ["int4", "groupwise"])
+)
 def test_codes_in_groups_run_as_they_are_and_give_what_their_parent_gives(family, scheme):
     made = exports.exported(family, scheme, "openvino")
     for found in made.facts["parity"].values():

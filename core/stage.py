@@ -189,6 +189,7 @@ class Context:
         "what" says in words what they are, its "artifacts" lists the keys of those that they are made of.
     unfinished: gives a folder for the checkpoints of the stage's next training, the same in every run of the
         step; None where none are kept. It goes when the step is done.
+    logs: a folder of the run in which trackers of experiments write; None without a run.
     say: writes a line into the run's log.
     warnings, facts: what the report should tell of this step; the stage adds to them.
     """
@@ -208,6 +209,7 @@ class Context:
         [Mapping[str, Any], Callable[[Path], None]], AbstractContextManager[tuple[Path, bool]]
     ] = made_anew
     unfinished: Callable[[], Path | None] = lambda: None
+    logs: Path | None = None
     say: Callable[[str], None] = unheard
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)

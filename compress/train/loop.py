@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,8 @@ from smelt.core.errors import RunError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
 
+# Where TensorBoard's callback of transformers writes.
+_BOARD = "TENSORBOARD_LOGGING_DIR"
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
@@ -148,6 +151,7 @@ def run_training(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))
         stack.enter_context(threads(ctx.threads))
+        stack.enter_context(_board(settings, ctx))
         args = _arguments(settings, folder, ctx)
         precision = pick_precision(settings.precision, args.device)
         stack.enter_context(attached(model, extension.modules))
@@ -247,6 +251,20 @@ def _require_finite(model: nn.Module, keeper: Keeper) -> None:
                 f"The last update of the training made '{name}' infinite or not a number."
                 f" {keeper.last_good()} Lower learning_rate, raise warmup, or set precision: fp32."
             )
+
+
+@contextlib.contextmanager
+def _board(settings: TrainingSettings, ctx: Context) -> Iterator[None]:
+    """Let TensorBoard's callback write into the run's folder, unless the user named another."""
+    told = ctx.logs is None or "tensorboard" not in settings.report_to or _BOARD in os.environ
+    if told:
+        yield
+        return
+    os.environ[_BOARD] = str(ctx.logs)
+    try:
+        yield
+    finally:
+        del os.environ[_BOARD]
 
 
 def _arguments(settings: TrainingSettings, folder: str, ctx: Context) -> Any:

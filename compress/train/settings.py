@@ -20,6 +20,8 @@ from smelt.families.registry import blockless
 
 LOSS = "loss"  # what `select` says where no metric decides
 PEFT = "0.18"  # the oldest release whose adapters are taken
+# Oldest releases, as the extra `trackers` has them.
+TRACKERS = {"tensorboard": "2.18", "wandb": "0.18", "swanlab": "0.5"}
 
 
 class LoraSettings(Settings):
@@ -114,7 +116,9 @@ class TrainingSettings(Settings):
         " update; null: none",
     )
     report_to: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
-        default=[], description="experiment trackers that the loss is sent to"
+        default=[],
+        exclude=True,  # it changes no result, and so no key
+        description="experiment trackers that the loss is sent to",
     )
 
     # Settings that came later: where one is as it is by default, it is not written down, and changes no key.
@@ -137,8 +141,9 @@ class TrainingSettings(Settings):
         return self.codes is None or self.codes.keep_weights
 
     def packages(self) -> dict[str, str]:
-        """Return peft where there are adapters."""
-        return {} if self.lora is None else {"peft": PEFT}
+        """Return peft where there are adapters, and the trackers."""
+        adapters = {} if self.lora is None else {"peft": PEFT}
+        return adapters | {name: TRACKERS[name] for name in self.report_to}
 
     @model_validator(mode="after")
     def _selects(self) -> Self:

@@ -156,7 +156,7 @@ class Workshop:
                 found["bf16"] = multiplies_bf16()
         if getattr(step.settings, "lora", None) is not None:
             found["adapters"] = library_versions(("peft",))
-        elif packages := step.settings.packages():
+        elif packages := {*step.settings.packages()} - {*getattr(step.settings, "report_to", ())}:
             found["packages"] = library_versions(tuple(packages))
         if getattr(step.settings, "measures", False):
             from smelt.export.tune.threads import cores
@@ -194,6 +194,7 @@ class Workshop:
             kept=shelf.value,
             files=shelf.files,
             unfinished=unfinished.next_training,
+            logs=self.display.log_path.parent / "logs" / step.name,
             say=self.display.line,
         )
         started = time.monotonic()

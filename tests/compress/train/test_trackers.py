@@ -1,0 +1,60 @@
+"""Experiment trackers: what is missing is said by the plan; TensorBoard writes into the run's folder."""
+
+import os
+
+import harness
+import pytest
+import tiny
+from pydantic import ValidationError
+
+from smelt.compress.finetune import FinetuneSettings
+from smelt.compress.train import loop
+from smelt.core import packages
+
+RECIPE = """
+model: m
+task: translation
+data: {train: rows.jsonl, test: rows.jsonl}
+stages:
+  - finetune: {max_steps: 1, report_to: [swanlab, tensorboard]}
+score: {latency: false}
+"""
+
+
+def test_a_tracker_that_is_not_installed_is_said_by_the_plan_and_before_any_work(tmp_path, monkeypatch):
+    def installed(package):
+        if package == "swanlab":
+            raise packages.PackageNotFoundError
+        return "99.0"
+
+    monkeypatch.setattr(packages, "version", installed)
+    tiny.marian(tmp_path / "m")
+    tiny.pairs(tmp_path / "rows.jsonl")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    said = " ".join(harness.smelt("plan", tmp_path / "recipe.yaml").stdout.split())
+    assert "pip install 'swanlab>=0.5'" in said
+    ran = harness.smelt("run", tmp_path / "recipe.yaml", "--out", tmp_path / "out", code=2)
+    assert "pip install 'swanlab>=0.5'" in ran.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_trackers_are_no_part_of_what_a_step_is():
+    said = FinetuneSettings(report_to=["tensorboard", "wandb"])
+    assert said.model_dump(mode="json") == FinetuneSettings().model_dump(mode="json")
+    assert said.packages() == {"tensorboard": "2.18", "wandb": "0.18"}
+    assert set(FinetuneSettings(report_to=["wandb"], lora={}).packages()) == {"peft", "wandb"}
+    with pytest.raises(ValidationError):
+        FinetuneSettings(report_to=["mlflow"])
+
+
+@pytest.mark.parametrize("mine", [None, "elsewhere"])
+def test_tensorboard_writes_into_the_run_unless_told_otherwise(tmp_path, monkeypatch, mine):
+    monkeypatch.delenv(loop._BOARD, raising=False)
+    if mine:
+        monkeypatch.setenv(loop._BOARD, mine)
+    ctx = harness.context(tmp_path / "out", logs=tmp_path / "logs" / "step")
+    with loop._board(FinetuneSettings(report_to=["tensorboard"]), ctx):
+        assert os.environ[loop._BOARD] == (mine or str(tmp_path / "logs" / "step"))
+    assert os.environ.get(loop._BOARD) == mine
+    with loop._board(FinetuneSettings(), ctx):
+        assert os.environ.get(loop._BOARD) == mine

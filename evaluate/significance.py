@@ -33,6 +33,9 @@ _HITS = frozenset({"accuracy", "subset_accuracy", "top1"})
 # whose value is 100 times the mean of what the examples have
 _MEANS = frozenset({"rouge1", "rouge2", "rougeL", "rougeLsum", "agreement", "relative_error"})
 
+# of which an example gives its part
+_SUMS = frozenset({"bleu", "chrf", *_MEANS})
+
 # The least and the greatest value; those of `_UNLIMITED` metrics have no end.
 _LIMITS = dict.fromkeys(METRICS, (0.0, 100.0)) | dict.fromkeys(
     ("agreement", "pearson", "spearman"), (-100.0, 100.0)
@@ -92,8 +95,9 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Inte
     """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
 
     Where fewer examples than `fewest` differ from the most frequent one, a bootstrap is a point or nearly so:
-    the interval is then at least as wide as the share of such examples may be (Wilson's upper end) times the
-    metric's range. None of a point where the metric has no range.
+    the interval is then at least as wide as the share of such examples may be (Wilson's upper end) times what
+    is lost where these become worthless, or gained where they become perfect (of F1 and correlations, which
+    are no sums, the whole range). None of a point where the metric has no range.
     None of fewer examples than `fewest`, whose resamples are too alike: of one they are all the same.
     """
     n, metric = len(statistics.rows), statistics.metric
@@ -104,7 +108,8 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Inte
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
     if not point and (metric in _UNLIMITED or n - equal >= fewest(metric, confidence)):
         return low, high
-    return _widened((low, high), 0 if point else n - equal, n, metric, confidence, _LIMITS[metric])
+    changed = 0 if point else n - equal
+    return _widened((low, high), changed, n, metric, value_of(statistics), confidence, _LIMITS[metric])
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
@@ -112,7 +117,8 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
 
     The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
     Where fewer examples differ than `fewest`, a bootstrap is a point or nearly so; the interval is then at
-    least as wide as the share of examples that differ may be (Wilson's upper end) times the metric's range.
+    least as wide as the share of examples that differ may be (Wilson's upper end) times what is lost of the
+    other's score where these become worthless, or gained where they become perfect.
     None of too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
     """
     _check_pair(step, other)
@@ -122,7 +128,11 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
     if n < least:
         return None
     ends = _middle(_differences(step, other), confidence)
-    return ends if changed >= least else _widened(ends, changed, n, step.metric, confidence)
+    if ends[1] - ends[0] <= _ALIKE:
+        changed = 0
+    elif changed >= least:
+        return ends
+    return _widened(ends, changed, n, step.metric, value_of(other), confidence)
 
 
 def fewest(metric: str, confidence: float = 0.95) -> int:
@@ -155,16 +165,22 @@ def _widened(
     changed: int,
     n: int,
     metric: str,
+    value: float,
     confidence: float,
     limits: Interval = (-math.inf, math.inf),
 ) -> Interval | None:
-    """Return `ends`, widened by what the examples that were not seen may change; None for no known range."""
+    """Return `ends`, widened by what the examples that were not seen may change; None for no known range.
+
+    Of a sum over examples (BLEU nearly: a share of sentences without any match takes that share of every
+    precision) those that change take away no more than they gave. value: of the score that may change.
+    """
     if metric in _UNLIMITED:
         return None
     least, greatest = _LIMITS[metric]
-    reach = (greatest - least) * wilson_interval(changed, n, confidence)[1] / 100
+    share = wilson_interval(changed, n, confidence)[1] / 100
+    lost, gained = (value - least, greatest - value) if metric in _SUMS else (greatest - least,) * 2
     middle = sum(ends) / 2
-    low, high = min(ends[0], middle - reach), max(ends[1], middle + reach)
+    low, high = min(ends[0], middle - share * lost), max(ends[1], middle + share * gained)
     return max(low, limits[0]), min(high, limits[1])
 
 

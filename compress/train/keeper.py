@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,16 @@ with quietly():
 
 @dataclass(frozen=True)
 class Validation:
-    """What one validation found. step: 0 before the first update. score: of `select`, higher is better."""
+    """What one validation found.
+
+    step: 0 before the first update. score: of `select`, higher is better. beside: of the metrics that a
+    warning is made of where the loss chooses, likewise.
+    """
 
     step: int
     loss: float
     score: float | None = None
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     def beats(self, other: Validation | None) -> bool:
         """Say whether this one is to be kept instead of `other`; equal scores are decided by the loss."""
@@ -64,6 +69,7 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
         self.parameters |= running_statistics(model)
         self.evaluate: Callable[[], float] | None = None
         self.score: Callable[[], float] | None = None
+        self.probe: Callable[[], Mapping[str, float]] | None = None
         self.sign = 1  # of what is told: -1 where `score` is a metric turned round
         self.evals, self.ema, self.progress = 0, ema, progress
         self.extension = extension or Extension()
@@ -151,7 +157,9 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
 
     def told(self) -> list[dict[str, Any]]:
         """Return every validation as plain values, for the report."""
-        plain = [{k: v for k, v in asdict(found).items() if v is not None} for found in self.validations]
+        plain = [
+            {k: v for k, v in asdict(found).items() if v not in (None, {})} for found in self.validations
+        ]
         return [p | {"score": self.sign * p["score"]} if "score" in p else p for p in plain]
 
     def gave_nothing(self, select: str) -> str | None:
@@ -169,12 +177,26 @@ class Keeper(TrainerCallback):  # type: ignore[misc]
             " Lower learning_rate, or give it more rows or steps"
         )
 
+    def learned_nothing(self) -> str | None:
+        """Say that random weights had a lower loss than those that are kept, where that is so."""
+        first = self.validations[0] if self.validations else None
+        if first is None or first.step or self.extension.eligible(0) or self.best is None:
+            return None
+        if self.best.loss <= first.loss:
+            return None
+        return (
+            f"the validation loss of the weights that are kept, {self.best.loss:.4g} (step {self.best.step}),"
+            f" is above that of the random ones that the training began with, {first.loss:.4g}. Lower"
+            " learning_rate, or give it more rows or steps"
+        )
+
     def _validate(self, step: int) -> None:
         assert self.evaluate is not None
         last = self._copy() if self.average else {}
         self._put(self.average)
         with contextlib.nullcontext() if step else self.extension.incoming():
-            found = Validation(step, self.evaluate(), self.score() if self.score else None)
+            score = self.score() if self.score else None
+            found = Validation(step, self.evaluate(), score, self.probe() if self.probe else {})
         self.validations.append(found)
         if self.extension.eligible(step) and found.beats(self.best):
             self.best_weights, self.best = self._copy(), found

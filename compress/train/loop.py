@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -41,6 +41,7 @@ from smelt.compress.train.terms import (
     terms_of,
     values_of,
 )
+from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
@@ -48,6 +49,9 @@ from smelt.runtime.backends.device import torch_device
 # Where TensorBoard's callback of transformers writes.
 _BOARD = "TENSORBOARD_LOGGING_DIR"
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+
+Scored = TypeVar("Scored")
 
 
 class Loop(transformers.Trainer):  # type: ignore[misc]
@@ -133,13 +137,15 @@ def run_training(
     probe: Callable[[], Mapping[str, float]] | None = None,
     stage: str = "finetune",
     extension: Extension | None = None,
+    src: Artifact | None = None,
 ) -> None:
     """Train `model` in place (see `smelt.compress.train.run.train`).
 
     score: of the model as it is at the moment; higher is better. None: the validation loss decides.
-    probe: scores the last weights beside those with the least loss, for a warning where they disagree.
+    probe: scores weights at each validation, for a warning where that and the loss disagree.
+    src: what the step goes on from.
     """
-    extension, settings = extension or Extension(), with_rate(settings, model, ctx)
+    extension, settings = extension or Extension(), with_rate(settings, model, src, ctx)
     plan = plan_batches(
         rows,
         settings.batch_size,
@@ -173,15 +179,14 @@ def run_training(
             keeper.evaluate = partial(mean_loss, model, batches, objective, precision, args.device)
             keeper.evals = settings.evals
             keeper.score = None if score is None else partial(_as_stored, model, extension, score)
+            keeper.probe = None if probe is None else partial(_as_stored, model, extension, probe)
             keeper.sign = -1 if settings.select in ctx.turned else 1
         require_training_memory(
             model, args.device, keeps_best=bool(keeper.evals), averages=settings.ema is not None
         )
         loop.train()
         steps = int(loop.state.global_step)
-        last = _probed(model, extension, probe, keeper, steps)
         keeper.finish()
-        best = _probed(model, extension, probe, keeper, steps)
         _require_finite(model, keeper)
         ctx.facts["training"] = {
             "steps": steps,
@@ -193,48 +198,34 @@ def run_training(
             **keeper.facts(steps),
         }
         warning = keeper.gave_nothing(settings.select)
-        doubt = disagreement(keeper, best, last, len(validation or ()), ctx)
-        warnings = [f"{stage}: {text}" for text in (warning, doubt) if text]
+        doubt = disagreement(keeper, len(validation or ()), ctx)
+        warnings = [f"{stage}: {text}" for text in (warning, doubt, keeper.learned_nothing()) if text]
         ctx.warnings.extend(warnings)
         resume.finish(steps, ctx.facts["training"], warnings)
 
 
-def _probed(
-    model: nn.Module,
-    extension: Extension,
-    probe: Callable[[], Mapping[str, float]] | None,
-    keeper: Keeper,
-    steps: int,
-) -> Mapping[str, float]:
-    """Return the scores of the weights that the model has now; nothing where the last ones are kept."""
-    if probe is None or keeper.best is None or keeper.best.step == steps:
-        return {}
-    with detached(model), extension.stored():
-        return probe()
+def disagreement(keeper: Keeper, rows: int, ctx: Context) -> str | None:
+    """Return a warning where other weights score clearly better than those with the least loss.
 
-
-def disagreement(
-    keeper: Keeper, best: Mapping[str, float], last: Mapping[str, float], rows: int, ctx: Context
-) -> str | None:
-    """Return a warning where the last weights score clearly better than those with the least loss.
-
-    Clearly: by more than two standard errors of the difference of two shares of the validation rows.
+    Clearly: by two standard errors of a paired difference of which an eighth of the validation rows change.
     """
-    metric = next(iter(best), None)
-    if metric is None or keeper.best is None or not rows:
+    there = [found for found in keeper.validations if found.beside and keeper.extension.eligible(found.step)]
+    if keeper.best is None or not keeper.best.beside or not rows:
         return None
-    worth = last.get(metric, -math.inf) - best[metric]
-    if worth <= 2 * 100 * math.sqrt(0.5 / rows):
+    metric, kept = next(iter(keeper.best.beside.items()))
+    best = max(there, key=lambda found: found.beside[metric])
+    if best.beside[metric] - kept <= 2 * 100 * math.sqrt(0.125 / rows):
         return None
     sign = -1 if metric in ctx.turned else 1
     return (
         f"the validation loss and {metric} disagree: the weights of step {keeper.best.step} are kept for"
-        f" their loss ({keeper.best.loss:.4g}; {metric} {sign * best[metric]:.4g}), the last ones have"
-        f" {metric} {sign * last[metric]:.4g}. To keep those, set select: {metric}"
+        f" their loss ({keeper.best.loss:.4g}; {metric} {sign * kept:.4g}), those of step {best.step} have"
+        f" {metric} {sign * best.beside[metric]:.4g} (loss {best.loss:.4g}). To keep those, set select:"
+        f" {metric}"
     )
 
 
-def _as_stored(model: nn.Module, extension: Extension, score: Callable[[], float]) -> float:
+def _as_stored(model: nn.Module, extension: Extension, score: Callable[[], Scored]) -> Scored:
     with detached(model), extension.stored():
         return score()
 

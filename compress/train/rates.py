@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from smelt.compress.train.settings import TrainingSettings
+from smelt.core.artifact import Artifact
 from smelt.core.files import read_json
 from smelt.core.stage import Context
 from smelt.families.registry import find_family
@@ -56,10 +57,11 @@ def lost_layers(config: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
     return any(counts.get(stack.name, 0) < (stack.count(whole) or 0) for stack in family.stacks(whole))
 
 
-def with_rate(settings: TrainingSettings, model: Any, ctx: Context) -> TrainingSettings:
+def with_rate(settings: TrainingSettings, model: Any, src: Artifact | None, ctx: Context) -> TrainingSettings:
     """Return the settings with the learning rate that `model` takes, where nobody said one; tell the log.
 
-    Layers count as lost that the untouched model of the recipe has, whichever step took them.
+    Layers count as lost that the untouched model of the recipe has, whichever step took them. src: what the
+    step goes on from.
     """
     from smelt.compress.quantize.through_codes import trains_few_bits
 
@@ -70,15 +72,19 @@ def with_rate(settings: TrainingSettings, model: Any, ctx: Context) -> TrainingS
         what = "adapters"
     elif trains_few_bits(model):
         what = "few bits"
-    elif not settings.begins_anew and lost_layers(model.config.to_dict(), _whole(ctx)):
+    elif not settings.begins_anew and lost_layers(model.config.to_dict(), _whole(src, ctx)):
         what = "fewer layers"
     rate = learning_rate_of(model.config.to_dict(), what)
     ctx.say(f"learning rate {rate:.2g}, for {what} of such a model (docs/finetune.md#learning-rates)")
     return settings.model_copy(update={"learning_rate": rate})
 
 
-def _whole(ctx: Context) -> Mapping[str, Any]:
+def _whole(src: Artifact | None, ctx: Context) -> Mapping[str, Any]:
     """Return the config of the untouched model; empty behind a student that is another model."""
-    others = [(one.manifest.settings.get("student") or {}).get("model") for one in ctx.ancestors.values()]
+    by_key = {artifact.key: artifact for artifact in ctx.ancestors.values()}
+    while src is not None:
+        if (src.manifest.settings.get("student") or {}).get("model"):
+            return {}
+        src = by_key.get(src.manifest.parent or "")
     root = ctx.ancestors.get("model")
-    return {} if root is None or any(others) else read_json(root.path / "config.json")
+    return {} if root is None else read_json(root.path / "config.json")

@@ -145,6 +145,7 @@ def train(
         probe=None if probe is None else probe.scores,
         stage=stage,
         extension=extension,
+        src=src,
     )
     if ctx.facts.get("training", {}).get("kept_step", 1):
         take_training(model)

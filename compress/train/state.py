@@ -106,6 +106,8 @@ def _override_dropout(module: nn.Module, value: float, undo: contextlib.ExitStac
     (`dropout`, `attention_dropout`, `activation_dropout` in Marian and Llama); a few have both.
     """
     names = ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if _is_rate(module, n)]
+    if not value and "layerdrop" in vars(module):  # whole layers that are left out are dropped too
+        names.append("layerdrop")
     for name in names:
         undo.callback(setattr, module, name, getattr(module, name))
         setattr(module, name, value)

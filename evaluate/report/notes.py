@@ -57,6 +57,18 @@ def gate_text(gate: Gate) -> str:
     return f"{view.label(gate.metric)} {gate.kind} {view.quantity(gate.metric, gate.limit)}{sure}"
 
 
+def tested(report: Report) -> str:
+    """Return what the steps that were chosen on validation score on test, by the first metric."""
+    metric = next(iter(view.metrics(report)), "")
+    found = []
+    for step in report.steps:
+        if step.test and (score := step.test.quality.get(metric)):
+            lost = step.test.against_baseline.get(metric)
+            change = f" ({view.change(lost, metric)}{'*' if view.matters(lost) else ''})" if lost else ""
+            found.append(f"{step.name} {view.number(score.value, view.digits(metric))}{change}")
+    return f"{view.label(metric)} on test: {', '.join(found)}" if found else ""
+
+
 def on_test(report: Report) -> list[str]:
     """Return the limits that steps kept on validation, which chose them, and do not keep on test."""
     return [

@@ -161,7 +161,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     ]
     few = [(gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None]
     failed += [f"'{step.name}': {notes.few_text(gate, step)}" for gate, step in few]
-    failed += notes.on_test(report)
+    failed += [notes.tested(report), *notes.on_test(report)]
     failed += _unscored(report)
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]

@@ -55,7 +55,7 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
     passed = _keeps(gate, value if bound is None else bound)
     undecided = passed and gate.confidence is None and not _certain(gate, step)
     return found | {
-        "bound": bound, "n_needed": needed(gate, step), "passed": passed, "undecided": undecided,
+        "bound": bound, "n_needed": needed(gate, step, evidence), "passed": passed, "undecided": undecided,
     }  # fmt: skip
 
 
@@ -83,14 +83,17 @@ def smallest_batch(step: Step) -> dict[str, Any] | None:
     return min(step["latency"], key=lambda row: row["batch_size"], default=None)
 
 
-def needed(gate: PlannedGate, step: Step) -> int | None:
+def needed(gate: PlannedGate, step: Step, evidence: Evidence) -> int | None:
     """Return how many examples would show a drop as large as the limit; None where there are enough.
 
     There are too few where the limit lies in the interval of the difference, so that the verdict may be
     chance, and the interval reaches further than the limit on either side: a step that has lost nothing
     could then not be told from one that has lost the limit. The width of an interval falls with the root
-    of n. A limit of 0 is seen with no n, and nothing is said of it.
+    of n; with n itself where so few examples differ that it is made of how many more may. A limit of 0 is
+    seen with no n, and nothing is said of it.
     """
+    from smelt.evaluate.significance import Statistics, changed_examples, fewest
+
     difference = step["against_baseline"].get(gate.metric)
     if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
         return None
@@ -103,7 +106,10 @@ def needed(gate: PlannedGate, step: Step) -> int | None:
     if half <= gate.limit or not low <= at_limit <= high:
         return None
     n: int = score["n"]
-    return math.ceil(n * (half / gate.limit) ** 2)
+    sides = [each[gate.metric] for each in (evidence.own, evidence.baseline) if gate.metric in each]
+    pair = [Statistics.model_validate(side) for side in sides]
+    few = len(pair) == 2 and changed_examples(*pair) < fewest(gate.metric, 0.95)
+    return math.ceil(n * (half / gate.limit) ** (1 if few else 2))
 
 
 def _lacking(gate: PlannedGate, step: Step, evidence: Evidence, confidence: float) -> str:

@@ -95,6 +95,12 @@ class ReportBuilder:
             "against_baseline": against,
             "gates": [],
         }
+        self._steps[name]["warnings"] += [f"on test: {text}" for text in score["warnings"]]
+
+    def untested(self, name: str, message: str) -> None:
+        """Record that a step could not be scored on test."""
+        self._set_status("error")
+        self._steps[name]["error"] = f"on test: {message}"
 
     def judge_test(self) -> None:
         """Lay the gates on what the steps score on test, for their reader: validation decided."""

@@ -270,7 +270,14 @@ class _Run:
             return
         every = self.artifacts | self.kept
         for name in chosen(self.report.data):
-            score = self._score(name, every[name], on_test=True)
+            try:
+                with panics_explained():
+                    score = self._score(name, every[name], on_test=True)
+            except Exception as error:
+                failure = self._explain(error, name)
+                self.report.untested(name, str(failure))
+                self.display.line(f"{name}: on test: error: {failure}")
+                continue
             self.report.tested(name, score)
             first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
             self.display.line(f"{name}: on test {first}")
@@ -279,6 +286,8 @@ class _Run:
     def _earlier(self) -> None:
         """Report what an earlier run in this folder did of the steps that `--until` leaves out."""
         self.kept = self.place.keep(self.plan, self.shop, self.artifacts)
+        if self.scorer.reference is None:
+            self.scorer = replace(self.scorer, reference=self.kept.get(self.plan.recipe.baseline))
         for step in self.plan.rest:
             if artifact := self.kept.get(step.name):
                 reason = _unscored(artifact)

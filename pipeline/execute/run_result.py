@@ -127,7 +127,8 @@ def _left_open(report: Mapping[str, Any], name: str) -> list[str]:
     who = "so short a text" if metric in WINDOW_METRICS else view.counted(score["n"], view.unit(metric))
     found = Difference.model_validate(test)
     ends = view.change_interval(found, metric).replace(" ", _HARD)
-    difference = f"{view.label(metric)} {view.change(found, metric)}{_HARD}{ends}".rstrip(_HARD)
+    of = " on test" if step.get("test") else ""
+    difference = f"{view.label(metric)}{of} {view.change(found, metric)}{_HARD}{ends}".rstrip(_HARD)
     sign = 1 if score["higher_is_better"] else -1
     ends_up = [sign * end for end in test["ci95"] or (-math.inf, math.inf)]
     if _is_worse(step):

@@ -17,8 +17,8 @@ from smelt.look.init_stages import Step
 from smelt.look.model import ModelLook
 from smelt.recipe.yaml_file import parse_yaml
 
-# Rows that are counted, and of those the ones whose letters are.
-_MOST, _LOOKED = 1_000_000, 500
+# Rows that are counted at most, and of those the ones whose letters are.
+_MOST, _LOOKED = 300_000, 500
 _LETTERS = 4  # of a token, in languages with spaces
 # Operations for each weight and token: a multiplication and an addition forwards, and twice as many backwards
 # (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); a teacher reads the rows too.
@@ -37,17 +37,22 @@ def training_time(seen: ModelLook, data: DataLook, steps: Iterable[Step]) -> str
     if not settings or not seen.parameters or seen.task == IMAGES or "train" not in data.splits:
         return None
     rows, letters = _rows(data)
-    each = [
-        (word, float(said.get("epochs", TrainingSettings.model_fields["epochs"].default)))
-        for word, said in settings
-    ]
-    work = sum(epochs * (_TRAINS + _READS * (word == "distill")) for word, epochs in each)
     # of a translator either half reads its side
     tokens = letters / _LETTERS / (2 if seen.task in TEXT_TO_TEXT else 1)
+    epochs = work = 0.0
+    for word, said in settings:
+        passes = float(said.get("epochs", TrainingSettings.model_fields["epochs"].default))
+        written: Mapping[str, Any] = said.get("sequences") or {}
+        passes /= 1 - float(written.get("mix", 0))  # people's texts stand beside the teacher's
+        epochs += passes
+        work += passes * (_TRAINS + _READS * (word == "distill")) + _READS * float(written.get("beams", 0))
     weights = seen.parameters - _looked_up(seen)
     seconds = work * weights * rows * tokens / (_REACHED * _operations_per_second())
-    epochs = sum(epochs for _, epochs in each)
-    return f"training is {epochs:g} passes over {rows:,} rows: on this processor roughly {_told(seconds)}"
+    least = "at least " if rows >= _MOST * (1 - sum(data.shares.values())) else ""
+    number = f"{epochs:g} pass{'' if epochs == 1 else 'es'}"
+    return (
+        f"training is {number} over {least}{rows:,} rows: on this processor {least}roughly {_told(seconds)}"
+    )
 
 
 def _looked_up(seen: ModelLook) -> int:
@@ -69,7 +74,7 @@ def _rows(data: DataLook) -> tuple[int, float]:
     path = data.splits["train"]
     if file_kind(path) == ".txt":
         text = read_text_file(path)
-        lines = text.count("\n") + 1
+        lines = text.removesuffix("\n").count("\n") + 1
         return round(lines * (1 - sum(data.shares.values()))), len(text) / lines
     found = read_file(path)
     looked = (row.values() for _, row in itertools.islice(found, _LOOKED))

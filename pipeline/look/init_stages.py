@@ -122,10 +122,10 @@ def _fast(seen: ModelLook, rows: int, judge: str) -> Iterator[Step]:
         return
     ((name, count), *_) = counts.items()
     if seen.task == "language-modeling":  # it writes worse for each layer that goes
-        yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
         if count > 1:
             few = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
             yield Step("depth", few, "few layers go, those that matter least", "shallow")
+        yield Step("prune", "{what: [ffn], keep: 0.5}", "half of the FFN neurons goes")
         how = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, schedule: cosine}"
         yield Step("distill", how, "recovers what that lost", "small")
         return

@@ -9,6 +9,7 @@ from smelt.plan.order.checks import Checker
 from smelt.plan.plan import PlannedGate
 from smelt.plan.warnings import FEWEST_ROWS
 from smelt.recipe.errors import touches
+from smelt.recipe.problem import AGREEMENT
 from smelt.recipe.recipe import JudgedOn
 from smelt.recipe.stages import ROOT
 
@@ -55,6 +56,8 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
         if checker.recipe.baseline not in (ROOT, *kept):
             limits.pop("max_drop")  # there is nothing to drop from; a warning says that it is left out
+            if metric == AGREEMENT and checker.recipe.task == SIMILARITY:  # nor anything to agree with
+                limits = {}
         given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
         out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
     return tuple(out)

@@ -42,6 +42,9 @@ def describe_plan(plan: Plan) -> str:
     if plan.judged_on != "test":
         text = "judged on   validation: gates and what is recommended; that and the front are scored on test"
         lines += _wrapped(text, 12)
+    elif recipe.judged_on == "test":
+        text = "judged on   test: of several branches the one that looks best there looks better than it is"
+        lines += _wrapped(text, 12)
     for gate in plan.gates:
         way = "rise" if gate.metric in LOWER_IS_BETTER else "drop"
         sign = {"max_drop": f"{way} at most", "min": "at least", "max": "at most"}[gate.kind]

@@ -101,8 +101,13 @@ def _copies(test: Split, other: Split, name: str, task: Task) -> list[str]:
     alike, one = ("byte for byte", "image") if task == IMAGES else ("word for word", "text")
     text = f"{len(copies):,} of {len(rows):,} test rows{long} are also in {name}, {alike}"
     if len(known) > len(copies):
-        what = "target" if task in TEXT_TO_TEXT else "label"
-        text += f"; {len(known) - len(copies):,} more have {article(one)} of {name} with another {what}"
+        what, more = "target" if task in TEXT_TO_TEXT else "label", len(known) - len(copies)
+        unlike = f"have {article(one)} of {name} with another {what}"
+        text = (
+            f"{text}; {more:,} more {unlike}"
+            if copies
+            else f"{more:,} of {len(rows):,} test rows{long} {unlike}"
+        )
     why = "that was learned" if name == "train" else "that chose the checkpoint"
     return [f"{text}. A score on what {why} says less of new {one}s."]
 

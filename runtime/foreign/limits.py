@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from smelt.core.child_process import child_environment, python_command
+from smelt.core.memory import available_bytes
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITS = 6  # times the processor time, by the clock: the machine may have other work
@@ -97,6 +98,18 @@ def _limit(limits: Limits) -> None:
             resource.setrlimit(kind, (soft, most))
         except (OSError, ValueError):  # macOS refuses some
             continue
+
+
+def allow_more(size_bytes: int) -> None:
+    """Let this process have so much more memory, as far as the half of what is free."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + min(size_bytes, available_bytes() // 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted if most < 0 else min(wanted, most), most))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -23,9 +23,9 @@ from smelt.runtime.foreign.limits import FailedError, Limits, ask
 _BASE_BYTES = 1_900_000_000
 _BASE_SECONDS = 12.0
 # of a graph's bytes, and of what it is fed: an image of 100 MB is 256 of its size in the layers of a network
-_COPIES = 5
-_WIDER = 256
-_SECONDS_PER_BYTE = 1 / 20e6
+COPIES = 5
+WIDER = 256
+SECONDS_PER_BYTE = 1 / 20e6
 _SECONDS_PER_FED_BYTE = 1 / 1e6
 _SHARE = 0.5  # of the memory that is free
 
@@ -54,8 +54,8 @@ def limits_for(path: Path, feeds: dict[str, NDArray[Any]]) -> Limits:
     graph = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
     fed = sum(value.nbytes for value in feeds.values())
     free = max(_BASE_BYTES, int(_SHARE * available_bytes()))
-    seconds = _BASE_SECONDS + _SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * fed
-    return Limits(min(free, _BASE_BYTES + _COPIES * graph + _WIDER * fed), seconds)
+    seconds = _BASE_SECONDS + SECONDS_PER_BYTE * graph + _SECONDS_PER_FED_BYTE * fed
+    return Limits(min(free, _BASE_BYTES + COPIES * graph + WIDER * fed), seconds)
 
 
 def answer(arguments: Sequence[str]) -> str | None:

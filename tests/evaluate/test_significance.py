@@ -19,6 +19,7 @@ from smelt.evaluate.significance import (
     fewest,
     interval_of,
     tango_interval,
+    value_of,
     wilson_interval,
 )
 
@@ -79,13 +80,14 @@ def test_step_against_itself_shows_no_difference():
 
 @pytest.mark.parametrize("metric", TEXT_METRICS)
 def test_an_interval_of_what_did_not_change_knows_n(metric):
-    """As wide as Wilson's upper end of 0 changed examples of n, 1 - 1 / (1 + z^2 / n): 32 points of 8."""
+    """Wilson's upper end of 0 changed examples of n, z^2 / (n + z^2), of what they can lose, and gain."""
     for n in (8, 40, 400):
         same = statistics(metric, GOOD)
         same = same.model_copy(update={"rows": (same.rows * 5)[:n]})
         low, high = compare(same, same)["ci95"]
         z2 = NormalDist().inv_cdf(0.975) ** 2
-        assert high == -low == pytest.approx(100 * z2 / (n + z2))
+        share, value = z2 / (n + z2), value_of(same)
+        assert (low, high) == (pytest.approx(-value * share), pytest.approx((100 - value) * share))
 
 
 def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_the_bootstraps():
@@ -96,8 +98,39 @@ def test_an_interval_of_few_changed_examples_is_wide_and_of_many_is_the_bootstra
         rows = [[0.4]] * k + [[0.5]] * (100 - k)
         return difference_interval(base.model_copy(update={"rows": rows}), base)
 
-    assert changed(1)[0] < -5 < changed(6)[0] < -0.6  # Wilson's upper end of 1 of 100 is 5.4 %
+    # Wilson's upper end of 1 of 100 is 5.4 %, and each has 50 points to lose
+    assert changed(1)[0] == pytest.approx(-0.1 / 2 - 50 * 0.0545, abs=0.15)
+    assert changed(1)[0] < changed(6)[0] < -0.6
     assert wilson_interval(1, 100)[1] == pytest.approx(5.45, abs=0.01)
+
+
+def test_sentences_without_any_match_take_their_share_of_bleu():
+    """What the interval of few changed examples stands on: 5 of 100 equal sentences that are ruined."""
+    base = statistics("bleu", GOOD)
+    rows = [base.rows[0]] * 100
+    ruined = [*rows[0][:2], 0, 0, 0, 0, *rows[0][6:]]
+    whole = base.model_copy(update={"rows": rows})
+    lost = value_of(whole) - value_of(base.model_copy(update={"rows": [ruined] * 5 + rows[5:]}))
+    assert lost == pytest.approx(0.05 * value_of(whole))
+
+
+def test_a_step_that_hardly_changed_is_not_known_less_than_one_that_did():
+    """With 120 rows the interval of one changed sentence is narrower than that of half of them."""
+    good, poor = statistics("bleu", GOOD), statistics("bleu", POOR)
+    one = good.model_copy(update={"rows": [poor.rows[0], *good.rows[1:]]})
+    half = good.model_copy(update={"rows": poor.rows[:40] + good.rows[40:]})
+    widths = [high - low for low, high in (difference_interval(step, good) for step in (one, half))]
+    assert widths[0] < 2 * widths[1]
+
+
+def test_a_bootstrap_that_is_a_point_is_widened_where_all_differ_alike():
+    rows = statistics("rouge1", GOOD).model_copy(update={"rows": [[0.5]] * 8})
+    worse = rows.model_copy(update={"rows": [[0.4]] * 8})
+    low, high = difference_interval(worse, rows)
+    assert low < -10 < high
+    nats = rows.model_copy(update={"metric": "bits_per_byte", "rows": [[400.0, 100, 500]] * 8})
+    more = nats.model_copy(update={"rows": [[410.0, 100, 500]] * 8})
+    assert difference_interval(more, nats) is None
 
 
 @pytest.mark.parametrize("metric", ["bleu", "chrf", "rouge1"])

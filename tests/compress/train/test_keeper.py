@@ -70,16 +70,23 @@ def test_random_weights_are_no_candidate(model, tmp_path, monkeypatch):
     assert same(weights(model), seen[2])
 
 
-@pytest.mark.parametrize(("last", "warned"), [(70.0, False), (100.0, False), (300.0, True)])
-def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monkeypatch, last, warned):
-    found = iter([{"accuracy": last}, {"accuracy": 52.5}])
+@pytest.mark.parametrize(("best", "warned"), [(70.0, False), (100.0, False), (300.0, True)])
+def test_a_loss_that_disagrees_with_the_score_is_warned_of(model, tmp_path, monkeypatch, best, warned):
+    found = iter([{"accuracy": value} for value in (52.5, 60.0, best, 51.0, 50.0)])
     losses = [0.69, 0.70, 0.71, 0.72, 0.73]
     facts, warnings, _ = run(model, tmp_path, monkeypatch, losses, probe=lambda: next(found))
     assert facts["kept_step"] == 0
-    doubts = [text for text in warnings if "52.5" in text]  # 2 rows: two standard errors are 100 points
-    assert [("0.69" in text, f"{last:g}" in text, "select: accuracy" in text) for text in doubts] == (
-        [(True, True, True)] if warned else []
-    )
+    assert [found["beside"]["accuracy"] for found in facts["validations"]] == [52.5, 60.0, best, 51.0, 50.0]
+    doubts = [text for text in warnings if "52.5" in text]  # 2 rows: the limit is 50 points
+    told = [("0.69" in text, f"step 2 have accuracy {best:g}" in text) for text in doubts]
+    assert told == ([(True, True)] if warned else [])
+
+
+def test_what_is_kept_of_random_weights_with_a_higher_loss_is_warned_of(model, tmp_path, monkeypatch):
+    extension = Extension(eligible=partial(_trained, Extension().eligible))
+    for losses, count in (([0.69, 0.74, 0.71, 0.75, 0.76], 1), ([0.69, 0.60, 0.71, 0.75, 0.76], 0)):
+        _, warnings, _ = run(model, tmp_path / str(count), monkeypatch, losses, extension=extension)
+        assert len([text for text in warnings if "random ones" in text]) == count
 
 
 def test_the_weights_of_the_best_validation_come_out(model, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Learning rates that nobody said: by family, by width, by what trains."""
 
+import dataclasses
+
 import harness
 import pytest
 import tiny
@@ -104,3 +106,22 @@ def test_what_nobody_said_is_told_in_the_facts(tmp_path, rows):
     cut = harness.run(Depth(), DepthSettings(decoder_layers=1, importance="first"), source, tmp_path / "cut")
     assert rate(Distill(), DistillSettings(**SHORT), cut.out, "taught") == 1e-3
     assert rate(Finetune(), FinetuneSettings(**SHORT), cut.out, "tuned") == 1e-3
+
+
+def test_only_what_the_step_goes_on_from_counts(tmp_path):
+    """A student that is another model is no reason where it merely teaches."""
+    from smelt.compress.train.rates import _whole
+
+    root = tiny.artifact(tiny.marian(tmp_path / "model"))
+
+    def made(key, parent, settings):
+        said = {"key": key * 64, "parent": parent, "settings": settings}
+        return dataclasses.replace(root, manifest=root.manifest.model_copy(update=said))
+
+    other = made("1", root.key, {"student": {"model": "x"}})
+    behind, beside = made("2", "1" * 64, {}), made("3", root.key, {"student": None})
+    ctx = harness.context(
+        tmp_path / "out", ancestors={"model": root, "other": other, "b": behind, "c": beside}
+    )
+    assert _whole(other, ctx) == _whole(behind, ctx) == {}
+    assert _whole(beside, ctx)["model_type"] == _whole(root, ctx)["model_type"] == "marian"

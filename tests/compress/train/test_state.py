@@ -120,3 +120,12 @@ def test_the_processor_is_left_as_it_was():
             pass
         assert least / 2 == 0
     assert least / 2 > 0
+
+
+def test_no_dropout_leaves_no_layer_out(tmp_path):
+    model, _ = load_model(tiny.marian(tmp_path / "m", encoder_layerdrop=0.5, decoder_layerdrop=0.4))
+    stacks = model.model.encoder, model.model.decoder
+    for value, during in ((0.0, [0.0, 0.0]), (0.1, [0.5, 0.4]), (None, [0.5, 0.4])):
+        with training_state(model, value, CPU):
+            assert [stack.layerdrop for stack in stacks] == during
+        assert [stack.layerdrop for stack in stacks] == [0.5, 0.4]

@@ -168,13 +168,22 @@ def test_a_drop_is_not_judged_when_the_baseline_was_not_scored():
     assert found["reason"] == "the baseline was not scored, so there is nothing to drop from"
 
 
+NONE = Evidence({}, {})
+
+
+def test_n_needed_grows_with_what_is_missing_where_the_interval_is_of_what_was_not_seen():
+    found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-1.5, 1.5]}})
+    same = Evidence(EVIDENCE.own, EVIDENCE.own)
+    assert needed(gate(limit=0.75), found, same) == pytest.approx(800, abs=1)
+
+
 def test_n_needed_grows_with_the_square_of_what_is_missing():
     half = 1.5
     found = step(against_baseline={"accuracy": {"difference": 0.0, "ci95": [-half, half]}})
-    assert needed(gate(limit=half * 1.001), found) is None
-    assert needed(gate(limit=half / 2), found) == pytest.approx(1600, abs=1)
-    assert needed(gate(limit=0.0), found) is None
-    assert needed(gate("speedup", "min"), found) is None
+    assert needed(gate(limit=half * 1.001), found, NONE) is None
+    assert needed(gate(limit=half / 2), found, NONE) == pytest.approx(1600, abs=1)
+    assert needed(gate(limit=0.0), found, NONE) is None
+    assert needed(gate("speedup", "min"), found, NONE) is None
     assert judge(gate(limit=half / 2), found, EVIDENCE)["n_needed"] == pytest.approx(1600, abs=1)
 
 
@@ -184,7 +193,7 @@ def test_n_is_large_enough_when_the_limit_lies_outside_of_the_interval(lower_is_
         ci95 = [-high, -low] if lower_is_better else [low, high]
         score = {"n": 40, "higher_is_better": not lower_is_better}
         found = step(quality={"accuracy": score}, against_baseline={"accuracy": {"ci95": ci95}})
-        assert (needed(gate(limit=1.0), found) is None) == enough
+        assert (needed(gate(limit=1.0), found, NONE) is None) == enough
 
 
 @pytest.mark.parametrize(

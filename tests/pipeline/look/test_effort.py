@@ -32,6 +32,12 @@ def test_a_translator_reads_each_row_with_either_half(tmp_path, slow):
     said = training_time(seen, data, steps)
     assert "2.5 passes over 800 rows" in said
     assert f"roughly {effort._told(seconds)}" in said
+    # people's texts stand beside what the teacher writes, with as many beams
+    written = [Step("distill", "{epochs: 2, sequences: {beams: 5, mix: 0.5}}")]
+    seconds = (4 * 8 + 5 * 2) * seen.parameters * 1000 * kept * tokens / 1e6
+    assert f"4 passes over 800 rows: on this processor roughly {effort._told(seconds)}" in training_time(
+        seen, data, written
+    )
     # one that says no epochs takes the default
     assert "3 passes" in training_time(seen, data, [Step("finetune")])
 

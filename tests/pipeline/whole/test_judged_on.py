@@ -7,9 +7,11 @@ import pytest
 import tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from smelt.core.errors import RunError
 from smelt.evaluate import frontier
 from smelt.evaluate.report.schema import validate_report
 from smelt.evaluate.report.table import table
+from smelt.execute import run
 
 RECIPE = """
 model: m
@@ -95,3 +97,41 @@ def test_a_package_tells_what_the_chosen_step_scores_on_test(home, tmp_path, mon
         score = (steps[name]["test"] or steps[name])["quality"]["chrf"]
         assert f"{score['value']:.2f}" in text
         assert ("among which this step was chosen" in text) == (split == "validation")
+
+
+def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monkeypatch):
+    """The others keep what they have, and the report says that not all is there."""
+    own = run._Run._score
+
+    def failing(self, name, artifact, on_test=False):
+        if on_test and name == "small":
+            raise RunError("no score today")
+        return own(self, name, artifact, on_test)
+
+    monkeypatch.setattr(run._Run, "_score", failing)
+    report, steps = _report(home, "validation", tmp_path / "v", 1, monkeypatch)
+    assert report["status"] == "error"
+    assert steps["small"]["error"].startswith("on test: ")
+    assert (steps["small"]["test"], steps["small"]["status"] in ("done", "cached")) == (None, True)
+    assert steps["model"]["test"] is not None
+    assert [step["error"] for name, step in steps.items() if name != "small"] == [None] * 3
+
+
+def test_what_scoring_on_test_says_is_a_warning_of_the_step(home, tmp_path, monkeypatch):
+    own = run._Run._score
+
+    def told(self, name, artifact, on_test=False):
+        found = own(self, name, artifact, on_test)
+        return found | {"warnings": ["one was cut"]} if on_test else found
+
+    monkeypatch.setattr(run._Run, "_score", told)
+    _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    assert "on test: one was cut" in steps["small"]["warnings"]
+
+
+def test_the_terminal_tells_what_was_chosen_scores_on_test(home, tmp_path, monkeypatch):
+    report, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    text = " ".join(table(report).split())
+    value = steps["small"]["test"]["quality"]["chrf"]["value"]
+    assert f"chrF on test: model {steps['model']['test']['quality']['chrf']['value']:.2f}" in text
+    assert f"small {value:.2f}" in text

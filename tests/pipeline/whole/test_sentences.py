@@ -306,3 +306,18 @@ def test_texts_are_lowercased_where_the_model_says_so(tmp_path):
         with smelt.load(folder / "run" / "artifacts" / name) as model:
             found = model.embed(["A MAN", "a man"], batch_size=1)
             assert np.array_equal(found[0], found[1])
+
+
+def test_agreement_with_a_baseline_that_is_left_out_is_not_judged_and_kept_scores_stay(tmp_path):
+    recipe = SHORT.replace("  - onnx: {}", "  - onnx: {}\n    name: whole\n    from: model")
+    recipe += "baseline: quantize\ngates: {agreement: {min: 10, at: [whole, quantize]}}\n"
+    folder = home(tmp_path, recipe)
+    said = ("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
+    part = harness.smelt(*said, "--until", "whole")
+    assert part.exit_code == 0, part.output
+    assert [step["gates"] for step in steps_of(folder).values()] == [[], []]
+    assert harness.smelt(*said).exit_code == 0
+    whole = steps_of(folder)["quantize"]["quality"]
+    assert harness.smelt(*said, "--until", "whole").exit_code == 0
+    assert steps_of(folder)["quantize"]["quality"] == whole
+    assert "agreement" in whole

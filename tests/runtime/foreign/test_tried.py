@@ -1,9 +1,11 @@
 """A graph from elsewhere is opened within limits before anything opens it here, and only once."""
 
+import itertools
 import json
 
 import foreign_graphs
 import pytest
+from onnx import helper
 
 import smelt
 from smelt.core.artifact import read_artifact
@@ -62,6 +64,42 @@ def test_what_was_made_here_is_opened_at_once(tmp_path, monkeypatch):
     artifact = foreign_graphs.artifact(tmp_path / "a", foreign_graphs.two_layers())
     monkeypatch.setattr(tried, "ask", lambda *_: pytest.fail("it was tried"))
     note_tried(artifact.manifest.files)
+    require_safe(artifact)
+
+
+def test_weights_that_several_graphs_share_count_for_each(tmp_path):
+    """Graphs of one artifact may have their weights in one file, which none of them is named like."""
+    from smelt.core.artifact import FileRecord
+    from smelt.runtime.foreign.trial import COPIES
+
+    graphs = [tmp_path / "generate.onnx", tmp_path / "model.onnx"]
+    for graph in graphs:
+        graph.write_bytes(b"0")
+    files = {g.name: FileRecord(sha256="0", size_bytes=1) for g in graphs}
+    large = files | {"model.onnx_data": FileRecord(sha256="0", size_bytes=3_000_000_000)}
+    small, limits = (tried._limits(graphs, found) for found in (files, large))
+    assert limits.memory_bytes - small.memory_bytes == COPIES * 3_000_000_000
+    assert limits.seconds > small.seconds + 100
+
+
+def test_a_graph_of_large_fixed_inputs_may_use_what_these_need(tmp_path):
+    """20 layers of 64 MB each, and all of them in one, for rows that are as large by the graph's own word."""
+    names = ["x", *(f"x{at}" for at in range(20))]
+    nodes = [helper.make_node("Relu", [one], [two]) for one, two in itertools.pairwise(names)]
+    nodes.append(helper.make_node("Concat", names, ["y"], axis=0))
+    ends = [foreign_graphs.value("x", [1, 16_000_000])], [foreign_graphs.value("y", [21, 16_000_000])]
+    artifact = foreign_graphs.artifact(tmp_path / "a", foreign_graphs.model_of(nodes, *ends))
+    require_safe(artifact)
+
+
+@pytest.mark.parametrize("lack", [PermissionError("/root/.cache"), RuntimeError("no home directory")])
+def test_a_home_that_cannot_be_used_is_no_reason_not_to_open(tmp_path, monkeypatch, lack):
+    def home(*_):
+        raise lack
+
+    artifact = foreign_graphs.artifact(tmp_path / "a", foreign_graphs.two_layers())
+    monkeypatch.setattr(tried, "_record", home)
+    monkeypatch.setattr(tried, "ask", lambda *_: None)
     require_safe(artifact)
 
 

@@ -72,7 +72,8 @@ class Origin:
     run: the recipe's name; None where the run is not known (an artifact that was copied away), and then the
     rest is empty. model: what the recipe began with, licence: what that model's folder says. steps: from the
     model to the artifact. data: what the scores are of, split: test or validation. generation: the recipe's
-    `score.generation`, with which the scores were made. times: lines about latency.
+    `score.generation`, with which the scores were made. times: lines about latency. doubts: limits of the
+    recipe that the step does not keep, and that it was scored on some of the rows alone.
     """
 
     run: str | None = None
@@ -83,6 +84,7 @@ class Origin:
     times: tuple[str, ...] = ()
     data: str | None = None
     split: str = "test"
+    doubts: tuple[str, ...] = ()
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -17,11 +17,15 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class Package:
-    """A package that was written. folder: where. how: how it is used. size_bytes: of all its files."""
+    """A package that was written.
+
+    folder: where. how: how it is used. size_bytes: of all its files. doubts: what speaks against using it.
+    """
 
     folder: Path
     how: HowTo
     size_bytes: int
+    doubts: tuple[str, ...] = ()
 
 
 def write_package(form: Form, artifact: Artifact, origin: Origin, out: Path) -> Package:
@@ -39,7 +43,7 @@ def write_package(form: Form, artifact: Artifact, origin: Origin, out: Path) -> 
             _write_manifest(artifact, folder)
         _write_sums(folder)
         size = size_of(folder)
-    return Package(out, how, size)
+    return Package(out, how, size, origin.doubts)
 
 
 def copy_artifact(artifact: Artifact, folder: Path) -> None:

@@ -22,7 +22,7 @@ from smelt.execute.failures import explain, trace
 from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.report_data import ReportBuilder
 from smelt.execute.roots.begin import begin
-from smelt.execute.run_folder import RunFolder
+from smelt.execute.run_folder import RunFolder, require_runs_folder
 from smelt.execute.run_result import Result, chosen, write_report
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
@@ -68,6 +68,7 @@ def run_plan(plan: Plan, options: Options) -> Result:
     whole = plan.read_data()
     data = {name: limited(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
+    require_runs_folder(folder)
     store = Store(options.store or folder.parent / ".store")
     with ExitStack() as stack:
         try:

@@ -23,7 +23,26 @@ if TYPE_CHECKING:
     from smelt.execute.steps import Workshop
     from smelt.plan.plan import Plan
 
+_LOG = "log.txt"
+# What a run that was killed at its very beginning leaves.
+_AT_FIRST = {".lock", _LOG}
 _REPORTS = ("report.json", "report.md", "report.html")
+
+
+def require_runs_folder(folder: Path) -> None:
+    """Require that `folder` is a run's, or new: a run removes and overwrites files in it.
+
+    Raises:
+        InputError: `not-a-run`.
+    """
+    there = {place.name for place in folder.iterdir()} if folder.is_dir() else set()
+    if there - _AT_FIRST and not there >= {_LOG, "recipe.yaml"}:
+        some = ", ".join(sorted(there - _AT_FIRST)[:3])
+        raise InputError(
+            f"{folder}: not the folder of a run, and not empty (it has {some}): a run would write over what"
+            " is there. Give another one with --out.",
+            code="not-a-run",
+        )
 
 
 @dataclass

@@ -75,6 +75,7 @@ def package_lines(package: Package) -> list[str]:
         f"Wrote {package.folder} ({package.size_bytes:,} bytes). Its README.md says how it is used.",
         f"Install what it needs: (cd {folder} && {package.how.install})",
         f"Run it: (cd {folder} && {package.how.run})",
+        *(f"warning: {doubt}" for doubt in package.doubts),
     ]
 
 

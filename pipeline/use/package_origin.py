@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,26 @@ def origin_of(artifact: Artifact, run: Path | None, step: str) -> Origin:
         times=tuple(_times(report, step)),
         data=_data(report, split),
         split=split,
+        doubts=tuple(_doubts(report, step)),
         generation=dict((report.recipe.get("score") or {}).get("generation") or {}),
     )
+
+
+def _doubts(report: Report, step: str) -> Iterator[str]:
+    """Yield the limits that the step does not keep, or perhaps does not, and that the run was a trial."""
+    from smelt.evaluate.report.headline import lines
+    from smelt.evaluate.report.notes import gate_text, gate_value, verdict
+
+    found = next(found for found in report.steps if found.name == step)
+    for gate in found.gates:
+        if gate.passed is not True or gate.undecided:
+            read = f": {gate_value(gate)}" if gate.value is not None else ""
+            yield f"its gate {gate_text(gate)} is {verdict(gate)}{read}"
+    for gate in found.test.gates if found.test else ():
+        if gate.passed is False:
+            yield f"its gate {gate_text(gate)} is not kept on test: {gate_value(gate)}"
+    if report.recipe.get("limit") is not None:
+        yield from lines(report)[:1]
 
 
 def _steps_in(run: Path) -> dict[str, str]:

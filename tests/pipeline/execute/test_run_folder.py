@@ -11,9 +11,11 @@ import tiny
 from smelt.commands.store_work import remove_unused, unused
 from smelt.core.artifact import Artifact
 from smelt.core.data import Example, Split
+from smelt.core.errors import InputError
 from smelt.core.stage import silent
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.schema import validate_report
+from smelt.execute.run_folder import require_runs_folder
 from smelt.recipe.recipe import parse_recipe
 
 RECIPE = """
@@ -178,3 +180,24 @@ def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkey
     found = scores.measure(artifacts, "model", silent, fresh=True, known_alone=frozenset({"old"}))
     assert asked[2:] == [{"model", "new"}]
     assert set(found) == {"model", "new", "old"}
+
+
+def test_a_folder_that_is_no_run_s_is_left_alone(tmp_path):
+    for there, allowed in (
+        ([], True),
+        ([".lock", "log.txt"], True),  # a run that was killed before it wrote anything
+        (["log.txt", "recipe.yaml", "artifacts", "report.json"], True),
+        (["recipe.yaml", "rows.jsonl"], False),  # where somebody keeps his recipe
+        (["thesis.tex"], False),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name in there:
+            (folder / name).touch()
+        if allowed:
+            require_runs_folder(folder)
+            continue
+        with pytest.raises(InputError) as error:
+            require_runs_folder(folder)
+        assert error.value.code == "not-a-run"
+    require_runs_folder(tmp_path / "new")

@@ -97,6 +97,28 @@ def test_a_package_tells_what_the_chosen_step_scores_on_test(home, tmp_path, mon
         score = (steps[name]["test"] or steps[name])["quality"]["chrf"]
         assert f"{score['value']:.2f}" in text
         assert ("among which this step was chosen" in text) == (split == "validation")
+        assert ("is not kept on test" in text) == (split == "test")  # where it is small's alone that is known
+
+
+def test_a_package_of_a_step_that_fails_its_gate_says_so(home, tmp_path, monkeypatch):
+    _report(home, "test", tmp_path / "t", 3, monkeypatch)
+    said = harness.smelt("package", tmp_path / "t/artifacts/whole", "--out", tmp_path / "p")
+    assert "warning: its gate chrF min 30.00 is failed" in said.output
+    assert "its gate chrF min 30.00 is failed" in (tmp_path / "p/README.md").read_text().replace("\\", "")
+    trial = harness.smelt(
+        "run",
+        home / "validation.yaml",
+        "--quiet",
+        "--limit",
+        "4",
+        "--out",
+        tmp_path / "l",
+        "--store",
+        home / "s",
+    )
+    assert trial.exit_code == 0, trial.output
+    said = harness.smelt("package", tmp_path / "l/artifacts/whole", "--out", tmp_path / "q")
+    assert "A trial on 4 rows" in said.output
 
 
 def test_what_cannot_be_scored_on_test_is_said_on_its_step(home, tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ def run(nats, said=SAID, more=SAID, **known):
     scores = {"1": bleu(said).dump(), "4": bleu(more).dump()}
     return {
         "nats": nats,
+        "kl": [0.5 * value for value in nats],
         "tokens": [4, 6, 5],
         "parameters": 7,
         "seconds": 1.0,
@@ -101,7 +102,7 @@ def test_table_says_how_far_an_arm_is_from_its_control_and_how_much_more_greedy_
     assert apart["bleu_1_over_seeds"]["value"] == pytest.approx(gain)
     assert apart["bleu_1_less_4_over_seeds"]["value"] == pytest.approx(gain)
     text = draw(Group("g", arms, {}), values)
-    assert "| new | 7 | 1.600, 1.700 | model | +0.650 [" in text
+    assert "| new | 7 | 1.600, 1.700 | 0.8000, 0.8500 | model | +0.650 [" in text
     assert f"| new | 1 less 4 |  | model | {gain:+.2f} | {gain:+.2f} [" in text
 
 

@@ -16,6 +16,7 @@ from smelt.runtime.backends.tensorrt_sidecar import (
     sidecar_path,
     write_sidecar,
 )
+from smelt.runtime.foreign import tried
 from smelt.use.predict import Predictor
 
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0"}
@@ -122,9 +123,7 @@ def test_an_engine_from_elsewhere_needs_consent(tmp_path, monkeypatch):
 def test_whoever_opens_an_artifact_asks(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = []
-    for module in ("loaded", "predict", "eval", "bench"):
-        target = "smelt.runtime.backends.tensorrt_sidecar" if module == "loaded" else f"smelt.use.{module}"
-        monkeypatch.setattr(f"{target}.require_trusted", lambda folder, trusted: asked.append(trusted))
+    monkeypatch.setattr(tried, "require_trusted", lambda folder, trusted: asked.append(trusted))
     folder = tiny.bert(tmp_path / "model")
     made = tiny.artifact(folder, "text-classification")
     monkeypatch.setattr("smelt.use.loaded.read_artifact", lambda path: made)

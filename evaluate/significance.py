@@ -95,9 +95,9 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Inte
     """Return the percentile interval over 1000 resamples of the examples (Efron 1979).
 
     Where fewer examples than `fewest` differ from the most frequent one, a bootstrap is a point or nearly so:
-    the interval is then at least as wide as the share of such examples may be (Wilson's upper end) times what
-    is lost where these become worthless, or gained where they become perfect (of F1 and correlations, which
-    are no sums, the whole range). None of a point where the metric has no range.
+    it is then widened by what examples of a kind that was not seen may take or give: their share (Wilson's
+    upper end of none of n) times what is lost where they are worthless, or gained where they are perfect (of
+    F1 and correlations, which are no sums, the whole range). None of a point where the metric has no range.
     None of fewer examples than `fewest`, whose resamples are too alike: of one they are all the same.
     """
     n, metric = len(statistics.rows), statistics.metric
@@ -108,17 +108,15 @@ def bootstrap_interval(statistics: Statistics, confidence: float = 0.95) -> Inte
     [(_, equal)] = Counter(map(tuple, statistics.rows)).most_common(1)
     if not point and (metric in _UNLIMITED or n - equal >= fewest(metric, confidence)):
         return low, high
-    changed = 0 if point else n - equal
-    return _widened((low, high), changed, n, metric, value_of(statistics), confidence, _LIMITS[metric])
+    return _widened((low, high), n, metric, value_of(statistics), confidence, _LIMITS[metric])
 
 
 def difference_interval(step: Statistics, other: Statistics, confidence: float = 0.95) -> Interval | None:
     """Return the two-sided interval of `step` minus `other`: Tango's for hits, else a paired bootstrap.
 
     The same text in other windows (a vocabulary was trimmed) cannot be drawn in pairs: it is drawn apart.
-    Where fewer examples differ than `fewest`, a bootstrap is a point or nearly so; the interval is then at
-    least as wide as the share of examples that differ may be (Wilson's upper end) times what is lost of the
-    other's score where these become worthless, or gained where they become perfect.
+    Where fewer examples differ than `fewest`, a bootstrap is a point or nearly so; it is then widened as in
+    `bootstrap_interval`, by what may be lost of the other's score, or gained.
     None of too few examples, as in `bootstrap_interval`, or where so few differ and the metric has no range.
     """
     _check_pair(step, other)
@@ -128,11 +126,9 @@ def difference_interval(step: Statistics, other: Statistics, confidence: float =
     if n < least:
         return None
     ends = _middle(_differences(step, other), confidence)
-    if ends[1] - ends[0] <= _ALIKE:
-        changed = 0
-    elif changed >= least:
+    if changed >= least and ends[1] - ends[0] > _ALIKE:
         return ends
-    return _widened(ends, changed, n, step.metric, value_of(other), confidence)
+    return _widened(ends, n, step.metric, value_of(other), confidence)
 
 
 def fewest(metric: str, confidence: float = 0.95) -> int:
@@ -162,7 +158,6 @@ def _apart(step: Statistics, other: Statistics) -> bool:
 
 def _widened(
     ends: Interval,
-    changed: int,
     n: int,
     metric: str,
     value: float,
@@ -177,11 +172,9 @@ def _widened(
     if metric in _UNLIMITED:
         return None
     least, greatest = _LIMITS[metric]
-    share = wilson_interval(changed, n, confidence)[1] / 100
+    share = wilson_interval(0, n, confidence)[1] / 100
     lost, gained = (value - least, greatest - value) if metric in _SUMS else (greatest - least,) * 2
-    middle = sum(ends) / 2
-    low, high = min(ends[0], middle - share * lost), max(ends[1], middle + share * gained)
-    return max(low, limits[0]), min(high, limits[1])
+    return max(ends[0] - share * lost, limits[0]), min(ends[1] + share * gained, limits[1])
 
 
 def _middle(drawn: Array, confidence: float) -> Interval:

@@ -34,7 +34,7 @@ from smelt.runtime.generate.settings import Generation
 from smelt.runtime.text.rules import read_text_rules
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 7
+VERSION = 8
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planning import TREE, mistakes, plan
 
+from smelt.plan.gates import judged_on
 from smelt.plan.printed import describe_plan
 
 pytest_plugins = ["planning"]
@@ -77,3 +79,27 @@ def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folde
     assert mistakes(folder, stages + "\nscore: {latency: false}") == [
         "5: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate."
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "branches", "said", "same", "found"),
+    [
+        (100, 2, None, False, "validation"),
+        (99, 2, None, False, "test"),  # too few to choose by
+        (None, 2, None, False, "validation"),  # a file that was not read is large
+        (100, 1, None, False, "test"),  # nothing competes
+        (100, 2, None, True, "test"),  # the same file
+        (100, 2, "test", False, "test"),
+        (5, 1, "validation", False, "validation"),
+    ],
+)
+def test_branches_compete_on_validation(rows, branches, said, same, found) -> None:
+    files = {"validation": "v.jsonl", "test": "v.jsonl" if same else "t.jsonl"}
+    data = SimpleNamespace(files=lambda: files, splits=lambda: files)
+    recipe = SimpleNamespace(data=data, judged_on=said, task="translation")
+    steps = [
+        SimpleNamespace(name=f"{i}", parent="model", unavailable=None, unscored=None) for i in range(branches)
+    ]
+    checker = SimpleNamespace(recipe=recipe, drafts={step.name: step for step in steps})
+    splits = {} if rows is None else {"validation": range(rows)}
+    assert judged_on(checker, splits) == found

@@ -1,0 +1,30 @@
+"""Files of half precision are opened in the runtime that they are for, which knows what an operator takes."""
+
+import foreign_graphs
+import pytest
+from onnx import TensorProto, helper
+
+from smelt.core.errors import ParityError
+from smelt.export.parity.check import _require_opens
+
+
+@pytest.mark.parametrize(
+    ("operator", "opset", "target", "opens"),
+    [
+        ("Sin", 20, "ort-cuda", False),  # takes bfloat16 from opset 22 on
+        ("Sin", 22, "ort-cuda", True),  # that a CPU has no kernel for it says nothing of a GPU
+        ("Relu", 17, "ort-cuda", True),
+        ("Relu", 17, "ort-cpu", False),
+        ("Relu", 17, "openvino", True),
+    ],
+)
+def test_a_graph_of_bfloat16_is_opened_for_its_target(tmp_path, operator, opset, target, opens):
+    ends = [[foreign_graphs.value(name, [2, 2], TensorProto.BFLOAT16)] for name in "xy"]
+    model = foreign_graphs.model_of([helper.make_node(operator, ["x"], ["y"])], *ends, opset=opset)
+    path = foreign_graphs.save(model, tmp_path / "model.onnx")
+    if opens:
+        _require_opens(path, target)
+        return
+    with pytest.raises(ParityError) as error:
+        _require_opens(path, target)
+    assert error.value.code == "unopened-graph"

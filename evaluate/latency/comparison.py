@@ -10,6 +10,8 @@ of artifacts.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from smelt.core.data import Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Progress, silent
 from smelt.evaluate.latency.job import Job, Timed
-from smelt.evaluate.latency.rounds import MOST, Pair, Round, judge
+from smelt.evaluate.latency.rounds import LEAST, MOST, Pair, Round, judge
 from smelt.evaluate.latency.settings import LatencySettings
 from smelt.evaluate.latency.summary import Lengths, Row
 from smelt.runtime.generate.settings import Generation
@@ -27,7 +29,8 @@ from smelt.runtime.generate.settings import Generation
 # Raised whenever the same artifact on the same machine would be timed in another way.
 # 2: from text to text, one thread, rounds that were disturbed do not count.
 # 3: the tokenizer is opened once, with the artifact.
-VERSION = 3
+# 4: the speed-up by processor time.
+VERSION = 4
 
 
 @dataclass
@@ -58,6 +61,7 @@ def measure(
     counts: Mapping[int, int] | None = None,
     told: Callable[[Latency, str], None] | None = None,
     arrays: Path | None = None,
+    seconds: float | None = None,
 ) -> Latency:
     """Time every artifact against `artifacts[baseline]` on the same texts, from text to text.
 
@@ -79,6 +83,8 @@ def measure(
         counts: how many texts to use, by batch size, where that was decided before.
         told: called with what is known so far and the name of each artifact that has been timed.
         arrays: of the task `tensors`, the file with the rows; `texts` are their places in it.
+        seconds: what all of it may take, None: as long as it needs. Each artifact and batch size has an
+            even share of what is left; where that is over no more rounds are taken than the fewest.
 
     Raises:
         InputError: no texts, or `baseline` is not among `artifacts`.
@@ -88,10 +94,13 @@ def measure(
     if baseline not in artifacts:
         names = ", ".join(artifacts) or "no artifacts"
         raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
-    job = Job(settings, task, generation or Generation(), texts, pairs, device, dict(counts or {}), arrays)
     others = [name for name in artifacts if name != baseline]
+    parts = max(1, len(others)) * len(settings.batch_sizes)
+    if seconds is not None:  # so few texts that the rounds asked for, and the baseline's, fit into a share
+        settings = settings.model_copy(update={"seconds": min(settings.seconds, seconds / parts / 2)})
+    job = Job(settings, task, generation or Generation(), texts, pairs, device, dict(counts or {}), arrays)
     with ExitStack() as stack:
-        measurement = _Measurement(job, baseline, progress, max(1, len(others)))
+        measurement = _Measurement(job, baseline, progress, parts, _Budget(seconds, parts))
         measurement.start_baseline(stack, artifacts[baseline])
         for name in others:
             measurement.time_artifact(name, artifacts[name])
@@ -100,12 +109,31 @@ def measure(
         return measurement.finish()
 
 
+class _Budget:
+    """The time that is left, shared out evenly among the parts that are left."""
+
+    def __init__(self, seconds: float | None, parts: int) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._parts, self._until = parts, math.inf
+
+    def begin(self) -> None:
+        """Begin the next part."""
+        now = time.monotonic()
+        self._until = now + (self._end - now) / max(1, self._parts)
+        self._parts -= 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the share of the part that was begun is over."""
+        return time.monotonic() >= self._until
+
+
 class _Measurement:
     """The baseline's process, and what has been measured so far."""
 
-    def __init__(self, job: Job, baseline: str, progress: Progress, artifacts: int) -> None:
-        self._job, self._name, self._progress = job, baseline, progress
-        self._total = artifacts * len(job.settings.batch_sizes) * job.settings.rounds
+    def __init__(self, job: Job, baseline: str, progress: Progress, parts: int, budget: _Budget) -> None:
+        self._job, self._name, self._progress, self._budget = job, baseline, progress, budget
+        self._total = parts * job.settings.rounds
         self._done = 0
         self._base: Timed | None = None
         self._pooled: dict[int, list[Pair]] = {}
@@ -122,11 +150,14 @@ class _Measurement:
     def time_artifact(self, name: str, path: Path) -> None:
         """Time one artifact at every batch size; its process ends before the next one's begins."""
         rows: list[Row] = []
+        self._budget.begin()  # starting the process is part of it
         with ExitStack() as stack:
             try:
                 timed = self._job.start(stack, path)
                 self.result.runners[name] = timed.runner
-                for size in self._job.settings.batch_sizes:
+                for at, size in enumerate(self._job.settings.batch_sizes):
+                    if at:
+                        self._budget.begin()
                     rows.append(self._time_batches(timed, name, size))
             except RunError as error:
                 self.result.errors[name] = str(error)
@@ -158,6 +189,8 @@ class _Measurement:
                 against_baseline, pairs = False, [Pair(pair.own, None) for pair in pairs]
             pairs.append(Pair(own, other))
             self._step(note, len(pairs) > wanted)
+            if len(pairs) >= LEAST and self._budget.is_over:
+                return pairs
             if len(pairs) >= wanted:
                 base = self._base.place if self._base else timed.place
                 if len(pairs) >= MOST * wanted or judge(pairs, timed.place, base, wanted).settled:
@@ -169,6 +202,7 @@ class _Measurement:
             base = self._base
             try:
                 for size in self._job.settings.batch_sizes:
+                    self._budget.begin()
                     self._lengths[size] = self._job.prepare(base, size)
                     self._pooled[size] = self._pairs(base, False, f"{self._name}, batch {size}")
             except RunError as error:
@@ -184,7 +218,9 @@ class _Measurement:
             if place is not None
         ]
         if rows:
-            self.result.rows[self._name] = [r | {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]} for r in rows]
+            one = {"speedup": 1.0, "speedup_ci95": [1.0, 1.0]}
+            one |= {f"cpu_{key}": value for key, value in one.items() if place and place.device == "cpu"}
+            self.result.rows[self._name] = [row | one for row in rows]
         if self._base is not None and self._base.worker.alive:
             self._ask_memory(self._base, self._name)
 

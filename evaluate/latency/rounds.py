@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from smelt.evaluate.latency.machine_load import Load
 
@@ -30,6 +31,10 @@ SPREAD = 0.10
 FEWEST = 3
 # So many times the rounds that are asked for are taken at most.
 MOST = 3
+# Where the time is up, so many rounds are taken all the same.
+LEAST = 2
+
+Cause = Literal["busy", "disagree", "time"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class Round:
     def median_ms(self) -> float:
         """The median call."""
         return statistics.median(self.times_ms)
+
+    @property
+    def processor_ms(self) -> float:
+        """The mean processor time of a call, all threads together."""
+        return self.load.processor_ms / len(self.times_ms)
 
     def lost(self, place: Place) -> float:
         """Return the share of the time, 0 to 1, in which other work kept the process from running.
@@ -94,23 +104,32 @@ class Pair:
         """How many times as fast as the baseline's the median call was."""
         return None if self.baseline is None else self.baseline.median_ms / self.own.median_ms
 
+    @property
+    def cpu_speedup(self) -> float | None:
+        """How many times the processor time of its calls the baseline's took, a call on average."""
+        if self.baseline is None or not self.own.processor_ms:
+            return None
+        return self.baseline.processor_ms / self.own.processor_ms
+
 
 @dataclass(frozen=True)
 class Verdict:
     """What the rounds so far are good for.
 
-    counted: the places of those that count. settled: no more are needed. reason: why nothing may be
-    claimed from them, or None.
+    counted: the places of those that count. settled: no more are needed. cause: why nothing may be claimed
+    from them, or None: other work (`busy`), the rounds (`disagree`), too few (`time` was up). reason: the
+    same in words.
     """
 
     counted: tuple[int, ...]
     settled: bool
-    reason: str | None
+    cause: Cause | None = None
+    reason: str | None = None
 
     @property
     def stable(self) -> bool:
         """Whether a speed may be claimed."""
-        return self.reason is None
+        return self.cause is None
 
 
 def judge(pairs: Sequence[Pair], own: Place, baseline: Place, wanted: int = FEWEST) -> Verdict:
@@ -125,20 +144,23 @@ def judge(pairs: Sequence[Pair], own: Place, baseline: Place, wanted: int = FEWE
     lost = [pair.lost(own, baseline) for pair in pairs]
     calm = tuple(at for at, share in enumerate(lost) if share <= DISTURBED)
     if len(calm) < FEWEST:
+        if len(calm) == len(pairs):
+            taken = f"{len(pairs)} round{'s' * (len(pairs) > 1)}"
+            return Verdict(calm, False, "time", f"time was up after {taken} (score.latency.max_minutes)")
         many = sum(share > DISTURBED for share in lost)
         reason = (
             f"other work took the processor in {many} of {len(pairs)} rounds, up to {100 * max(lost):.0f} %"
             " of the time"
         )
-        return Verdict(tuple(range(len(pairs))), False, reason)
+        return Verdict(tuple(range(len(pairs))), False, "busy", reason)
     ratios = [ratio for at in calm if (ratio := pairs[at].speedup) is not None]
     enough = len(calm) >= wanted
     if len(ratios) >= FEWEST:
         value, (_, high) = speedup(ratios)
         if high > value * (1 + SPREAD):
             reason = f"the rounds disagree: from {min(ratios):.2f}× to {max(ratios):.2f}×"
-            return Verdict(calm, False, reason)
-    return Verdict(calm, enough, None)
+            return Verdict(calm, False, "disagree", reason)
+    return Verdict(calm, enough)
 
 
 def speedup(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,19 @@ def summarize(pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengt
     """Return percentiles in ms over all calls of the rounds that count, their parts, and the speed-up.
 
     throughput: texts per second of work. processor_ms: mean time of a call on processors, all threads
-    together. speedup and its interval are None where there was no baseline beside.
+    together. speedup and its interval are None where there was no baseline beside; cpu_speedup, the same of
+    processor time, also on a GPU, of whose work the processor knows nothing. baseline_p50_ms: the baseline's
+    over its calls in the same rounds.
     """
     verdict = judge(pairs, own, baseline)
     counted = [pairs[at] for at in verdict.counted]
     rounds = [pair.own for pair in counted]
     calls = np.concatenate([np.asarray(r.times_ms) for r in rounds])
     p50, p90, p99 = (float(p) for p in np.percentile(calls, [50, 90, 99]))
-    ratios = [ratio for pair in counted if (ratio := pair.speedup) is not None]
-    ratio, interval = speedup(ratios) if len(ratios) > 1 else (None, None)
+    beside = [pair.baseline for pair in counted if pair.baseline is not None]
+    ratio, interval = _ratio(pair.speedup for pair in counted)
+    on_cpu = own.device == baseline.device == "cpu"
+    cpu_ratio, cpu_interval = _ratio(pair.cpu_speedup if on_cpu else None for pair in counted)
     return {
         "input_tokens": round(lengths.input_tokens, 2) or None,  # images have none
         "output_tokens": round(lengths.output_tokens, 2) or None,
@@ -49,7 +53,11 @@ def summarize(pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengt
         "throughput": 1000 * sum(r.texts for r in rounds) / float(calls.sum()),
         "speedup": ratio,
         "speedup_ci95": interval,
+        "cpu_speedup": cpu_ratio,
+        "cpu_speedup_ci95": cpu_interval,
+        "baseline_p50_ms": float(np.median([ms for r in beside for ms in r.times_ms])) if beside else None,
         "stable": verdict.stable,
+        "cause": verdict.cause,
         "reason": verdict.reason,
         "parts": parts_of(calls, [part for r in rounds for part in r.parts], p50),
         "rounds_ms": [pair.own.median_ms for pair in pairs],
@@ -59,6 +67,12 @@ def summarize(pairs: Sequence[Pair], own: Place, baseline: Place, lengths: Lengt
     }
 
 
+def _ratio(ratios: Iterable[float | None]) -> tuple[float | None, list[float] | None]:
+    """Return the mean of the ratios of paired rounds and its interval; None of fewer than two."""
+    found = [ratio for ratio in ratios if ratio is not None]
+    return speedup(found) if len(found) > 1 else (None, None)
+
+
 def _circumstances(pair: Pair, own: Place, baseline: Place, counted: bool) -> Row:
     """Return what the report tells of a pair of rounds; of what else went on, the worse of the two."""
     loads = [pair.own.load] + ([pair.baseline.load] if pair.baseline else [])
@@ -66,6 +80,7 @@ def _circumstances(pair: Pair, own: Place, baseline: Place, counted: bool) -> Ro
     return {
         "counted": counted,
         "speedup": pair.speedup,
+        "cpu_speedup": pair.cpu_speedup if own.device == baseline.device == "cpu" else None,
         "baseline_ms": pair.baseline.median_ms if pair.baseline else None,
         "processor_share": loads[0].processor_ms / loads[0].wall_ms,
         "baseline_processor_share": loads[1].processor_ms / loads[1].wall_ms if pair.baseline else None,

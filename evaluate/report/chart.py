@@ -94,6 +94,8 @@ def scatter(report: Report, canvas: Canvas = WIDE) -> Chart | None:
         return None
     timed = [(step, step.at(sizes[0])) for step in report.steps if metric in step.quality]
     drawn = [(step, row) for step, row in timed if row and row.speedup]
+    # what no model at all would score stretches the axis, and nobody would take it
+    drawn = [(step, row) for step, row in drawn if not step.quality[metric].at_chance] or drawn
     if not drawn:
         return None
     spans = [_speed_span(row) for _, row in drawn]

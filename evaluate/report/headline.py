@@ -15,13 +15,15 @@ class Headline:
 
     trial: that the run used only some of the rows, or None. pick: the fastest step that can be deployed
     and fails no gate, None where there is none or no speed may be claimed; times: its row at the smallest
-    batch. withheld: why no step is named although some were timed, or None.
+    batch. withheld: why no step is named although some were timed, or None; likely: the step that it says to
+    be the fastest by processor time.
     """
 
     trial: str | None
     pick: Step | None = None
     times: Latency | None = None
     withheld: str | None = None
+    likely: Step | None = None
 
 
 def headline(report: Report) -> Headline:
@@ -53,7 +55,10 @@ def headline(report: Report) -> Headline:
     step, row = max(calm or fit, key=lambda pair: pair[1].speedup or 0.0)
     rivals = [(s, r) for s, r in fit if r.stable is False and (not calm or _may_be_faster(r, row))]
     if rivals:
-        return Headline(trial, withheld=_disturbed(rivals))
+        known = [(step, row) for step, row in fit if row.cpu_speedup is not None]
+        best = max(known, key=lambda pair: pair[1].cpu_speedup or 0.0, default=None)
+        told = [_tell(report, *best, by_processor=True)] if best else []
+        return Headline(trial, withheld=" ".join([*told, _disturbed(rivals)]), likely=best and best[0])
     return Headline(trial, step, row)
 
 
@@ -101,20 +106,26 @@ def _trial(report: Report) -> str | None:
 
 def _disturbed(steps: list[tuple[Step, Latency]]) -> str:
     names = ", ".join(step.name for step, _ in steps)
-    reason = steps[0][1].reason or "the rounds disagree"
-    if len(steps) > 1:  # each has its own, and the notes give them all
-        reason = f"{steps[0][0].name}: {reason}"
     return (
-        f"No speed is claimed: the times of {names} were disturbed ({reason})."
-        " Run again when the machine is quiet; only these are taken anew."
+        f"No speed by the clock is claimed of {names}: {view.doubt(row for _, row in steps)}."
+        " Run again when the machine is quiet; only these are timed anew."
     )
 
 
 def _recommend(report: Report, step: Step, times: Latency) -> str:
     gated = " that fails no gate" if any(s.gates for s in report.steps) else ""
+    return f"Fastest step{gated}: {_tell(report, step, times)}"
+
+
+def _tell(report: Report, step: Step, times: Latency, by_processor: bool = False) -> str:
+    """Return name, speed-up, score and size of a step; the speed-up by the clock or by processor time."""
+    if by_processor:
+        ratio, ends, how = times.cpu_speedup, times.cpu_speedup_ci95, " by processor time"
+    else:
+        ratio, ends, how = times.speedup, times.speedup_ci95, ""
     parts = [
-        f"Fastest step{gated}: {step.name}, {view.number(times.speedup)}×"
-        f" {view.interval(times.speedup_ci95)} at batch {times.batch_size}"
+        f"{step.name}, {'about ' * by_processor}{view.number(ratio)}× {view.interval(ends)}".rstrip()
+        + f"{how} at batch {times.batch_size}"
     ]
     metric = next(iter(view.metrics(report)), None)
     for of, found in (("", step), ("on test ", step.test)):
@@ -123,7 +134,7 @@ def _recommend(report: Report, step: Step, times: Latency) -> str:
             lost = found.against_baseline.get(metric)
             change = f" ({view.change(lost, metric)}, {view.probability(lost.p_value)})" if lost else ""
             parts.append(f"{of}{view.label(metric)} {view.number(score.value, shown)}{change}")
-    ratio = view.ratio_of_size(step, report.base)
-    share = f" ({100 * ratio:.0f} % of {report.baseline})" if ratio is not None else ""
-    parts.append(f"{view.megabytes(step.size_bytes)} MB{share}")
+    share = view.ratio_of_size(step, report.base)
+    of_base = f" ({100 * share:.0f} % of {report.baseline})" if share is not None else ""
+    parts.append(f"{view.megabytes(step.size_bytes)} MB{of_base}")
     return "; ".join(parts) + "."

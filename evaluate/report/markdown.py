@@ -90,7 +90,7 @@ def _steps(report: Report) -> str:
         " and speed-ups are against" if sizes else " are against"
     )
     doubt = (
-        f" {view.DOUBT} behind a speed-up: the times were disturbed, and it is not claimed."
+        f" {view.DOUBT} behind a speed-up: it is not claimed (notes)."
         if any(entry.stable is False for step in report.steps for entry in step.latency)
         else ""
     )
@@ -150,15 +150,17 @@ def _on_test(report: Report) -> str:
 
 
 def _latency(report: Report) -> str:
-    head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "processor ms"]
-    head += ["throughput", "tokens in", "tokens out"]
+    head = ["step", "batch", "device", "threads", "p50 ms", "p90 ms", "p99 ms", "baseline p50 ms"]
+    head += ["processor ms", "speed-up by it", "throughput", "tokens in", "tokens out"]
     rows = [
         [
             _name(row),
             str(entry.batch_size),
             row.step.device or view.MISSING,
             view.MISSING if entry.threads is None else str(entry.threads),
-            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.processor_ms)),
+            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.baseline_p50_ms)),
+            view.significant_digits(entry.processor_ms),
+            view.cpu_speed(entry),
             f"{view.significant_digits(entry.throughput)} {_text(entry.unit or '')}".rstrip(),
             view.number(entry.input_tokens, 1),
             view.number(entry.output_tokens, 1),
@@ -171,7 +173,10 @@ def _latency(report: Report) -> str:
         TENSORS: "nothing else is",
     }
     what = inside.get(str(report.recipe.get("task")), "tokenizing and detokenizing are")
-    said = f"From {view.way(report)}: {what} part of it; a call is one batch."
+    said = (
+        f"From {view.way(report)}: {what} part of it; a call is one batch. Beside its p50 stands the"
+        " baseline's in the same rounds; by processor time a speed-up is known on a busy machine too."
+    )
     return "\n\n".join([said, _table(head, rows), *_parts(report)])
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import Gate, Report, Step
+from smelt.evaluate.report.schema import Gate, Latency, Report, Step
 
 # how a stage that reads texts, and a score, say that some were too long
 _CUT = re.compile(r"\btexts?\b.* (was|were) cut( at \d+ tokens)?$")
@@ -23,6 +23,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
     What concerns the whole run comes first, under the step's name `run`.
     """
     found = [("run", "warning", text) for text in (*report.warnings, *on_test(report))]
+    found += [("run", "disturbed", text) for text in disturbed(report)]
     for step in report.steps:
         said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
         found += [(step.name, kind, text) for kind, text in said if text]
@@ -34,12 +35,27 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
         found += [
             (step.name, "warning", few_text(gate, step)) for gate in step.gates if gate.n_needed is not None
         ]
-        rows = [f"at batch {r.batch_size}: {r.reason}" for r in step.latency if r.stable is False]
-        found += [(step.name, "disturbed", f"times {'; '.join(rows)}")] if rows else []
         found += [(step.name, "warning", text) for text in grave_first(step.warnings)]
         if step.earlier:
             found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
     return found
+
+
+def disturbed(report: Report) -> list[str]:
+    """Return of which steps no speed is claimed, each cause once."""
+    causes: dict[str, list[tuple[Step, Latency]]] = {}
+    for step in report.steps:
+        for row in step.latency:
+            if row.stable is False:
+                causes.setdefault(row.cause or row.reason or "", []).append((step, row))
+    told = []
+    for found in causes.values():
+        sizes: dict[str, list[str]] = {}
+        for step, row in found:
+            sizes.setdefault(step.name, []).append(str(row.batch_size))
+        names = ", ".join(f"{name} (batch {', '.join(batches)})" for name, batches in sizes.items())
+        told.append(f"no speed is claimed of {names}: {view.doubt(row for _, row in found)}")
+    return told
 
 
 def verdict(gate: Gate) -> str:

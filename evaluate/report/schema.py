@@ -90,6 +90,7 @@ class Round(_Part):
 
     counted: bool
     speedup: float | None
+    cpu_speedup: float | None = None
     baseline_ms: float | None
     processor_share: float
     baseline_processor_share: float | None
@@ -102,7 +103,9 @@ class Round(_Part):
 class Latency(_Part):
     """Times of one step at one batch size, from text to text. `rounds_ms`: each round's median call.
 
-    stable: whether a speed may be claimed; where it is False, `reason` says why not.
+    stable: whether a speed may be claimed; where it is False, `cause` is why not, and `reason` says it.
+    cpu_speedup: by processor time; it is known where other work disturbs the clock. baseline_p50_ms: the
+    baseline's median call in the same rounds.
     """
 
     batch_size: int = Field(ge=1)
@@ -118,7 +121,11 @@ class Latency(_Part):
     unit: str | None = None
     speedup: float | None = None
     speedup_ci95: tuple[float, float] | None = None
+    cpu_speedup: float | None = None
+    cpu_speedup_ci95: tuple[float, float] | None = None
+    baseline_p50_ms: float | None = None
     stable: bool | None = None
+    cause: Literal["busy", "disagree", "time"] | None = None
     reason: str | None = None
     parts: GenerationParts | ClassifierParts | None = None
     rounds_ms: list[float] | None = None
@@ -126,8 +133,9 @@ class Latency(_Part):
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
-        if self.speedup_ci95:
-            _ordered(self.speedup_ci95)
+        for ends in (self.speedup_ci95, self.cpu_speedup_ci95):
+            if ends:
+                _ordered(ends)
         if self.stable is False and not self.reason:
             raise ValueError("times that are not stable need a 'reason'")
         return self

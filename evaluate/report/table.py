@@ -149,7 +149,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     if n := view.sample_text(report):
         parts.append(n)
     if any(row.stable is False for step in report.steps for row in step.latency):
-        parts.append(f"{view.DOUBT} disturbed while it was timed: no speed is claimed")
+        parts.append(f"{view.DOUBT} no speed is claimed")
     lines = textwrap.wrap(", ".join(parts), width) if parts else []
     failed = [
         f"gate {notes.verdict(gate)} at '{step.name}': {notes.gate_text(gate)}"

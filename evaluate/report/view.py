@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ DOUBT = "?"  # behind a speed-up whose times were disturbed
 SIGNIFICANT = 0.05
 _MOST_DIGITS = 6
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
-_TITLES |= {"size_bytes": "size", "speedup": "speed-up"}
+_TITLES |= {"size_bytes": "size", "speedup": "speed-up", "cpu_speedup": "speed-up by processor time"}
 
 # digits after the point, where two would hide what matters
 _DIGITS = {"bits_per_byte": 4}
@@ -156,6 +156,30 @@ def speed(row: Latency | None) -> str:
     if row is None or row.speedup is None:
         return MISSING
     return f"{number(row.speedup)}×{DOUBT if row.stable is False else ''}"
+
+
+def cpu_speed(row: Latency) -> str:
+    """Return the speed-up by processor time as `5.94×`."""
+    return MISSING if row.cpu_speedup is None else f"{number(row.cpu_speedup)}×"
+
+
+def doubt(rows: Iterable[Latency]) -> str:
+    """Return why no speed is claimed from `rows`, each cause once."""
+    causes: dict[str, list[Latency]] = {}
+    for row in rows:
+        if row.stable is False:
+            causes.setdefault(row.cause or row.reason or "", []).append(row)
+    return "; ".join(_cause(cause, rows) for cause, rows in causes.items())
+
+
+def _cause(cause: str, rows: Sequence[Latency]) -> str:
+    """Return one cause of doubt in words; of several rows, each with its figures, what holds for all."""
+    lost = [one.lost_share for row in rows for one in row.rounds or []]
+    if cause == "busy" and len(rows) > 1 and lost:
+        return f"other work took the processor for up to {100 * max(lost):.0f} % of a round"
+    if cause == "disagree" and len(rows) > 1:
+        return "the rounds disagree"
+    return rows[0].reason or cause
 
 
 def parts(report: Report, found: GenerationParts | ClassifierParts) -> list[tuple[str, float | None]]:

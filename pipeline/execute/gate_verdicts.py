@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.text import count
 from smelt.evaluate.metrics import WINDOW_METRICS
+from smelt.recipe.recipe import SPEEDS
 
 if TYPE_CHECKING:
     from smelt.plan.plan import PlannedGate
@@ -44,10 +45,12 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
         if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
             return found | {"reason": "the baseline was not scored, so there is nothing to drop from"}
         unscored = done and step["reason"] is not None
-        reason = step["reason"] or step["error"] or "it was not measured"
-        return found | {"passed": None if unscored else False, "reason": reason}
+        on_gpu = done and gate.metric == "cpu_speedup" and bool(step["latency"])
+        missing = "processor time says nothing of a GPU's work" if on_gpu else "it was not measured"
+        reason = step["reason"] or step["error"] or missing
+        return found | {"passed": None if unscored or on_gpu else False, "reason": reason}
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
-        return found | {"reason": f"the times were disturbed: {row['reason']}"}
+        return found | {"reason": f"no speed is claimed: {row['reason']}"}
     if gate.confidence is not None and (lacking := _lacking(gate, step, evidence, gate.confidence)):
         # no bound is better than a value that is beyond the limit itself
         return found | ({"reason": lacking} if _keeps(gate, value) else {"passed": False})
@@ -63,8 +66,8 @@ def _certain(gate: PlannedGate, step: Step) -> bool:
     """Return whether the whole 95 % interval keeps the limit; without one the value counts."""
     if gate.metric == "size_bytes":
         return True
-    if gate.metric == "speedup":
-        ends = (smallest_batch(step) or {}).get("speedup_ci95")
+    if gate.metric in SPEEDS:
+        ends = (smallest_batch(step) or {}).get(f"{gate.metric}_ci95")
         return not ends or _keeps(gate, min(ends))
     if gate.kind != "max_drop":
         ends = step["quality"][gate.metric]["ci95"]
@@ -139,9 +142,9 @@ def _lacking(gate: PlannedGate, step: Step, evidence: Evidence, confidence: floa
 def _value_of(gate: PlannedGate, step: Step, evidence: Evidence) -> float | None:
     if gate.metric == "size_bytes":
         return step["size_bytes"]  # type: ignore[no-any-return]
-    if gate.metric == "speedup":
+    if gate.metric in SPEEDS:
         row = smallest_batch(step)
-        return row["speedup"] if row else None
+        return row[gate.metric] if row else None
     score = step["quality"].get(gate.metric)
     if gate.kind == "max_drop":
         difference = step["against_baseline"].get(gate.metric)
@@ -158,8 +161,8 @@ def _bound_of(gate: PlannedGate, step: Step, evidence: Evidence, confidence: flo
     """Return the worse end of the interval that the gate is on; None where the value has none."""
     from smelt.evaluate.significance import Statistics, difference_interval, interval_of
 
-    if gate.metric == "speedup":
-        return _slowest(step, confidence)
+    if gate.metric in SPEEDS:
+        return _slowest(gate.metric, step, confidence)
     own = Statistics.model_validate(evidence.own[gate.metric])
     if gate.kind != "max_drop":
         ends = interval_of(own, confidence)
@@ -171,10 +174,10 @@ def _bound_of(gate: PlannedGate, step: Step, evidence: Evidence, confidence: flo
     return ends and (0.0 - ends[0] if step["quality"][gate.metric]["higher_is_better"] else ends[1])
 
 
-def _slowest(step: Step, confidence: float) -> float | None:
+def _slowest(metric: str, step: Step, confidence: float) -> float | None:
     """Return the lower end of the speed-up's interval; the baseline has none."""
     from smelt.evaluate.latency.rounds import speedup
 
     row = smallest_batch(step)
-    ratios = [r["speedup"] for r in row["rounds"] if r["counted"] and r["speedup"]] if row else []
+    ratios = [r[metric] for r in row["rounds"] if r["counted"] and r[metric]] if row else []
     return speedup(ratios, confidence)[1][0] if len(ratios) > 1 else None

@@ -56,6 +56,7 @@ class LatencyScores:
         fresh: bool = False,
         known_alone: Set[str] = frozenset(),
         told: Callable[[Measured], None] = lambda measured: None,
+        seconds: float | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or text}`.
 
@@ -69,6 +70,7 @@ class LatencyScores:
             fresh: take all times anew.
             known_alone: steps that are not timed now; what the store knows of them is returned.
             told: called with what is known, at first and after each artifact.
+            seconds: what it may take, where the recipe does not say it; None: as long as it needs.
         """
         from smelt.evaluate.latency import measure
 
@@ -103,6 +105,7 @@ class LatencyScores:
                 counts=_counts(kept),
                 told=keep,
                 arrays=arrays,
+                seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
             )
         for name in missing:
             keep(result, name)
@@ -119,7 +122,7 @@ class LatencyScores:
                 "artifact": artifact.key,
                 "baseline": baseline.key,
                 "data": self.split.fingerprint,
-                "settings": self.recipe.score.latency.model_dump(mode="json"),
+                "settings": self.recipe.score.latency.key(),
                 "generation": self.recipe.score.generation.model_dump(),
                 "machine": machine_id(),
                 "device": [device_of(a, self.recipe.device) for a in (artifact, baseline)],

@@ -207,6 +207,10 @@ class ReportBuilder:
         verdicts = [gate["passed"] for gate in step["gates"]]
         return False in verdicts or (None in verdicts and step["name"] not in optional)
 
+    def is_deployable(self, name: str) -> bool:
+        """Say whether one would deploy what a finished step made."""
+        return self._steps[name]["deployable"] is True
+
     def untimed(self, message: str) -> None:
         """Record that the times could not be taken at all, on the step that all are compared with."""
         self._set_status("error")

@@ -30,11 +30,15 @@ from smelt.execute.store_runs import at_work
 from smelt.look.machine import unscored_reason
 from smelt.plan.untrained import NOT_SCORED
 from smelt.plan.warnings import data_warnings, few_windows
+from smelt.recipe.recipe import SPEEDS
 
 if TYPE_CHECKING:
+    from smelt.evaluate.latency import LatencySettings
     from smelt.plan.plan import Plan, Step
 
 ROOT = "model"
+# Seconds that taking times may need, however little the stages took.
+_SHORTEST = 60.0
 
 
 @dataclass(frozen=True)
@@ -306,24 +310,31 @@ class _Run:
         settings = self.plan.recipe.score.latency
         every = self.artifacts | self.kept
         scored = {name: a for name, a in every.items() if name in self.report.statistics}
-        if settings is None or self.plan.recipe.baseline not in scored:
+        if not settings or self.plan.recipe.baseline not in scored:
             return
+        timed = {name: a for name, a in scored.items() if self._is_timed(name, settings)}
         self.display.begin("latency")
         scores = LatencyScores(self.store, self.plan.recipe, self.data["test"])
         try:
             with self.store.lock("latency", self._waits("latency")):  # two at once disturb each other
                 scores.measure(
-                    scored,
+                    timed,
                     self.plan.recipe.baseline,
                     self.display.progress,
                     self._is_fresh("*"),
                     frozenset(self.kept),
                     self._timed,
+                    max(_SHORTEST, sum(a.manifest.seconds for a in self.artifacts.values())),
                 )
         except Exception as error:
             failure = self._explain(error, "latency")
             self.report.untimed(str(failure))
             self.display.line(f"error: {failure}")
+
+    def _is_timed(self, name: str, settings: LatencySettings) -> bool:
+        gates = (gate.metric for gate in self.plan.gates_of(name))
+        always = name == self.plan.recipe.baseline or any(metric in SPEEDS for metric in gates)
+        return always or settings.times(name, self.report.is_deployable(name))
 
     def _timed(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
         """Report the times that are known so far, so that nothing is lost when the run is stopped."""

@@ -96,8 +96,9 @@ def chosen(report: Mapping[str, Any]) -> list[str]:
     from smelt.evaluate.report.headline import headline
     from smelt.evaluate.report.schema import validate_report
 
-    pick = headline(validate_report(report)).pick
-    named = [report["baseline"], *report["frontier"], pick and pick.name, step_to_ship(report)]
+    found = headline(validate_report(report))
+    picks = [step.name for step in (found.pick, found.likely) if step]
+    named = [report["baseline"], *report["frontier"], *picks, step_to_ship(report)]
     scored = {step["name"] for step in report["steps"] if step["quality"]}
     return [name for name in dict.fromkeys(named) if name in scored]
 

@@ -10,7 +10,7 @@ from smelt.plan.plan import PlannedGate
 from smelt.plan.warnings import FEWEST_ROWS
 from smelt.recipe.errors import touches
 from smelt.recipe.problem import AGREEMENT
-from smelt.recipe.recipe import JudgedOn
+from smelt.recipe.recipe import SPEEDS, JudgedOn
 from smelt.recipe.stages import ROOT
 
 
@@ -44,8 +44,8 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
         for name in at or ():
             if not checker.may_be(name):
                 checker.mistakes.add(("gates", metric, "at"), checker.no_step(name))
-        if metric == "speedup" and checker.recipe.score.latency is None:
-            checker.warnings.append("the gate on speedup is not judged, because latency is switched off.")
+        if metric in SPEEDS and checker.recipe.score.latency is None:
+            checker.warnings.append(f"the gate on {metric} is not judged, because latency is switched off.")
             continue
         steps = tuple(name for name in at or last if name in (ROOT, *kept))
         left = [name for name in at or last if name in checker.names and name not in (ROOT, *kept)]
@@ -61,6 +61,16 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
         given = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]
         out += [PlannedGate(metric, kind, limit, steps, gate.confidence) for kind, limit in given]
     return tuple(out)
+
+
+def timed(checker: Checker) -> None:
+    """Check that what `score.latency.steps` names are steps."""
+    latency = checker.recipe.score.latency
+    if not latency or touches(checker.bad, "score.latency.steps"):
+        return
+    for name in latency.named():
+        if not checker.may_be(name):
+            checker.mistakes.add(("score", "latency", "steps"), checker.no_step(name))
 
 
 def judged_on(checker: Checker, splits: Mapping[str, Split]) -> JudgedOn:

@@ -12,7 +12,7 @@ from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
 from smelt.plan.foreign.graph import check_foreign, fit_batches
-from smelt.plan.gates import baseline, cut, gates, judged_on
+from smelt.plan.gates import baseline, cut, gates, judged_on, timed
 from smelt.plan.inputs import check_data, check_device, check_model, check_tokenizer
 from smelt.plan.labels import check_classifier
 from smelt.plan.order.checks import Checker
@@ -55,6 +55,7 @@ def make_plan(
     every = fit_engines(checker.steps(), read, checker.places, mistakes)
     kept = cut(checker, until)
     judged = gates(checker, kept)
+    timed(checker)
     baseline(checker, kept)
     foreign = check_foreign(read, mistakes, bad, checker.warnings)
     read = fit_batches(read, foreign, mistakes)

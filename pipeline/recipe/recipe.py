@@ -43,6 +43,9 @@ DEFAULT_METRICS = METRICS | {
     "sentence-similarity": (),
 }
 
+# What a gate may ask of the times: by the clock, by processor time.
+SPEEDS = ("speedup", "cpu_speedup")
+
 # The rows that gates and the recommendation may be judged on.
 JudgedOn = Literal["validation", "test"]
 
@@ -316,7 +319,7 @@ def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
     limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured, ("max_drop", "min"))
     # of these less is better, so that `max_drop` limits a rise
     limits |= {metric: ("max_drop", "max") for metric in limits if metric in LOWER_IS_BETTER}
-    limits |= {"speedup": ("min",), "size_bytes": ("max",)}
+    limits |= {**dict.fromkeys(SPEEDS, ("min",)), "size_bytes": ("max",)}
     for metric, gate in keys.gates.items():
         path: Where = ("gates", metric)
         if metric not in limits:
@@ -330,8 +333,8 @@ def _check_gates(keys: RecipeKeys, bad: set[str], mistakes: Mistakes) -> None:
             )
             continue
         # switched off for one run, the gate is not judged in it; the plan says so
-        if metric == "speedup" and not keys.score.latency and ("score", "latency") not in mistakes.overridden:
-            mistakes.add(path, "there is no speedup without latency; remove `latency: false` or this gate.")
+        if metric in SPEEDS and not keys.score.latency and ("score", "latency") not in mistakes.overridden:
+            mistakes.add(path, f"there is no {metric} without latency; remove `latency: false` or this gate.")
         _check_limits(metric, gate, limits[metric], path, mistakes, touches(bad, f"gates.{metric}"))
 
 

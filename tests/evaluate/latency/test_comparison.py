@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from smelt.core.artifact import Manifest
 from smelt.core.errors import InputError
 from smelt.core.store.store import Store
-from smelt.evaluate.latency import LatencySettings, job, measure
+from smelt.evaluate.latency import LatencySettings, comparison, job, measure
 from smelt.evaluate.report.schema import Latency
 
 TEXTS = [f"{'word ' * n}end" for n in range(1, 13)]
@@ -167,6 +167,47 @@ def test_what_never_becomes_calm_is_given_up_and_flagged(fake):
         assert row["reason"].startswith("other work took the processor in 12 of 12 rounds, up to 50 %")
     assert seen[-1] == (12, 12, "twice, batch 1, again")
     assert seen[3] == (4, 4, "twice, batch 1")
+
+
+class _Clock:
+    """A clock that every round of a worker moves on by a second."""
+
+    def __init__(self, fake):
+        self.fake = fake
+
+    def __call__(self):
+        return float(sum(op == "round" for op, _ in self.fake.asked))
+
+
+def test_rounds_end_when_their_share_of_the_time_is_over(fake, monkeypatch):
+    monkeypatch.setattr(comparison.time, "monotonic", _Clock(fake))
+    fake.used = staticmethod(lambda folder, number: 0.5)  # three times as many rounds as asked for, else
+    settings = SETTINGS.model_copy(update={"batch_sizes": (1, 4)})
+    result = _measure("base", "twice", "same", settings=settings, seconds=40.0)
+    taken = [len(row["rounds"]) for name in ("twice", "same") for row in result.rows[name]]
+    assert taken == [5, 5, 5, 5]  # of 40 s four shares, and a pair takes two
+    row = result.rows["twice"][0]
+    assert (row["stable"], row["cause"]) == (False, "busy")
+    assert row["cpu_speedup"] == pytest.approx(2, rel=0.01)
+
+
+def test_where_no_time_is_left_two_rounds_tell_the_processor_time(fake, monkeypatch):
+    monkeypatch.setattr(comparison.time, "monotonic", _Clock(fake))
+    result = _measure("base", "twice", "same", seconds=1.0)
+    for name, ratio in (("twice", 2), ("same", 1)):
+        (row,) = result.rows[name]
+        assert (len(row["rounds"]), row["stable"], row["cause"]) == (2, False, "time")
+        assert row["cpu_speedup"] == pytest.approx(ratio, rel=0.01)
+        low, high = row["cpu_speedup_ci95"]
+        assert low <= row["cpu_speedup"] <= high
+    (base,) = result.rows["base"]
+    assert (base["cpu_speedup"], base["cpu_speedup_ci95"]) == (1.0, [1.0, 1.0])
+
+
+def test_fewer_texts_are_taken_where_the_time_is_short(fake):
+    slow = LatencySettings(batch_sizes=(4,), rounds=4)  # a call takes 20 ms
+    assert _measure("base", settings=slow).rows["base"][0]["texts"] == 16
+    assert _measure("base", settings=slow, seconds=0.34).rows["base"][0]["texts"] == 8
 
 
 def test_an_artifact_is_as_fast_as_itself_when_the_machine_is_calm(fake):

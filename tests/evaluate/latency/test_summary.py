@@ -41,6 +41,17 @@ def test_percentiles_are_those_of_the_rounds_that_count():
     assert (seen["other_processors"], seen["pressure"], seen["baseline_ms"]) == (1.5, 0.9, 20)
 
 
+def test_processor_time_is_compared_in_the_rounds_that_count_and_on_a_cpu_alone():
+    half = Load(100.0, 49.5, 50.5, 1.0, 0.0, 0.5)
+    pairs = [Pair(a_round([10.0, 10.0], half), a_round([20.0])) for _ in range(3)]
+    row = summarize(pairs, ONE, ONE, Lengths(3.0, 2.0))
+    assert (row["stable"], row["cause"]) == (False, "busy")
+    assert row["cpu_speedup"] == pytest.approx(4)  # 99 ms of one call, 49.5 of two
+    assert row["rounds"][0]["cpu_speedup"] == pytest.approx(4)
+    assert row["baseline_p50_ms"] == 20
+    assert summarize(pairs, Place(1, 2, "cuda"), ONE, Lengths(3.0, 2.0))["cpu_speedup"] is None
+
+
 def test_parts_add_up_to_the_median_call():
     draw = np.random.default_rng(0)
     for count in (3, 4, 50, 51):

@@ -30,6 +30,18 @@ def test_chart_places_better_higher_and_faster_to_the_right(report, canvas):
     assert [name for name, point in points.items() if not point.competes] == ["quantize"]
 
 
+def test_a_step_at_chance_is_left_out_and_does_not_stretch_the_axis(report):
+    whole = scatter(validate_report(report))
+    low = report["steps"][1]["quality"]["bleu"]
+    low.update(value=0.1, ci95=[0.0, 0.3], chance=0.2)
+    drawn = scatter(validate_report(report))
+    assert {p.name for p in whole.points} - {p.name for p in drawn.points} == {report["steps"][1]["name"]}
+    for step in report["steps"]:
+        for score in step["quality"].values():
+            score["chance"] = score["value"]
+    assert len(scatter(validate_report(report)).points) == len(whole.points)  # better than no picture
+
+
 @pytest.mark.parametrize("canvas", [WIDE, NARROW])
 def test_chart_of_a_single_step_without_spread(report, canvas):
     report["steps"] = report["steps"][:1]

@@ -46,9 +46,14 @@ def test_a_gate_with_confidence_says_what_was_judged():
     )
 
 
-def test_batches_that_were_disturbed_share_a_note(report):
-    for row in report["steps"][6]["latency"]:
-        disturb(row)
+def test_steps_and_batches_that_were_disturbed_share_a_note(report):
+    lost = {"counted": True, "processor_share": 1.0, "baseline_processor_share": 1.0, "baseline_ms": 100.0}
+    lost |= {"other_processors": 0.5, "stolen_processors": 0.0, "pressure": None, "speedup": None}
+    for step, share in ((report["steps"][6], 0.4), (report["steps"][7], 0.3)):
+        for row in step["latency"]:
+            disturb(row)
+            row["rounds"] = [lost | {"lost_share": share}]
     found = [text for name, kind, text in notes.notes(validate_report(report)) if kind == "disturbed"]
-    why = "other work took the processor in 9 of 9 rounds, up to 46 % of the time"
-    assert found == [f"times at batch 1: {why}; at batch 8: {why}"]
+    (text,) = found
+    assert "onnx-int8 (batch 1, 8), onnx-fp32 (batch 1, 8)" in text
+    assert "40 %" in text

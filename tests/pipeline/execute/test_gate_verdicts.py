@@ -145,7 +145,22 @@ def test_disturbed_times_are_not_judged():
     disturbed = step()
     disturbed["latency"][1].update(stable=False, reason="others worked")
     found = judge(gate("speedup", "min", 1.0), disturbed, EVIDENCE)
-    assert (found["passed"], found["reason"]) == (None, "the times were disturbed: others worked")
+    assert (found["passed"], found["reason"]) == (None, "no speed is claimed: others worked")
+
+
+def test_processor_time_is_judged_on_a_busy_machine_too():
+    disturbed = step()
+    row = disturbed["latency"][1]
+    row.update(stable=False, reason="others worked", cpu_speedup=3.0, cpu_speedup_ci95=[2.5, 3.5])
+    row["rounds"] = [{"counted": True, "cpu_speedup": ratio} for ratio in (2.9, 3.0, 3.1)]
+    assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is True
+    open_ = judge(gate("cpu_speedup", "min", 2.9), disturbed, EVIDENCE)
+    assert (open_["passed"], open_["undecided"]) == (True, True)
+    assert judge(gate("cpu_speedup", "min", 3.2), disturbed, EVIDENCE)["passed"] is False
+    sure = judge(gate("cpu_speedup", "min", 2.8, confidence=0.95), disturbed, EVIDENCE)
+    assert (sure["passed"], sure["bound"] < 2.8) == (False, True)
+    row.update(cpu_speedup=None, cpu_speedup_ci95=None)  # on a GPU
+    assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is None
 
 
 def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():

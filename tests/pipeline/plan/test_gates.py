@@ -81,6 +81,16 @@ def test_gate_on_speed_is_left_out_when_the_command_line_turns_latency_off(folde
     ]
 
 
+def test_names_of_steps_that_are_timed_are_steps(folder: Path) -> None:
+    good = "[prune]\nscore: {latency: {steps: [prune]}}"
+    latency = plan(folder, good).recipe.score.latency
+    assert latency
+    assert [latency.times(name, deployable=True) for name in ("prune", "model")] == [True, False]
+    (told,) = mistakes(folder, good.replace("[prune]}}", "[prun]}}"))
+    assert told.startswith("5: score.latency.steps:")
+    assert "'prune'" in told
+
+
 @pytest.mark.parametrize(
     ("rows", "branches", "said", "same", "found"),
     [

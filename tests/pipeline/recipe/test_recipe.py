@@ -194,7 +194,7 @@ threads: 0
         ("gates: {bleu: {}}", "gates.bleu: no limit; give max_drop or min, for example {max_drop: 1.0}."),
         (
             "gates: {blue: {min: 3}}",
-            "gates.blue: 'blue' is nothing that has a gate. Known: bleu, chrf, rouge1, rouge2, rougeL, speedup,"  # noqa: E501
+            "gates.blue: 'blue' is nothing that has a gate. Known: bleu, chrf, rouge1, rouge2, rougeL, speedup, cpu_speedup,"  # noqa: E501
             " size_bytes. Did you mean 'bleu'?",
         ),
         ("seed: 1\nseed: 2", "seed: this key is given twice, first in line 11. Keep one."),
@@ -209,8 +209,8 @@ def test_gates_need_what_they_judge_to_be_measured() -> None:
     text = "score: {quality: [bleu], latency: false}\ngates:\n  speedup: {min: 3}\n  chrf: {min: 1}\n"
     assert mistakes(GOOD + text) == [
         "recipe.yaml:13: gates.speedup: there is no speedup without latency; remove `latency: false` or this gate.",  # noqa: E501
-        "recipe.yaml:14: gates.chrf: 'chrf' is not measured; add it to score.quality. Known: bleu, speedup,"
-        " size_bytes.",
+        "recipe.yaml:14: gates.chrf: 'chrf' is not measured; add it to score.quality."
+        " Known: bleu, speedup, cpu_speedup, size_bytes.",
     ]
 
 

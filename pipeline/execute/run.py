@@ -26,7 +26,7 @@ from smelt.execute.run_folder import RunFolder, require_runs_folder
 from smelt.execute.run_result import Result, chosen, write_report
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
-from smelt.execute.store_runs import at_work
+from smelt.execute.store_runs import at_work, place_of_store
 from smelt.look.machine import unscored_reason
 from smelt.plan.untrained import NOT_SCORED
 from smelt.plan.warnings import data_warnings, few_windows
@@ -46,8 +46,8 @@ class Options:
     """What the command line adds to a recipe.
 
     out: the run's folder (default: runs/NAME beside the current folder). store: where artifacts and
-    scores are kept (default: .store beside the run's folder). fresh: steps to be built anew,
-    {"*"} for all. limit: use so many rows of every split.
+    scores are kept (default: the nearest .store in a folder above, else one beside the run's folder).
+    fresh: steps to be built anew, {"*"} for all. limit: use so many rows of every split.
     """
 
     out: Path | None = None
@@ -73,7 +73,8 @@ def run_plan(plan: Plan, options: Options) -> Result:
     data = {name: limited(split, options.limit) for name, split in whole.items()}
     folder = (options.out or Path("runs") / plan.path.stem).resolve()
     require_runs_folder(folder)
-    store = Store(options.store or folder.parent / ".store")
+    place, new_store = (options.store, "") if options.store else place_of_store(folder)
+    store = Store(place)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,8 @@ def run_plan(plan: Plan, options: Options) -> Result:
             from smelt.compress.train.state import denormals_as_zero
 
             stack.enter_context(denormals_as_zero())
+        if new_store:
+            display.line(f"note: {new_store}")
         run = _Run(plan, options, whole, data, folder, store, display)
         run.warn(data_warnings(plan.recipe, any(step.trains for step in plan.steps), whole))
         return run.go()

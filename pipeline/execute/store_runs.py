@@ -7,6 +7,7 @@ works.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,29 @@ class Run:
     folder: Path
     steps: dict[str, str]
     busy: bool
+
+
+def place_of_store(folder: Path) -> tuple[Path, str]:
+    """Return the store of a run in `folder` that names none, and what to say where that is a new one.
+
+    It is the nearest `.store` in a folder above, of the same user; without one it is made beside the run.
+    """
+    for above in folder.parents:
+        root = above / ".store"
+        if all((root / part).is_dir() for part in ("artifacts", "scores")) and _is_own(root):
+            return root, ""
+    root = folder.parent / ".store"
+    usual = Path("runs", ".store").resolve()
+    if not usual.is_dir():
+        return root, ""
+    return root, (
+        f"a new store is begun in {root}: what runs in {usual.parent} made is not found there"
+        f" (--store {usual} shares it)."
+    )
+
+
+def _is_own(root: Path) -> bool:
+    return not hasattr(os, "getuid") or root.stat().st_uid == os.getuid()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from smelt.plan.order.tuned import idle_tune
 from smelt.plan.plan import Plan
 from smelt.plan.sentences import check_sentences
 from smelt.plan.untrained import check_new_head, check_untrained, config_file, read_outline
-from smelt.plan.warnings import data_warnings, decoding_warnings
+from smelt.plan.warnings import data_warnings, decoding_warnings, kept_last
 from smelt.recipe.errors import touches
 from smelt.recipe.inputs import Untrained
 from smelt.recipe.recipe import examine, find_recipe
@@ -78,7 +78,7 @@ def make_plan(
         check_metrics(every, checker.places, read.score.quality, mistakes)
     mistakes.raise_all()
     steps = tuple(step for step in every if step.name in kept)
-    doubts = data_warnings(read, any(step.trains for step in steps), splits)
+    doubts = [*kept_last(read, steps), *data_warnings(read, any(step.trains for step in steps), splits)]
     doubts += decoding_warnings(read, folder) if folder else []
     config = read_config(folder)[0] if folder and not from_graph else {}
     doubts += codes_lost(steps, config)

@@ -5,7 +5,7 @@ Said by the plan as far as model and data are at hand then, by the run for the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from smelt.core.text import article
 from smelt.evaluate.metrics import WINDOW_METRICS
 
 if TYPE_CHECKING:
+    from smelt.plan.plan import Step
     from smelt.recipe.recipe import Recipe
 
 # Below this an interval is so wide that most steps cannot be told apart: +-10 points of accuracy.
@@ -50,6 +51,18 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
     for name, split in splits.items() if recipe.task not in (IMAGES, TENSORS, "language-modeling") else ():
         found += _swallowed(split, name)
     return found
+
+
+def kept_last(recipe: Recipe, steps: Iterable[Step]) -> list[str]:
+    """Return that trainings have no rows to choose their weights by."""
+    names = [step.name for step in steps if hasattr(step.settings, "select")]
+    if not names or "validation" in recipe.data.splits():
+        return []
+    keep = "keep their" if len(names) > 1 else "keeps its"
+    return [
+        f"there are no validation rows: {', '.join(names)} {keep} last weights, the best ones or not."
+        " Give data: validation, or data: {split: {validation: 0.1}}."
+    ]
 
 
 def _swallowed(split: Split, name: str) -> list[str]:

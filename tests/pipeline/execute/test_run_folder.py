@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import harness
@@ -13,9 +14,11 @@ from smelt.core.artifact import Artifact
 from smelt.core.data import Example, Split
 from smelt.core.errors import InputError
 from smelt.core.stage import silent
+from smelt.core.store.store import Store
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.execute.run_folder import require_runs_folder
+from smelt.execute.store_runs import place_of_store
 from smelt.recipe.recipe import parse_recipe
 
 RECIPE = """
@@ -201,3 +204,26 @@ def test_a_folder_that_is_no_run_s_is_left_alone(tmp_path):
             require_runs_folder(folder)
         assert error.value.code == "not-a-run"
     require_runs_folder(tmp_path / "new")
+
+
+def test_a_store_above_is_found_and_a_new_one_beside_another_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert place_of_store(tmp_path / "runs" / "r") == (tmp_path / "runs" / ".store", "")
+    assert place_of_store(tmp_path / "other" / "r") == (tmp_path / "other" / ".store", "")  # the first of all
+    Store(tmp_path / "runs" / ".store")
+    assert place_of_store(tmp_path / "runs" / "sweep" / "a" / "r") == (tmp_path / "runs" / ".store", "")
+    place, said = place_of_store(tmp_path / "other" / "r")
+    assert place == tmp_path / "other" / ".store"
+    assert str(tmp_path / "runs") in said
+    (tmp_path / "other" / ".store").mkdir(parents=True)  # somebody else's folder of that name
+    Store(tmp_path / ".store")
+    assert place_of_store(tmp_path / "other" / "r") == (tmp_path / ".store", "")
+
+
+def test_a_run_below_a_store_uses_it(home):
+    harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--quiet")
+    harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "deep" / "er" / "r", "--quiet")
+    assert [path.relative_to(home) for path in home.rglob(".store")] == [Path("runs", ".store")]
+    report = json.loads((home / "runs" / "deep" / "er" / "r" / "report.json").read_text())
+    assert {step["status"] for step in report["steps"]} == {"cached"}
+    assert unused(home / "runs" / ".store").artifacts == ()

@@ -1,6 +1,7 @@
 """What is doubtful about a run's numbers is said in the plan, in the run and in every drawing of it."""
 
 import json
+from types import SimpleNamespace
 
 import harness
 import pytest
@@ -10,7 +11,7 @@ from smelt.core.data import Example, Split
 from smelt.evaluate.report.html import write_html
 from smelt.evaluate.report.markdown import write_markdown
 from smelt.evaluate.report.table import table
-from smelt.plan.warnings import data_warnings, decoding_warnings, few_windows
+from smelt.plan.warnings import data_warnings, decoding_warnings, few_windows, kept_last
 from smelt.recipe.recipe import parse_recipe
 
 ROWS = 120
@@ -35,6 +36,21 @@ def _said(splits, task="translation", trains=True):
 def test_nothing_is_said_of_data_that_are_in_order():
     splits = {name: _pairs(*_many(name)) for name in ("train", "validation", "test")}
     assert _said(splits) == []
+
+
+def test_trainings_without_validation_rows_are_told_that_they_keep_their_last_weights():
+    def step(name, **settings):
+        return SimpleNamespace(name=name, settings=SimpleNamespace(**settings))
+
+    steps = [step("prune"), step("small", select="loss"), step("tuned", select="bleu")]
+    (said,) = kept_last(_recipe(), steps)
+    assert "small, tuned" in said
+    assert kept_last(_recipe(), steps[:1]) == []
+    chosen = parse_recipe(
+        "model: m\ntask: translation\ndata: {train: a, test: b, split: {validation: 0.1}}\nstages: []\n",
+        "r.yaml",
+    )
+    assert kept_last(chosen, steps) == []
 
 
 def test_texts_that_may_be_several_rows_are_counted():

@@ -19,7 +19,8 @@ stages:
   - onnx: {target: ort-cpu}
 score:
   latency:
-    {batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1, prompt_tokens: 6, new_tokens: 5}
+    {batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1, prompt_tokens: 6, new_tokens: 5,
+     steps: all}
 gates:
   perplexity: {max_drop: 1e6, max: 1.5, at: [onnx]}
   bits_per_byte: {max_drop: 0.0, at: [model]}

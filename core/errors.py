@@ -101,8 +101,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known word that `word` is a slip of, or an empty string.
 
     A slip is a few wrong, missing or swapped letters (three in ten at most, upper and lower case alike),
-    or a whole beginning or end between hyphens: `int8` for `int8-dynamic`. Words that only resemble each
-    other, as `negative` and `positive` or `rouge3` and `rouge1` do, are not proposed: they are other things.
+    or a whole beginning, else an end, between hyphens: `int8` for `int8-dynamic`. Words that only resemble
+    each other, as `negative` and `positive` or `rouge3` and `rouge1` do, are not proposed: they are other
+    things.
     """
     wanted = word.casefold()[:_LONGEST]
     found = [
@@ -115,6 +116,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 _LONGEST = 100  # letters that are compared
 _SHARE = 0.3  # of wrong letters
+_AN_END = 1e-3  # less likely meant than a beginning, and more than wrong letters
 _LEAST_PART = 3  # letters of a part that may stand for the whole
 _NUMBERS = str.maketrans("123456789", "0" * 9)
 
@@ -123,9 +125,10 @@ def _slip(word: str, name: str) -> float | None:
     """Return how far `word` is from `name`, 0 to 1; None where it is no slip of it."""
     if word != name and word.translate(_NUMBERS) == name.translate(_NUMBERS):
         return None
-    parts = (name.startswith((f"{word}-", f"{word}_")), name.endswith((f"-{word}", f"_{word}")))
-    if len(word) >= _LEAST_PART and any(parts):
+    if len(word) >= _LEAST_PART and name.startswith((f"{word}-", f"{word}_")):
         return 0.0
+    if len(word) >= _LEAST_PART and name.endswith((f"-{word}", f"_{word}")):
+        return _AN_END
     longest = max(len(word), len(name))
     allowed = max(1, int(_SHARE * longest)) if longest > 2 else 0
     if abs(len(word) - len(name)) > allowed:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.data import (
+    CLASSIFICATION,
     IMAGES,
     SIMILARITY,
     TENSORS,
@@ -86,8 +87,8 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
         for number, (where, row) in enumerate(rows, start=1):
             try:
                 found.append(replace(_example(row, where, task, columns), row=number))
-            except _MissingColumnError:
-                raise
+            except _MissingColumnError as error:
+                raise _all_missing(row, where, task, columns) or error from error
             except InputError as error:
                 mistakes.append(str(error))
     except InputError as error:  # the file itself is broken here
@@ -187,6 +188,9 @@ def _references(row: Mapping[str, Any], where: str, columns: Columns) -> tuple[s
     return tuple(references)
 
 
+_OF_TRUTH = ". Write true and false as 1 and 0, or in quotes"
+
+
 def _label(value: Any, where: str, column: str) -> Label:
     if isinstance(value, list | tuple):
         items = [_whole_or_itself(item) for item in value]
@@ -198,7 +202,7 @@ def _label(value: Any, where: str, column: str) -> Label:
         return label
     raise InputError(
         f"{where}: column '{column}' must be a whole number or a name, a list of such (several labels),"
-        f" or a number (regression), read {repr(value)[:80]}"
+        f" or a number (regression), read {repr(value)[:80]}{_OF_TRUTH if isinstance(value, bool) else ''}"
     )
 
 
@@ -262,6 +266,29 @@ def _missing(row: Mapping[str, Any], column: str, where: str, setting: str) -> _
     return _MissingColumnError(
         f"{where}: no column '{column}'; there are: {names}.{hint}"
         f" Name the right one with data: {{columns: {{{setting}: {usual or 'NAME'}}}}}."
+    )
+
+
+def _all_missing(
+    row: Mapping[str, Any], where: str, task: Task, columns: Columns
+) -> _MissingColumnError | None:
+    """Return the error about all columns that `row` lacks; None where it lacks one alone."""
+    roles: tuple[str, ...] = ("text",)
+    if task in TEXT_TO_TEXT:
+        roles = ("source",) if columns.references in row else ("source", "target")
+    elif task in CLASSIFICATION:
+        roles = ("image" if task == IMAGES else "text", "label")
+    roles += tuple(role for role in ("text_pair", "label") if role in columns.model_fields_set - {*roles})
+    lacking = {role: name for role in roles if (name := getattr(columns, role)) not in row}
+    if len(lacking) < 2:
+        return None
+    names = ", ".join(map(str, row)) or "none"
+    wrong = ", ".join(f"'{name}'" for name in lacking.values())
+    guessed = {role: next((n for n in _ALIASES.get(role, ()) if n in row), "NAME") for role in lacking}
+    right = ", ".join(f"{role}: {name}" for role, name in guessed.items())
+    return _MissingColumnError(
+        f"{where}: no columns {wrong}; there are: {names}."
+        f" Name the right ones with data: {{columns: {{{right}}}}}."
     )
 
 

@@ -30,18 +30,25 @@ def read_file(path: Path) -> Rows:
     """
     kind = file_kind(path)
     if kind == ".parquet":
-        return _parquet_rows(path)
+        return _unnested(_parquet_rows(path))
     if kind in _TABLES:
         return csv_rows(path)
     if kind in _LINES:
-        return _json_lines(path)
+        return _unnested(_json_lines(path))
     if kind == ".json":
-        return json_rows(path)
+        return _unnested(json_rows(path))
     plain = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
     raise InputError(
         f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .json, .csv, .tsv (each also .gz),"
         f" .parquet.{plain}"
     )
+
+
+def _unnested(rows: Rows) -> Rows:
+    """Yield rows with the columns inside of `translation`, where sets of the hub nest their two sides."""
+    for where, row in rows:
+        inner = row.get("translation")
+        yield where, inner if isinstance(inner, Mapping) else row
 
 
 def _json_lines(path: Path) -> Rows:
@@ -106,9 +113,4 @@ def hub_rows(origin: str, name: str) -> Rows:
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         why = f"nor kept on this machine; {lack}." if lack else f"nor a data set that the hub gives: {error}"
         raise InputError(f"{origin}: neither a file here, {why}") from error
-    for number, row in enumerate(rows, start=1):
-        # translation sets of the hub nest the two sides under "translation"
-        yield (
-            f"{origin} row {number}",
-            row["translation"] if isinstance(row.get("translation"), dict) else row,
-        )
+    yield from _unnested((f"{origin} row {number}", row) for number, row in enumerate(rows, start=1))

@@ -12,7 +12,19 @@ from smelt.commands.options import FOLDER, device, search, show
 from smelt.core.errors import InputError
 
 
-@click.command(short_help="Run an artifact on your words.")
+class _Predict(click.Command):
+    """The command, which says where texts that begin with a dash stand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            told = f"{error.format_message()} Texts that begin with a dash stand behind --:"
+            raise click.UsageError(f"{told} smelt predict ARTIFACT -- TEXT", ctx) from error
+
+
+@click.command(cls=_Predict, short_help="Run an artifact on your words.")
 @click.argument("artifact", type=FOLDER)
 @click.argument("text", nargs=-1)
 @click.option("--data", type=click.Path(path_type=Path), help="Texts: a file of rows, or of lines (.txt).")
@@ -80,8 +92,8 @@ def predict(
             show(line)  # a model may have learned what moves a cursor
         else:
             click.echo(line)
-    if predictor.warning is not None:
-        show(f"warning: {predictor.warning}", err=True)
+    for warning in predictor.warnings:
+        show(f"warning: {warning}", err=True)
 
 
 def _lines(stream: TextIO) -> list[str]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import size_of
 
@@ -55,6 +57,28 @@ def explain(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
     if text is None and isinstance(error, SmeltError):
         return error
     return _ExplainedError(f"{step}: {text or _unforeseen(error, log)}")
+
+
+def of_the_user(
+    failure: SmeltError, store: Path, given: Path | None, artifacts: Mapping[str, Artifact]
+) -> SmeltError:
+    """Return `failure` with places that its reader knows instead of folders of the store.
+
+    Args:
+        failure: what is told.
+        store: the root of the store.
+        given: the folder that the user named as the model, where its copy is being made.
+        artifacts: of the run, by step: what lies in the store is told as `artifacts/STEP` of the run.
+    """
+    text = str(failure)
+    if str(store) not in text:
+        return failure
+    for name, artifact in artifacts.items():
+        text = text.replace(str(artifact.path), f"artifacts/{name}")
+    if given is not None:
+        text = re.sub(rf"{re.escape(str(store))}/tmp/[^/\s]+/out", lambda _: str(given), text)
+    changed = type(failure)(text, code=failure.code)
+    return changed.with_traceback(failure.__traceback__)
 
 
 def explain_command(error: Exception, command: str) -> str:

@@ -18,7 +18,7 @@ from smelt.core.shares import limited
 from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
 from smelt.execute.display import Display, duration
-from smelt.execute.failures import explain, trace
+from smelt.execute.failures import explain, of_the_user, trace
 from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.report_data import ReportBuilder
 from smelt.execute.roots.begin import begin
@@ -238,6 +238,8 @@ class _Run:
     def _explain(self, error: Exception, step: str) -> SmeltError:
         """Return what to tell the user of `error`; the log gets the traceback of what nobody foresaw."""
         failure = explain(error, step, self.store.root, self.display.log_path)
+        given = self.plan.local_model if step == ROOT else None
+        failure = of_the_user(failure, self.store.root, given, self.artifacts)
         for line in trace(error).splitlines():
             self.display.record(line)
         return failure

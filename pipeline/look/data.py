@@ -61,18 +61,22 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
             not found.
     """
     files: list[Path] = []
+    within: set[Path] = set()  # folders of a folder that was given, which may be called after splits
     for path in given:
         if task == IMAGES and path.is_dir():
             files += _images_inside(path)
         elif path.is_dir():
-            files += _inside(path, task)
+            found = _inside(path, task)
+            files += found
+            within |= {file.parent for file in found} - {path}
         elif path.is_file():
             files.append(path)
         else:
             raise InputError(f"{path}: no such file or folder (--data).")
     splits: dict[str, Path] = {}
     for path in files:
-        name = _split_of(path, task) or ("train" if len(files) == 1 else None)
+        name = _split_of(path, task) or (_word_of(path.parent.name) if path.parent in within else None)
+        name = name or ("train" if len(files) == 1 else None)
         if name is None:
             raise InputError(f"{path}: is it train, validation or test? Put the word into the file's name.")
         if name in splits:
@@ -95,9 +99,22 @@ def look_at_data(given: Sequence[Path], task: Task, columns: Mapping[str, str] |
 
 
 def _inside(folder: Path, task: Task) -> list[Path]:
-    """Return the files of a folder that are called after a split, or its only file with data."""
+    """Return the files of a folder that are called after a split, or its only file with data.
+
+    Where there are none, those of the folder `data` in it, or of folders that are called after splits.
+    """
     data = [path for path in sorted(folder.iterdir()) if path.is_file() and _fits(path, task)]
-    named = [path for path in data if _split_of(path)]
+    if not data:
+        data = [
+            path
+            for below in sorted(folder.iterdir())
+            if below.is_dir() and (below.name == "data" or _word_of(below.name))
+            for path in sorted(below.iterdir())
+            if path.is_file() and _fits(path, task)
+        ]
+    named = [
+        path for path in data if _split_of(path) or (path.parent != folder and _word_of(path.parent.name))
+    ]
     if not named and len(data) != 1:
         raise InputError(f"{folder}: no file in this folder is called train, validation or test.")
     return named or data
@@ -144,7 +161,12 @@ def _split_of(path: Path, task: Task | None = None) -> str | None:
     known = file_kind(path) in (*_KINDS, *((ARCHIVE,) if task == IMAGES else ()))
     if not known and not (task == IMAGES and path.is_dir()):
         return None
-    name = path.name.lower()
+    return _word_of(path.name)
+
+
+def _word_of(name: str) -> str | None:
+    """Return the split that a name holds a word of."""
+    name = name.lower()
     found = [(name.find(word), split) for split, words in _SPLITS.items() for word in words if word in name]
     return min(found)[1] if found else None
 

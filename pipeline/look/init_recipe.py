@@ -25,7 +25,7 @@ from smelt.look.effort import training_time
 from smelt.look.foreign import is_onnx
 from smelt.look.init_coded import coded_notes, coded_steps, last_graph
 from smelt.look.init_foreign import graph_recipe
-from smelt.look.init_stages import ENOUGH, Machine, lines_of, steps
+from smelt.look.init_stages import CLASSES, ENOUGH, Machine, lines_of, steps
 from smelt.look.model import ModelLook, look
 from smelt.recipe.problem import METRICS_OF
 from smelt.recipe.yaml_file import parse_yaml
@@ -106,6 +106,8 @@ def init_recipe(
     if is_onnx(model, Path.cwd()):
         return _of_graph(model, data, out, task or wishes.task, force)
     seen = look(model, task or wishes.task)
+    if data and (task or wishes.task) is None and _are_labelled(data, seen, wishes.columns):
+        seen = look(model, CLASSES)
     seen = replace(seen, languages=_languages(seen, wishes))
     found = look_at_data(data, seen.task, wishes.columns) if data else None
     if seen.new_head and found and "train" not in found.splits:
@@ -123,6 +125,23 @@ def init_recipe(
     if path is not None:
         write_atomically(path, text)
     return text, path
+
+
+def _are_labelled(data: Sequence[Path], seen: ModelLook, columns: Mapping[str, str]) -> bool:
+    """Return whether the rows are texts with labels, of which a model that can classify becomes a classifier.
+
+    Whatever the folder was made for: a sentence embedder too. Numbers beside pairs of texts are similarities.
+    """
+    if CLASSES not in seen.tasks or seen.task == CLASSES:
+        return False
+    try:
+        found = look_at_data(data, CLASSES, columns)
+    except InputError:
+        return False  # rows of the task that the model is for, or of none, which is told there
+    names = Columns(**found.columns)
+    row = next((row for _, row in read_file(next(iter(found.splits.values())))), {})
+    label = row.get(names.label)
+    return label is not None and (row.get(names.text_pair) is None or isinstance(label, str | list))
 
 
 def _of_graph(
@@ -194,7 +213,9 @@ def recipe_text(
     said = [*(coded_notes(seen.coded, fast) if seen.coded else ()), *(data.notes if data else ())]
     if data and not machine.gpu and (effort := training_time(seen, data, proposed)):
         said.append(effort)
-    named = model if seen.folder is None else _relative(seen.folder, base)
+    given = Path(model).expanduser()
+    local = given.as_posix() if given.is_absolute() else _relative(seen.folder or given, base)
+    named = model if seen.folder is None else local
     head = _head(model, seen, machine, path, said, named_files=data is not None)
     lines = [*head, f"model: {_scalar(named)}", f"task: {seen.task}"]
     if len(seen.tasks) > 1:
@@ -203,7 +224,7 @@ def recipe_text(
     lines += [f"# A row of the data: {_ROWS[seen.task]}", "data:    # a stage never gets to see test"]
     for name in (n for n in get_args(SplitName) if n in splits):
         file = splits[name]
-        lines.append(f"  {name}: {_scalar(_relative(file, base) if data else file.as_posix())}")
+        lines.append(f"  {name}: {_scalar(_as_given(file, base) if data else file.as_posix())}")
     if data and data.shares:
         parts = ", ".join(f"{name}: {share}" for name, share in data.shares.items())
         lines.append(f"  split: {{{parts}}}    # drawn out of train by the seed")
@@ -302,6 +323,12 @@ def _stem(model: str) -> str:
 def _relative(path: Path, base: Path) -> str:
     # not resolved: a run's artifacts are links into the store, whose names say nothing
     return Path(os.path.relpath(path.expanduser().absolute(), base)).as_posix()
+
+
+def _as_given(path: Path, base: Path) -> str:
+    """Return the path for a recipe in `base`: one that was given absolute stays so."""
+    path = path.expanduser()
+    return path.as_posix() if path.is_absolute() else _relative(path, base)
 
 
 def _scalar(text: str) -> str:

@@ -178,7 +178,8 @@ def _translated(error: ValidationError, value: Any, schema: Schema | None) -> It
         if kind == "extra_forbidden":
             known = _known(_part(schema, where[:-1]) if schema else None, schema)
             word = str(where[-1])
-            message = f"unknown; known here: {', '.join(known) or 'nothing'}.{nearest(word, known)}"
+            hint = nearest(word, known) or _elsewhere(word, known)
+            message = f"unknown; known here: {', '.join(known) or 'nothing'}.{hint}"
         elif kind == "missing":
             wanted = _expectation(part, schema) if part else ""
             message = f"missing; expected {wanted}." if wanted else "missing."
@@ -195,6 +196,33 @@ def _translated(error: ValidationError, value: Any, schema: Schema | None) -> It
         if (where, message) not in seen:
             seen.add((where, message))
             yield where, message
+
+
+# What other tools call settings, and what may stand for it here.
+_ELSEWHERE = {
+    "lr": ("learning_rate",),
+    "num_train_epochs": ("epochs",),
+    "batch_size": ("tokens_per_batch",),
+    "per_device_train_batch_size": ("batch_size", "tokens_per_batch"),
+    "metric_for_best_model": ("select",),
+    "lr_scheduler_type": ("schedule",),
+    "warmup_steps": ("warmup",),
+    "warmup_ratio": ("warmup",),
+    "ratio": ("keep", "sparsity", "energy"),
+    "amount": ("keep", "sparsity"),
+    "sparsity": ("keep",),
+    "pruning_ratio": ("keep", "sparsity"),
+    "alpha": ("losses", "smooth"),
+    "dtype": ("precision", "scheme"),
+    "rank": ("ratio", "energy"),
+}
+
+
+def _elsewhere(word: str, known: Collection[str]) -> str:
+    """Return a hint at what is called `word` in other tools; nothing where it is nothing here."""
+    found = next((name for name in _ELSEWHERE.get(word, ()) if name in known), None)
+    what = " (what stays, not what goes)" if found == "keep" else ""
+    return f" Here it is '{found}'{what}." if found else ""
 
 
 def _place(detail: ErrorDetails, value: Any) -> tuple[Where, Any]:

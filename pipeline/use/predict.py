@@ -15,6 +15,7 @@ from smelt.core.artifact import read_artifact
 from smelt.core.data import IMAGES, SIMILARITY, Example
 from smelt.core.errors import TruncationWarning
 from smelt.execute.label_scores import answer
+from smelt.look.machine import device_of
 from smelt.runtime.class_predictions import Prediction, predictions
 from smelt.runtime.foreign.tried import require_safe
 from smelt.use.calls import Cuts
@@ -146,7 +147,14 @@ class Predictor:
         return generate_texts(runner, texts, self._generation, self._batch_size, cut=self._cuts)
 
     @property
-    def warning(self) -> str | None:
-        """What is to be said of texts that were cut; None where none was."""
+    def warnings(self) -> list[str]:
+        """What is to be said of texts that were cut, and of an artifact that ran elsewhere than asked for."""
         cuts = self._cuts
-        return str(TruncationWarning(cuts.count, self._seen, cuts.limit)) if cuts.count else None
+        found = [str(TruncationWarning(cuts.count, self._seen, cuts.limit))] if cuts.count else []
+        if self._device == "cuda" and device_of(self._artifact, self._device) == "cpu":
+            target = self._artifact.manifest.facts.get("target") or self._artifact.format
+            found.append(
+                f"--device cuda: this artifact is made for {target} and ran on the processor."
+                " `onnx: {target: ort-cuda}` in the recipe makes one for a GPU."
+            )
+        return found

@@ -25,6 +25,7 @@ def test_a_message_keeps_both_ends_also_where_it_is_wrapped_again(text):
         (" positive", ["negative", "positive"], "positive"),
         ("LABEL_O", ["LABEL_0"], "LABEL_0"),
         ("int8", ["int4", "int8-dynamic", "binary"], "int8-dynamic"),
+        ("int8", ["bnb-int8", "int8-dynamic", "int8-static"], "int8-dynamic"),
         ("classification", ["text-classification"], "text-classification"),
         ("trian.jsonl", ["test.jsonl", "train.jsonl"], "train.jsonl"),
         ("x" * 10_000, ["x" * 10_000 + "y"], "x" * 10_000 + "y"),

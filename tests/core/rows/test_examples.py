@@ -40,6 +40,32 @@ def test_all_kinds_of_files_give_the_same_rows(tmp_path, name):
     assert [(e.text, e.references) for e in split.examples] == [("a cat", ("eine Katze",))] * 2
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_columns_inside_of_a_translation_are_read_as_those_of_the_hub_are(tmp_path, name):
+    rows = [{"id": i, "translation": {"en": "a cat", "de": "eine Katze"}} for i in range(2)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
+    split = _read(path, columns=Columns(source="en", target="de"))
+    assert [(e.text, e.references) for e in split.examples] == [("a cat", ("eine Katze",))] * 2
+
+
+def test_all_columns_that_are_missing_are_named_at_once(tmp_path):
+    path = _write(tmp_path / "a.csv", "src,tgt\na,b\n")
+    with pytest.raises(InputError) as raised:
+        _read(path)
+    assert "{source: src, target: tgt}" in str(raised.value)
+    path = _write(tmp_path / "b.csv", "sentence,stars\na,b\n")
+    with pytest.raises(InputError) as raised:
+        _read(path, "text-classification", Columns(text_pair="second"))
+    assert all(f"'{name}'" in str(raised.value) for name in ("text", "label", "second"))
+
+
 def test_all_references_are_kept(tmp_path):
     path = _write(tmp_path / "a.jsonl", json.dumps({**ROW, "targets": ["eine Katze", "ein Kater"]}))
     assert _read(path).examples[0].references == ("eine Katze", "ein Kater")
@@ -86,6 +112,13 @@ def test_what_is_no_label_is_refused(tmp_path, label):
         InputError, match=r"a\.jsonl:1: column 'label' must be a whole number or a name, a list"
     ):
         _read(path, "text-classification")
+
+
+def test_how_truth_is_written_as_a_label_is_said(tmp_path):
+    path = _write(tmp_path / "a.jsonl", '{"text": "a", "label": true}')
+    with pytest.raises(InputError) as raised:
+        _read(path, "text-classification")
+    assert "1 and 0" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -114,3 +114,10 @@ def test_lines_in_another_encoding_are_refused(artifact, monkeypatch, capsys, er
     with pytest.raises(SystemExit) as done:
         main(["predict", str(artifact)])
     assert (done.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
+
+
+def test_a_text_that_begins_with_a_dash_is_told_where_to_stand(artifact):
+    result = _predict(artifact, "-5 degrees", code=2)
+    assert "-- TEXT" in " ".join(result.output.split())
+    found = _predict(artifact, "--max-new-tokens", 5, "--", "-5 degrees")
+    assert len(found.stdout.splitlines()) == 1

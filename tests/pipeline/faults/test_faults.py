@@ -18,8 +18,9 @@ import tiny
 from smelt.compress.finetune import Finetune
 from smelt.compress.prune.structured import Prune
 from smelt.core.artifact import read_artifact
+from smelt.core.errors import RunError
 from smelt.evaluate.report.schema import validate_report
-from smelt.execute.failures import explain, trace
+from smelt.execute.failures import explain, of_the_user, trace
 
 RECIPE = """
 model: m
@@ -361,3 +362,18 @@ def test_trace_is_kept_only_of_what_nobody_foresaw():
     error = InputError("no x")
     error.__cause__ = KeyError("x")
     assert "KeyError: 'x'" in trace(error)
+
+
+def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, monkeypatch):
+    def broken(self, parent, settings, ctx):
+        raise RunError(f"{parent.path / 'config.json'}: wrong", code="made-up")
+
+    monkeypatch.setattr(Prune, "__call__", broken)
+    assert _run(home, tmp_path).exit_code == 1
+    said = _steps(tmp_path)[1]["prune"]["error"]
+    assert "artifacts/model/config.json" in said
+    assert ".store" not in said
+    copied = of_the_user(
+        RunError(f"{tmp_path}/.store/tmp/ab12/out/x.json: wrong", code="a"), tmp_path / ".store", home, {}
+    )
+    assert (str(copied), copied.code, type(copied)) == (f"{home}/x.json: wrong", "a", RunError)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+from pathlib import Path
 
 import for_init
 import pytest
@@ -48,7 +50,10 @@ def test_a_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypatch,
     monkeypatch.chdir(tmp_path)
     text, path = init_recipe(str(for_init.model_for(models, family, task)), [data], "r.yaml", task)
     assert path is not None
-    assert max(len(line) for line in text.splitlines() if not line.startswith("model:")) <= 80
+    assert (
+        max(len(line) for line in text.splitlines() if str(tmp_path) not in line and "model:" not in line)
+        <= 80
+    )
     assert " parameters in float32" in text
     assert "0.0M" not in text
     plan = load_plan(path)
@@ -129,6 +134,59 @@ def test_a_bare_encoder_is_tuned_first_and_taught_by_that(tmp_path):
     plan = load_plan(path)
     assert plan.recipe.baseline == plan.steps[0].name == "tuned"
     assert plan.step("small").settings.references() == {"teacher": "tuned"}
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"text": "a", "label": 1}, "text-classification"),
+        ({"sentence": "a", "label": "good"}, "text-classification"),
+        ({"text": "a", "text_b": "b", "label": "contradiction"}, "text-classification"),
+        ({"text": "a", "text_b": "b", "label": 0.5}, "sentence-similarity"),
+        ({"text": "a"}, "sentence-similarity"),
+    ],
+)
+def test_texts_with_labels_make_a_classifier_of_any_encoder(tmp_path, models, row, task):
+    data = tmp_path / "train.jsonl"
+    rows = [row | {"text" if "text" in row else "sentence": f"text {i}"} for i in range(40)]
+    if "label" in row and isinstance(row["label"], str):
+        rows = [one | {"label": f"{one['label']} {i % 2}"} for i, one in enumerate(rows)]
+    elif row.get("label") == 1:
+        rows = [one | {"label": i % 2} for i, one in enumerate(rows)]
+    data.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    model = models["bert-embedder"]
+    _, path = init_recipe(str(model), [data], str(tmp_path / "r.yaml"))
+    recipe = load_plan(path).recipe
+    assert recipe.task == task
+
+
+def test_places_are_written_as_they_were_given(tmp_path, models, monkeypatch):
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    shutil.copytree(models["marian"], tmp_path / "here" / "m")
+    data = tmp_path / "here" / "train.jsonl"
+    data.write_text("".join(f'{{"source": "a {i}", "target": "b {i}"}}\n' for i in range(40)))
+    monkeypatch.chdir(tmp_path / "here")
+    absolute, _ = init_recipe(str(tmp_path / "here" / "m"), [data], "deep/r.yaml")
+    assert f"model: {tmp_path}/here/m\n" in absolute
+    assert f"train: {data}\n" in absolute
+    relative, _ = init_recipe("m", [Path("train.jsonl")], "deep/r.yaml", force=True)
+    assert "model: ../m\n" in relative
+    assert "train: ../train.jsonl\n" in relative
+
+
+@pytest.mark.parametrize(
+    "layout", ["{}.jsonl", "data/{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"]
+)
+def test_a_folder_of_data_is_divided_as_its_names_say(tmp_path, models, layout):
+    for split in ("train", "validation", "test"):
+        path = tmp_path / "d" / layout.format(split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f'{{"source": "{split} {i}", "target": "b {i}"}}\n' for i in range(9)))
+    _, path = init_recipe(str(models["marian"]), [tmp_path / "d"], str(tmp_path / "r.yaml"))
+    files = load_plan(path).recipe.data.files()
+    assert {name: str(file) for name, file in files.items() if file} == {
+        split: str(tmp_path / "d" / layout.format(split)) for split in ("train", "validation", "test")
+    }
 
 
 @pytest.mark.parametrize(

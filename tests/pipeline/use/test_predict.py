@@ -65,16 +65,25 @@ def test_texts_that_were_cut_are_told_once_for_all_parts(translator, monkeypatch
     monkeypatch.setattr(predicting, "_AT_ONCE", 2)
     predictor = Predictor(translator, {"max_new_tokens": 2})
     assert len(list(predictor.run([LONG, TEXTS[0], LONG]))) == 3
-    assert str(predictor.warning).startswith("2 of 3 texts were longer than the model takes (40 tokens)")
+    assert predictor.warnings[0].startswith("2 of 3 texts were longer than the model takes (40 tokens)")
     quiet = Predictor(translator, {"max_new_tokens": 2})
     list(quiet.run(TEXTS))
-    assert quiet.warning is None
+    assert quiet.warnings == []
+
+
+def test_a_graph_for_the_processor_says_so_where_a_gpu_was_asked_for(translator, monkeypatch):
+    predictor = Predictor(translator, {"max_new_tokens": 2}, device="cuda")
+    monkeypatch.setattr(predicting, "device_of", lambda artifact, wanted: "cpu")  # of an ort-cpu graph
+    (said,) = predictor.warnings
+    assert "--device cuda" in said
+    monkeypatch.setattr(predicting, "device_of", lambda artifact, wanted: "cuda")
+    assert predictor.warnings == []
 
 
 def test_texts_that_a_classifier_cut_are_told(classifier):
     predictor = Predictor(classifier, {})
     assert len(list(predictor.run([LONG, TEXTS[0]]))) == 2
-    assert str(predictor.warning).startswith("1 of 2 texts was longer than the model takes (32 tokens)")
+    assert predictor.warnings[0].startswith("1 of 2 texts was longer than the model takes (32 tokens)")
 
 
 def test_nothing_is_opened_for_no_texts(translator, monkeypatch):

@@ -1,0 +1,28 @@
+"""What other tools call a setting is known, and what it is called here is said."""
+
+import pytest
+
+from smelt.core.stage import Settings
+from smelt.recipe.errors import Mistakes, check
+from smelt.recipe.stage_table import load_stage
+from smelt.recipe.yaml_file import parse_yaml
+
+
+@pytest.mark.parametrize(
+    ("stage", "word", "here"),
+    [
+        ("finetune", "lr", "learning_rate"),
+        ("finetune", "num_train_epochs", "epochs"),
+        ("finetune", "metric_for_best_model", "select"),
+        ("prune", "ratio", "keep"),
+        ("sparsify", "amount", "sparsity"),
+        ("distill", "alpha", "losses"),
+    ],
+)
+def test_words_of_other_tools_are_told_by_their_names_here(stage: str, word: str, here: str) -> None:
+    kind: type[Settings] = load_stage(stage).settings_type
+    assert here in kind.model_fields
+    mistakes = Mistakes(parse_yaml("a: 1", "r.yaml"))
+    check(kind, {word: 0.5}, (), mistakes)
+    with pytest.raises(Exception, match=f"'{here}'"):
+        mistakes.raise_all()

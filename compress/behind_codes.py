@@ -10,16 +10,6 @@ from dataclasses import dataclass
 from smelt.runtime.schemes.registry import SCHEMES
 
 BEHIND_QUANTIZE = "behind-quantize"
-SPLIT = (
-    "the layers before it were split in two (codes: {split: true}), and what goes from one goes from both."
-    " Put it before that training: `- quantize: {scheme: ternary}`, `- WORD: {}`, `- distill: {codes: {split:"
-    " true}}`."
-)
-ONE_BIT = (
-    "the layers before it have binary inputs (activations: one-bit), whose shifts are of the units that would"
-    " go. Put it before that training: `- quantize: {scheme: binary}`, `- WORD: {}`, `- distill: {codes:"
-    " {activations: one-bit}}`."
-)
 # What a training does to weights, by its setting, and the chain that does it
 IN_TRAINING = {
     "masks": "masks are learned with float weights: they go into these at the end, and codes would be rounded"
@@ -46,8 +36,20 @@ class CodesBefore:
 
     def units_held(self, stage: str) -> str | None:
         """Return why the step of the word `stage` cannot change them, and what to do; None where it can."""
-        why = SPLIT if self.split else ONE_BIT if self.one_bit else None
-        return why and why.replace("WORD", stage)
+        if self.split:
+            what = (
+                "layers that were split in two (codes: {split: true}), and what goes from one goes from both"
+            )
+            training, fit = "split: true", [name for name, one in SCHEMES.items() if one.halves]
+        elif self.one_bit:
+            what = "layers with inputs of two values (activations: one-bit), each with a shift of its own"
+            training, fit = "activations: one-bit", [n for n, one in SCHEMES.items() if one.binary_inputs]
+        else:
+            return None
+        return (
+            f"it gets {what}. Put it before that training: `- quantize: {{scheme: {fit[0]}}}`,"
+            f" `- {stage}: {{}}`, `- distill: {{codes: {{{training}}}}}`."
+        )
 
     def zeros_lacking(self) -> str | None:
         """Return why weights of these codes cannot be set to zero, and what to do; None where they can."""
@@ -60,8 +62,7 @@ class CodesBefore:
             )
         if self.pairs:
             return (
-                "the layers before it have a low-rank pair beside their codes, which would fill the zeros."
-                " Set them first: `- quantize: {}`, `- sparsify: {}`, `- finetune: {lora: {}}`; or leave"
-                " low_rank out."
+                "the layers before it have a low-rank pair beside their codes (low_rank, lora), which fills"
+                " the zeros. Leave it out before them: `- quantize: {}`, `- sparsify: {}`, `- finetune: {}`."
             )
         return None

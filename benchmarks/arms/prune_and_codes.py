@@ -23,6 +23,6 @@ for _name, _scheme in SCHEMES.items():
         ARMS[_first] = [("prune", _cut), ("quantize", _scheme)]
         ARMS[_then] = [("quantize", _scheme), ("prune", _cut)]
         AGAINST[_then] = _first
-SEEDS = 3
+SEEDS = 2
 AS_RUN = True
 TEXTS = {name: (1,) for name in ARMS if "neurons, keep 0.5:" in name or name in ("model", *SCHEMES)}

@@ -34,7 +34,8 @@ class Prune:
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
     follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads. With a budget
     (parameters, operations, measured latency) heads and neurons of all layers compete, each by its
-    importance for what it costs. `what: [width]` takes channels of the hidden states instead.
+    importance for what it costs. `what: [width]` takes channels of the hidden states instead. Behind
+    `quantize` codes and scales of what is left stay.
 
         - prune: {what: [ffn], keep: 0.5, importance: taylor}
         - prune: {budget: {latency: 0.6, length: 32}}

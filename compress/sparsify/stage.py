@@ -83,7 +83,7 @@ class Sparsify:
     and kernels that skip zeros (2:4), and to be compared with. Embeddings, norms, biases and output heads
     stay whole. The blocks are gone through one by one, each on what the sparse ones before it give. The zeros
     last: finetune and distill keep them, prune cuts around them; factorize and quantize make other matrices,
-    which have none.
+    which have none. Behind `quantize` weights become the code of zero.
 
         - sparsify: {method: sparsegpt, sparsity: 0.5}
         - sparsify: {method: wanda, pattern: "2:4"}

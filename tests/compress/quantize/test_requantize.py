@@ -273,7 +273,7 @@ def test_float_weights_that_a_training_kept_are_cut_with_their_codes(quantized, 
 
 
 @pytest.mark.parametrize(
-    ("name", "chain"), [("binary", "int8-dynamic"), ("kmeans4", "int8-dynamic"), ("pair", "lora")]
+    ("name", "chain"), [("binary", "int8-dynamic"), ("kmeans4", "int8-dynamic"), ("pair", "- finetune: {}")]
 )
 def test_codes_that_cannot_be_zero_are_refused_with_what_can(name, chain, quantized, data, tmp_path):
     first, src = quantized(name)

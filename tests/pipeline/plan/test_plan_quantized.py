@@ -281,7 +281,7 @@ def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: P
         ("quantize: {}, distill: {sparsify: {}}", "- distill: {sparsify: {sparsity: 0.5}}"),
         ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
         ("quantize: {scheme: kmeans4}, depth: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
-        ("quantize: {low_rank: {rank: 4}}, sparsify: {}", "- finetune: {lora: {}}"),
+        ("quantize: {low_rank: {rank: 4}}, sparsify: {}", "- finetune: {}"),
         ("quantize: {scheme: ternary}, distill: {codes: {split: true}}, prune: {}", "- prune: {}"),
         ("quantize: {scheme: ternary}, distill: {codes: {split: true}}, sparsify: {}", "- sparsify: {}"),
         ("quantize: {scheme: binary}, distill: {codes: {activations: one-bit}}, prune: {}", "- prune: {}"),

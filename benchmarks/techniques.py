@@ -12,6 +12,7 @@ one after the other, on the untouched model. What a file may say besides:
     SEEDS = 3                          # how many times each arm is run, where --seeds does not say
     TRAIN = 7680                       # only the first so many rows are there to train and calibrate on
     TEXTS = {"arm": (1, 4)}            # with how many beams it also writes texts, for BLEU
+    AS_RUN = True                      # manifests say which step made a model, as in a run
 
 A stage that leaves torch (onnx) is a branch: the next one goes on from the last torch model, and may name it.
 Rows to calibrate and train on are training data, drawn by the seed; on what is scored nothing is chosen,
@@ -119,21 +120,22 @@ def measured(found: Sequence[Job], results: Results, bench: Any, known: bool) ->
     """Run what is not known yet, and return a `Group` for each group."""
     from techniques_table import Group
 
+    files = groups()
     arms: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for job in found:
         runs = arms.setdefault(job.group, {}).setdefault(job.arm, [])
-        key = bench.key(job.stages, job.seed, job.train, job.beams)
+        as_run = bool(getattr(files[job.group], "AS_RUN", False))
+        key = bench.key(job.stages, job.seed, job.train, job.beams, as_run)
         if key not in results.known and not known:
             click.echo(f"{job.group}: {job.arm}, seed {job.seed}", err=True)
             try:
-                measures = bench.measure(job.stages, job.seed, job.train, job.beams)
+                measures = bench.measure(job.stages, job.seed, job.train, job.beams, as_run)
             except Exception as error:  # of hours of arms, one that fails costs none but itself
                 click.echo(f"{job.group}: {job.arm}, seed {job.seed} failed: {error}", err=True)
                 continue
             results.add(key, {"group": job.group, "arm": job.arm, "seed": job.seed, **measures})
         if key in results.known:
             runs.append(results.known[key])
-    files = groups()
     return [Group(name, runs, getattr(files[name], "AGAINST", {})) for name, runs in arms.items()]
 
 

@@ -54,18 +54,34 @@ class Bench:
         files = sorted(p for p in model.iterdir() if p.suffix in (".json", ".safetensors"))
         self.of_model = hash_of([[path.name, sha256_of(path)] for path in files])
 
-    def key(self, stages: Sequence[Any], seed: int, train: int | None, beams: Sequence[int]) -> str:
+    def key(
+        self,
+        stages: Sequence[Any],
+        seed: int,
+        train: int | None,
+        beams: Sequence[int],
+        as_run: bool = False,
+    ) -> str:
         """Return the hash of all that an arm's scores depend on, but the code."""
         rows = [self._train(train).fingerprint, self.data["validation"].fingerprint, self.scored.fingerprint]
         texts = [list(beams), self.written.fingerprint] if beams else []
-        return hash_of([_VERSION, self.of_model, self.task, [list(s) for s in stages], seed, rows, texts])
+        said = [_VERSION, self.of_model, self.task, [list(s) for s in stages], seed, rows, texts]
+        return hash_of([*said, "as run"] if as_run else said)
 
     def measure(
-        self, stages: Sequence[Any], seed: int, train: int | None, beams: Sequence[int]
+        self,
+        stages: Sequence[Any],
+        seed: int,
+        train: int | None,
+        beams: Sequence[int],
+        as_run: bool = False,
     ) -> dict[str, Any]:
-        """Run an arm, and return its scores by row with its parameters and processor time, seconds."""
+        """Run an arm, and return its scores by row with its parameters and processor time, seconds.
+
+        as_run: whether manifests say which step made a model, as in a run; some stages look at that.
+        """
         with tempfile.TemporaryDirectory() as space:
-            made = self.run(stages, seed, Path(space), train)
+            made = self.run(stages, seed, Path(space), train, as_run)
             nats, kl, tokens, parameters = self.losses(made.model.path)
             bleu = {str(count): self.texts(made.model, count) for count in beams}
         return {
@@ -78,7 +94,14 @@ class Bench:
             "facts": made.facts,
         }
 
-    def run(self, stages: Sequence[Any], seed: int, space: Path, train: int | None = None) -> Made:
+    def run(
+        self,
+        stages: Sequence[Any],
+        seed: int,
+        space: Path,
+        train: int | None = None,
+        as_run: bool = False,
+    ) -> Made:
         """Run an arm's stages, which leave their results below `space`."""
         from smelt.recipe.stage_table import load_stage
 
@@ -94,10 +117,14 @@ class Bench:
                 threads=self.threads, device="cpu", kept=self._kept,
             )  # fmt: skip
             start = time.process_time()
-            stage()(source, stage.settings_type.model_validate(settings), ctx)
+            asked = stage.settings_type.model_validate(settings)
+            stage()(source, asked, ctx)
             spent += time.process_time() - start
             key = hash_of([source.key, word, settings, seed])
             made = artifact(out, self.task, key, stage.produces, _plain(ctx.facts))
+            if as_run:
+                said = {"stage": word, "settings": asked.model_dump(mode="json"), "parent": source.key}
+                made = replace(made, manifest=made.manifest.model_copy(update=said))
             facts.append({"stage": word, **{k: v for k, v in _plain(ctx.facts).items() if _short(v)}})
             ancestors[word] = made
             source = made if stage.produces == "torch" else source

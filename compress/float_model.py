@@ -8,7 +8,11 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from smelt.runtime.models.structure import Edit
+
+_LEFT = "smelt_places_left"
 
 
 def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
@@ -26,6 +30,20 @@ def load_float(src: Artifact, stage: str) -> tuple[Any, list[Edit]]:
             f" Put '{stage}' before 'quantize' in the recipe."
         )
     return load_model(src.path)
+
+
+def note_cut(old: nn.Module, new: nn.Module, places: Tensor, dim: int) -> None:
+    """Note that `new` has the `places` alone of the rows (dim 0) or columns (dim 1) of the Linear `old`."""
+    left = list(places_left(old))
+    before = left[dim]
+    left[dim] = places if before is None else before[places]
+    setattr(new, _LEFT, tuple(left))
+
+
+def places_left(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return which rows and columns are left of the layer that was read, int64, rising; None: all are."""
+    found: tuple[Tensor | None, Tensor | None] = getattr(module, _LEFT, (None, None))
+    return found
 
 
 def stored_parameters(model: Any) -> int:

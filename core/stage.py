@@ -229,6 +229,8 @@ class Stage(Protocol[SettingsT_contra]):
     cuts_units: optional; true for a stage that takes single heads or neurons.
     holds_units(settings): optional; why none can be taken from what it leaves, None where they can.
     needs_float: optional; true for a stage that changes float weights, which a quantized model no longer has.
+    unfit_for_codes(settings, codes): optional; of another stage that changes weights, why it cannot change
+        those of a quantized model (`smelt.compress.behind_codes.CodesBefore`), None where it can.
     version: raised whenever the stage computes something else from the same input; part of the key.
     """
 

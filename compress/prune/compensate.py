@@ -19,7 +19,8 @@ Shapes: N = outputs, K = inputs, k = kept ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,15 @@ from smelt.compress.calibration.blocks import DrivenBlock, drive, nothing
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.calibration.statistics import InputStatistics, empty_statistics, few_tokens
 from smelt.compress.prune.cut import cut_heads, cut_neurons
-from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of
+from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, path_of
 from smelt.core.stage import Context
 from smelt.families.walk import Block, blocks_of
 from smelt.runtime.layers.low_rank import LowRankLinear
 from smelt.runtime.models.streamed import StreamedModel
 from smelt.runtime.models.structure import Edit, keeps_zeros
+
+if TYPE_CHECKING:
+    from smelt.compress.quantize.requantize import CodesAside, Round
 
 # Groups that lose units, with what says which of them stay, int64, rising.
 Chosen: TypeAlias = Sequence[tuple[AttentionGroup | FeedForwardGroup, Callable[[], Tensor]]]
@@ -50,6 +54,7 @@ def cut_units(
     rows: CalibrationRows | None,
     ctx: Context,
     streamed: StreamedModel | None = None,
+    codes: CodesAside | None = None,
 ) -> dict[str, float]:
     """Take all other units out of the groups `chosen`; with `rows` refit what reads those that stay.
 
@@ -63,6 +68,8 @@ def cut_units(
         rows: what it is fitted on; None: nothing is.
         ctx: device, threads, progress; gets a warning where rows have fewer tokens than a product inputs.
         streamed: the model, where its blocks are read and written one by one.
+        codes: what rounds a refitted product at once, where the model was quantized: what comes behind it is
+            fitted on what its codes will give.
 
     Returns:
         What `refit` returns, by the name of the product, rounded.
@@ -82,7 +89,8 @@ def cut_units(
             name = group.parts.products[-1]
             found, whole = inputs_of(step, model, name), columns_of(model, name).weight.detach()
             kept = _cut(model, edits, group, stay())
-            left[name] = round(refit(model, name, whole, kept, found), 4)
+            rounded = codes.rounding(model, path_of(model, name, "down")) if codes is not None else None
+            left[name] = round(refit(model, name, whole, kept, found, rounded), 4)
             fed.append((found.tokens, len(kept)))
             del found, whole  # before the next ones are made
     if few := few_tokens(fed, rows):
@@ -113,7 +121,14 @@ def inputs_of(step: DrivenBlock, model: nn.Module, name: str) -> InputStatistics
 
 
 @torch.no_grad()
-def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatistics) -> float:
+def refit(
+    model: Any,
+    name: str,
+    whole: Tensor,
+    kept: Tensor,
+    found: InputStatistics,
+    rounded: Round | None = None,
+) -> float:
     """Give the product `name`, whose inputs `kept` are all that it has now, the weights that fit best.
 
     Args:
@@ -122,6 +137,8 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
         whole: the weight that it had before the cut, float [N, K]; of a pair that of the half `down`.
         kept: the places of the inputs that stayed, int64 [k], rising.
         found: what it was fed before the cut, with its second moment [K, K].
+        rounded: what weights become where the product is of codes. Rounding a refit may cost more than the
+            refit gains (few bits); then the weights are those of the plain cut, and the bias alone is fitted.
 
     Returns:
         The part of what the cut lost (of the squared error on these rows) that is still lost, 0 to 1; 1 where
@@ -138,8 +155,16 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
     else:
         fitted = least_squares(old, moment, kept, gone)
     lost = _error(old[:, gone], moment[gone][:, gone])
-    left = old.clone()
-    left[:, kept] -= fitted
+
+    def off(weight: Tensor) -> float:
+        left = old.clone()
+        left[:, kept] -= weight
+        return _error(left, moment)
+
+    if rounded is not None:
+        seen = _of_inputs(found, kept)
+        fitted = min((rounded(one, seen).double() for one in (old[:, kept], fitted)), key=off)
+    left = off(fitted)
     layer.weight.copy_(fitted)
     if owner.bias is not None:
         mean = found.sums / max(1, found.tokens)
@@ -147,7 +172,21 @@ def refit(model: Any, name: str, whole: Tensor, kept: Tensor, found: InputStatis
         if owner is not layer:
             shift = owner.weight.double().cpu() @ shift
         owner.bias.add_(shift.to(owner.bias))
-    return min(1.0, _error(left, moment) / lost) if lost > 0 else 1.0
+    return min(1.0, left / lost) if lost > 0 else 1.0
+
+
+def _of_inputs(found: InputStatistics, places: Tensor) -> InputStatistics:
+    """Return the statistics of some inputs alone, int64 [k]."""
+    assert found.second is not None
+    return replace(
+        found,
+        sums=found.sums[places],
+        squares=found.squares[places],
+        magnitudes=found.magnitudes[places],
+        lowest=found.lowest[places],
+        highest=found.highest[places],
+        second=found.second[places][:, places],
+    )
 
 
 def least_squares(weight: Tensor, moment: Tensor, kept: Tensor, gone: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.compress.float_model import note_cut
 from smelt.compress.prune.groups import (
     AttentionGroup,
     FeedForwardGroup,
@@ -84,6 +85,7 @@ def _cut(model: Any, edits: list[Edit], name: str, places: Tensor, dim: int) -> 
         new.bias = nn.Parameter((bias.index_select(0, places) if dim == 0 else bias).clone())
     if keeps_zeros(old):
         keep_zeros(new)
+    note_cut(old, new, places, dim)
     path = path_of(model, name, "up" if dim == 0 else "down")
     sizes = {"in_features": new.in_features, "out_features": new.out_features}
     replace_layer(model, edits, path, new, {"op": "linear", "module": path, **sizes})

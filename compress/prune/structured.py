@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.behind_codes import CodesBefore
+from smelt.compress.float_model import stored_parameters
 from smelt.compress.prune.fit import OF_VECTORS, check_length, check_units, heads_that_stay, narrower
 from smelt.compress.prune.settings import LOOK, ROWS, PruneSettings
 from smelt.compress.train.run import scores_lacking
@@ -33,7 +34,8 @@ class Prune:
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
     follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads. With a budget
     (parameters, operations, measured latency) heads and neurons of all layers compete, each by its
-    importance for what it costs. `what: [width]` takes channels of the hidden states instead.
+    importance for what it costs. `what: [width]` takes channels of the hidden states instead. Behind
+    `quantize` codes and scales of what is left stay.
 
         - prune: {what: [ffn], keep: 0.5, importance: taylor}
         - prune: {budget: {latency: 0.6, length: 32}}
@@ -52,7 +54,6 @@ class Prune:
         " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
     )
     version: ClassVar[int] = 5
-    needs_float: ClassVar[bool] = True
     cuts_units: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
@@ -68,6 +69,11 @@ class Prune:
         """Return what is lost of the work of steps before it: inputs that go move their neighbours."""
         why = "inputs that go move their neighbours, and the n:m pattern of '{step}' no longer holds"
         return {"pattern": f"{why}; prune before '{{step}}'"}
+
+    @classmethod
+    def unfit_for_codes(cls, settings: PruneSettings, codes: CodesBefore) -> str | None:
+        """Return why no unit can be taken from a quantized model, and what to do; None where it can."""
+        return codes.units_held(cls.name)
 
     @classmethod
     def needs_with(cls, settings: PruneSettings, given: Collection[str]) -> frozenset[Need]:
@@ -120,10 +126,14 @@ class Prune:
         from smelt.compress.prune.groups import find_groups
         from smelt.compress.prune.importance.of_units import score_units
         from smelt.compress.prune.rows_to_fit import rows_to_fit
+        from smelt.compress.quantize.requantize import load_changeable
         from smelt.runtime.models.checkpoint import save_model
 
-        streamed = _streamed(src, settings, ctx)
-        model, edits = (streamed.model, streamed.edits) if streamed else load_float(src, self.name)
+        streamed, codes = _streamed(src, settings, ctx), None
+        if streamed is not None:
+            model, edits = streamed.model, streamed.edits
+        else:
+            model, edits, codes = load_changeable(src, ctx, self.name)
         before = stored_parameters(model)
         attentions, blocks = find_groups(model)
         ctx.warnings.extend(heads_that_stay(settings.what, model.config.to_dict()))
@@ -138,7 +148,7 @@ class Prune:
         kept = spent.kept if spent else _counts(model, attentions, blocks, scores, settings)
         chosen = _chosen(model, attentions, blocks, scores, kept)
         rows = rows_to_fit(model, src, settings, ctx) if chosen else None
-        ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed)
+        ctx.facts["left_after_refit"] = cut_units(model, edits, chosen, rows, ctx, streamed, codes)
         edits = say_in_config(model, edits)
         ctx.facts["kept_heads"] = {g.name: g.count(model) for g in attentions}
         ctx.facts["kept_neurons"] = {b.name: b.count(model) for b in blocks}
@@ -146,8 +156,12 @@ class Prune:
         ctx.facts["parameters_after"] = stored_parameters(model)
         if spent:
             ctx.facts["budget"] = spent.facts(model)
+        if codes is not None:
+            edits = codes.put_back(model, edits, ctx)
         if streamed is None:
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            if codes is not None:
+                codes.write_floats(model, ctx)
         else:
             ctx.warnings.extend(streamed.finish(edits))
 

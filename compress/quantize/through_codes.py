@@ -46,7 +46,7 @@ from smelt.runtime.layers.quantized import (
 )
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.stored_dtype import stored_types
-from smelt.runtime.models.structure import Edit, replace_module
+from smelt.runtime.models.structure import Edit, keep_zeros, keeps_zeros, replace_module
 
 
 class LatentLinear(nn.Linear):
@@ -164,6 +164,34 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
     return model, edits
 
 
+def float_weights(model: nn.Module, src: Artifact, ctx: Context, of_parent: bool) -> dict[int, Tensor] | None:
+    """Return the float weights behind the codes of `model`, float32 [N, K], by the identity of the matrix.
+
+    Args:
+        model: of `src`, quantized.
+        src: whose training may have kept them.
+        ctx: the stage's.
+        of_parent: whether those of the step before `quantize` will do.
+
+    Returns:
+        None where they are not known.
+    """
+    kept, doubt = read_latents(src.path, _shapes(model))
+    ctx.warnings.extend([] if doubt is None else [doubt])
+    parent = _float_parent(src, ctx.ancestors) if kept is None and of_parent else None
+    floats = load_model(parent[1].path)[0] if parent else None
+    if kept is None and floats is None:
+        return None
+    if floats is not None:
+        follow(floats, model)
+    found: dict[int, Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_quantized(module) and id(module.matrix) not in found:
+            weight = kept[name] if kept is not None else _weight(cast(nn.Module, floats), model, name)
+            found[id(module.matrix)] = weight.detach().float()
+    return found
+
+
 def _float_parent(src: Artifact, ancestors: Mapping[str, Artifact]) -> tuple[str, Artifact] | None:
     """Return name and artifact of what was quantized into `src`, if that is how `src` was made."""
     if src.manifest.stage != "quantize" or src.manifest.settings.get("method") in SCALING:
@@ -199,12 +227,17 @@ def put_latent(model: nn.Module, floats: nn.Module | None, kept: Mapping[str, Te
                 start = kept[name]
             else:
                 start = module.matrix.dequantize() if floats is None else _weight(floats, model, name)
-            weights[id(module.matrix)] = nn.Parameter(start.detach().clone())
+            start = start.detach().clone()
+            if keeps_zeros(module):  # what was kept has them, and else each code of 0 is one that lasts
+                start = start.masked_fill(module.matrix.dequantize() == 0, 0.0) if kept is None else start
+            weights[id(module.matrix)] = nn.Parameter(start)
         weight = weights[id(module.matrix)]
         if id(module) not in made:
             linear = isinstance(module, QuantizedLinear)
             made[id(module)] = (LatentLinear if linear else LatentEmbedding)(cast(Any, module), weight)
             keep_scale(made[id(module)], module)
+            if keeps_zeros(module):
+                keep_zeros(made[id(module)])
         replace_module(model, name, made[id(module)].train(module.training))
 
 

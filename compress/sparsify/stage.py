@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from smelt.compress.float_model import load_float
+from smelt.compress.behind_codes import BEHIND_QUANTIZE, CodesBefore
 from smelt.compress.sparsify.pattern import Pattern, read_pattern
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
@@ -83,7 +83,7 @@ class Sparsify:
     and kernels that skip zeros (2:4), and to be compared with. Embeddings, norms, biases and output heads
     stay whole. The blocks are gone through one by one, each on what the sparse ones before it give. The zeros
     last: finetune and distill keep them, prune cuts around them; factorize and quantize make other matrices,
-    which have none.
+    which have none. Behind `quantize` weights become the code of zero.
 
         - sparsify: {method: sparsegpt, sparsity: 0.5}
         - sparsify: {method: wanda, pattern: "2:4"}
@@ -99,7 +99,6 @@ class Sparsify:
         " magnitude: Han et al. 2015, arXiv:1506.02626"
     )
     version: ClassVar[int] = 1
-    needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[SparsifySettings]] = SparsifySettings
     tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
 
@@ -107,6 +106,11 @@ class Sparsify:
     def leaves(cls, settings: SparsifySettings) -> frozenset[str]:
         """Return what later steps may lose: zeros, and n of each m neighbouring inputs."""
         return frozenset({"zeros"} if settings.pattern is None else {"zeros", "pattern"})
+
+    @classmethod
+    def unfit_for_codes(cls, settings: SparsifySettings, codes: CodesBefore) -> str | None:
+        """Return why weights of a quantized model cannot become zero, and what to do; None where they can."""
+        return codes.units_held(cls.name) or codes.zeros_lacking()
 
     @classmethod
     def needs_with(cls, settings: SparsifySettings, given: Collection[str]) -> frozenset[Need]:
@@ -132,12 +136,19 @@ class Sparsify:
     def __call__(self, src: Artifact, settings: SparsifySettings, ctx: Context) -> None:
         """Write the sparse model into `ctx.out`."""
         from smelt.compress.calibration.rows import calibration_rows
+        from smelt.compress.quantize.requantize import load_changeable
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import save_model
         from smelt.runtime.models.streamed import open_streamed
 
         streamed = open_streamed(src.path, ctx.out, settings.dtype) if _streams(ctx) else None
-        model, edits = (streamed.model, streamed.edits) if streamed else load_float(src, self.name)
+        codes = None
+        if streamed is not None:
+            model, edits = streamed.model, streamed.edits
+        else:
+            model, edits, codes = load_changeable(src, ctx, self.name, grids_stay=True)
+        if codes is not None and (lack := self.unfit_for_codes(settings, codes.before)) is not None:
+            raise InputError(f"sparsify: {lack}", code=BEHIND_QUANTIZE)
         mistakes, _ = self.check_model(settings, model.config.to_dict())
         if mistakes:
             raise InputError(f"sparsify: {mistakes[0][1]}")
@@ -147,8 +158,12 @@ class Sparsify:
                 rows = calibration_rows(model, src, settings.rows, ctx, self.name, padded=True)
                 ctx.facts["calibration"] = {"origin": rows.origin, "rows": rows.rows, "tokens": rows.tokens}
             _sparsify(model, rows, settings, ctx, streamed)
+        if codes is not None:
+            edits = codes.put_back(model, edits, ctx)
         if streamed is None:
             ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+            if codes is not None:
+                codes.write_floats(model, ctx)
         else:
             ctx.warnings.extend(streamed.finish(edits))
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.compress.behind_codes import BEHIND_QUANTIZE, IN_TRAINING
 from smelt.compress.sparsify.layers import layers_of, products_of
 from smelt.compress.sparsify.pattern import Pattern, read_pattern
 from smelt.compress.sparsify.while_training_settings import SparsitySettings
@@ -218,8 +219,9 @@ def _layers(model: Any, settings: SparsitySettings, pattern: Pattern) -> dict[st
         for name, layer in {**products, **layers}.items():
             if not isinstance(layer, LowRankLinear | SharedLinear) and type(layer) is not nn.Linear:
                 raise InputError(
-                    f"sparsify while training: '{name}' is a {type(layer).__name__}, whose weights are codes."
-                    " Put the step before 'quantize'."
+                    f"sparsify: '{name}' is a {type(layer).__name__}, whose weights are codes;"
+                    f" {IN_TRAINING['sparsify'].replace('WORD', 'finetune')}",
+                    code=BEHIND_QUANTIZE,
                 )
         for name, layer in layers.items():
             if pattern.fits(layer.in_features):

@@ -156,7 +156,8 @@ class Adapters:
         self.layers: dict[str, Any] = {}
         for name, others in self.places.items():
             self.layers[name] = model.get_submodule(name)
-            if keeps_zeros(self.layers[name].get_base_layer()):
+            base = self.layers[name].get_base_layer()
+            if isinstance(base, nn.Linear) and keeps_zeros(base):
                 self.layers[name].forward = partial(_between_zeros, self.layers[name])
             self._put(others, self.layers[name])  # a layer in several places has one adapter
         if any("Classification" in str(name) for name in model.config.architectures or ()):

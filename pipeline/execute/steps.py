@@ -234,9 +234,9 @@ class Workshop:
 
 
 def _begins_with(step: Step, parent: Artifact) -> dict[str, Any]:
-    """Return what a training starts from besides the model: the float weights kept beside its codes."""
+    """Return what a step that changes codes starts from besides: the float weights kept beside them."""
     kept = parent.manifest.files.get(LATENTS)
-    goes_on = kept is not None and getattr(step.settings, "moves_codes", False)
+    goes_on = getattr(step.settings, "moves_codes", False) or hasattr(step.cls, "unfit_for_codes")
     return {"latents": kept.sha256} if goes_on and kept is not None else {}
 
 

@@ -50,8 +50,8 @@ def check_fit(
     if problems:
         return
     coded = coded_model(folder, config)
-    for name, message in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
-        mistakes.add(places[name], message)
+    for name, message, code in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
+        mistakes.add(places[name], message, code=code)
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:
         before = configs.get(step.parent)

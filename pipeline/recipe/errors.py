@@ -33,14 +33,18 @@ class Mistakes:
         self.document = document
         self.overridden: dict[Where, str] = {}
         self._found: list[tuple[int, str]] = []
+        self._codes: set[str] = set()
         for path, message, line in document.mistakes:
             self.add(path, message, line=line)
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, path: Where, message: str, line: int | None = None) -> None:
-        """Note that `message` holds for the value at `path` (from there its line is found)."""
+    def add(self, path: Where, message: str, line: int | None = None, code: str = "") -> None:
+        """Note that `message` holds for the value at `path` (from there its line is found).
+
+        code: of the kind of mistake, where a stage refuses the same at work; the error has it if all have.
+        """
         source = self._override(path)
         if line is None and source is None and path in self.document.replaced:
             return  # what stands there is not what was written, and that was said
@@ -49,10 +53,12 @@ class Mistakes:
         text = ": ".join(part for part in (start, dotted(path), message) if part)
         if (line, text) not in self._found:
             self._found.append((line, text))
+            self._codes.add(code)
 
     def say(self, text: str, line: int = 2**31) -> None:
         """Note a mistake that has no place in the file, such as a wrong option."""
         self._found.append((line, text))
+        self._codes.add("")
 
     def line(self, path: Where) -> int:
         """Return the line of `path`, or of the nearest part around it that stands in the file."""
@@ -66,7 +72,9 @@ class Mistakes:
             InputError: anything was found.
         """
         if self._found:
-            raise InputError("\n".join(text for _, text in sorted(self._found, key=lambda pair: pair[0])))
+            code = next(iter(self._codes)) if len(self._codes) == 1 else ""
+            found = sorted(self._found, key=lambda pair: pair[0])
+            raise InputError("\n".join(text for _, text in found), code=code)
 
     def _override(self, path: Where) -> str | None:
         found = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))

@@ -81,14 +81,17 @@ def write_edits(folder: Path, edits: list[Edit]) -> None:
         write_json(folder / FILE, {"schema": 1, "edits": edits})
 
 
-def keep_zeros(module: nn.Linear) -> None:
-    """Have the zeros of the weight of `module` stay zero in later training, and say so where it is saved."""
+def keep_zeros(module: nn.Module) -> None:
+    """Have the zeros of the weight of `module` stay zero in later training, and say so where it is saved.
+
+    module: a Linear, of floats or of codes.
+    """
     setattr(module, _MASKED, True)
 
 
 def keeps_zeros(module: nn.Module) -> bool:
     """Say whether the zeros of the weight of `module` are to stay zero; only of a Linear they can."""
-    return isinstance(module, nn.Linear) and bool(getattr(module, _MASKED, False))
+    return bool(getattr(module, _MASKED, False))
 
 
 def with_masks(model: nn.Module, edits: list[Edit]) -> list[Edit]:

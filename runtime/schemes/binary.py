@@ -45,6 +45,7 @@ class Binary(Scheme):
     vocabulary: ClassVar[str] = Int8Dynamic.name
     trained: ClassVar[bool] = True
     learns: ClassVar[bool] = False
+    zero: ClassVar[bool] = False
     binary_inputs: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = parts.REFUSED
     leaves_as: ClassVar[str] = f"{name} codes (MatMulNBits)"

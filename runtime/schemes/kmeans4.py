@@ -52,6 +52,7 @@ class Kmeans4(Scheme):
     drift: ClassVar[float] = 0.04
     vector_drift: ClassVar[float] = 0.04
     learns: ClassVar[bool] = False
+    zero: ClassVar[bool] = False
     ranges: ClassVar[bool] = False
 
     def group(self, width: int, options: Options) -> int:

@@ -135,6 +135,7 @@ class Scheme(Protocol):
     learns: whether its scales can be learned (`ends`).
     ranges: whether a grid follows from where the weights of a group end, so that ends can be cut off
         (`clip`); false where its values are fitted to all of them.
+    zero: whether its codes can stand for 0 exactly, whatever the grid, so that weights can be set to it.
     halves: the scheme in which a matrix of this one is the sum of two, where that is known; empty elsewhere.
     binary_inputs: whether a training may make what its linear layers are fed one of two values.
     observes: whether its products need the range of their activations, found on rows of data.
@@ -170,6 +171,7 @@ class Scheme(Protocol):
     trained: ClassVar[bool] = False
     learns: ClassVar[bool] = True
     ranges: ClassVar[bool] = True
+    zero: ClassVar[bool] = True
     halves: ClassVar[str] = ""
     binary_inputs: ClassVar[bool] = False
     observes: ClassVar[bool] = False

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from smelt.compress.behind_codes import BEHIND_QUANTIZE, IN_TRAINING
 from smelt.compress.depth.fit import check_kinds
 from smelt.compress.depth.parts import Part, parts_of
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup, columns_of, find_groups, rows_of
@@ -124,6 +125,7 @@ def _require_float(model: Any, products: Sequence[str]) -> None:
         for layer in (module.down, module.up) if isinstance(module, LowRankLinear) else (module,):
             if type(layer) is not nn.Linear:
                 raise InputError(
-                    f"masks: '{name}' is a {type(layer).__name__}, whose weights are codes. Put the step"
-                    " before 'quantize'."
+                    f"masks: '{name}' is a {type(layer).__name__}, whose weights are codes;"
+                    f" {IN_TRAINING['masks'].replace('WORD', 'finetune')}",
+                    code=BEHIND_QUANTIZE,
                 )

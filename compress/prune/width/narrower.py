@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from smelt.compress.calibration.rows import calibration_rows
-from smelt.compress.float_model import load_float, stored_parameters
+from smelt.compress.float_model import stored_parameters
 from smelt.compress.prune.fit import channels_kept, width_is_fixed
 from smelt.compress.prune.importance.of_units import on_labelled_rows
 from smelt.compress.prune.rows_to_fit import rows_to_fit
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.width.refit import refit_readers
 from smelt.compress.prune.width.scores import activation_scores, magnitude_of_channels, slope_scores
+from smelt.compress.quantize.requantize import load_changeable
 from smelt.compress.train.objective import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -32,7 +33,7 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     """
     from smelt.runtime.models.checkpoint import save_model
 
-    model, edits = load_float(src, "prune")
+    model, edits, codes = load_changeable(src, ctx, "prune", everywhere=True)
     if reason := width_is_fixed(model.config.to_dict(), ctx.task):
         raise InputError(f"prune: {reason}")
     before, width = stored_parameters(model), width_of(model)
@@ -45,6 +46,8 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         edit = narrow(model, keep.tolist())
         if rows is not None:
             ctx.facts["left_after_refit"] = refit_readers(whole, model, keep, rows, ctx)
+        if codes is not None:
+            codes.narrowed(keep.tolist())
         edits = say_width_in_config(model, edits, edit)
     else:
         ctx.warnings.append(
@@ -58,7 +61,11 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         )
     ctx.facts["width_after"] = kept
     ctx.facts["parameters_after"] = stored_parameters(model)
+    if codes is not None:
+        edits = codes.put_back(model, edits, ctx)
     ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
+    if codes is not None:
+        codes.write_floats(model, ctx)
 
 
 def _scores(model: Any, width: int, src: Artifact, settings: PruneSettings, ctx: Context) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from smelt.compress.behind_codes import BEHIND_QUANTIZE, IN_TRAINING
 from smelt.core.artifact import Format
 from smelt.core.data import CLASSIFICATION, IMAGES, SIMILARITY
 from smelt.core.errors import nearest
@@ -225,12 +226,13 @@ class Checker:
             )
             return
         quantized = next((d for d in above if d.entry.word in ("quantize", "quantize-graph")), None)
-        for name in ("sparsify", "masks"):
+        for name, why in IN_TRAINING.items():
             if quantized and getattr(draft.settings, name, None) is not None:
                 self.mistakes.add(
                     (*path, name),
-                    f"the weights that would go are {scheme_of(quantized)} codes of '{quantized.name}'; move"
-                    f" {word} before '{quantized.name}', or leave {name} out.",
+                    f"the weights that would go are {scheme_of(quantized)} codes of '{quantized.name}';"
+                    f" {why.replace('WORD', word)}",
+                    code=BEHIND_QUANTIZE,
                 )
         if quantized and getattr(draft.cls, "needs_float", False):
             self.mistakes.add(

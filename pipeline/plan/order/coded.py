@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from smelt.compress.behind_codes import BEHIND_QUANTIZE, IN_TRAINING, CodesBefore
 from smelt.look.coded_model import CodedModel
 from smelt.plan.order.targets import RUNTIMES
 from smelt.plan.plan import Step
@@ -14,8 +15,10 @@ from smelt.runtime.models.coded.said import coding_of
 from smelt.runtime.schemes.registry import SCHEMES
 
 
-def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[tuple[str, str]]:
-    """Yield the names of steps that need floats, or a target that runs no such codes, and what to say.
+def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[tuple[str, str, str]]:
+    """Yield the names of steps that need floats, or a target that runs no such codes.
+
+    With each what to say, and a code.
 
     Args:
         steps: of the plan, parents first.
@@ -32,15 +35,17 @@ def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[
             kept.add(step.name)
         target = getattr(step.settings, "target", None)
         if getattr(step.cls, "needs_float", False):
-            yield step.name, f"{step.stage} {what}; start from {coded.again}."
-        elif zeros := next((n for n in ("masks", "sparsify") if getattr(step.settings, n, None)), None):
-            yield step.name, f"{zeros} {what}; leave it out, or start from {coded.again}."
+            yield step.name, f"{step.stage} {what}; start from {coded.again}.", ""
+        elif zeros := next((n for n in IN_TRAINING if getattr(step.settings, n, None)), None):
+            said = f"{zeros} {what}; leave it out, or start from {coded.again}."
+            yield step.name, said, BEHIND_QUANTIZE
         elif step.stage == "onnx" and target and (codes := coded.refused_by(str(target))):
             ways = [f"give target: {' or '.join(coded.targets)}"] if coded.targets else []
             yield (
                 step.name,
                 f"{RUNTIMES[str(target)]} cannot run the {codes} of the model ({coded.said});"
                 f" {', or '.join([*ways, f'start from {coded.again}'])}.",
+                "",
             )
 
 
@@ -75,20 +80,23 @@ class _Coded:
 
     layers: the scheme of the linear layers. used: all schemes, of which one must have scales that can be
     learned; () where nobody knows them. unsplit: what keeps the layers from being split, and what to do; ""
-    for nothing. split: whether they are halves. floats: whether patterns leave some layers float. pairs:
-    whether something of low rank stands beside the codes.
+    for nothing. split: whether they are halves. one_bit: whether they have binary inputs. floats: whether
+    patterns leave some layers float. pairs: whether something of low rank stands beside the codes.
     """
 
     layers: str
     used: tuple[str, ...]
     unsplit: str = ""
     split: bool = False
+    one_bit: bool = False
     floats: bool = False
     pairs: bool = False
 
 
-def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[tuple[str, str]]:
-    """Yield the names of steps that train codes as these cannot be, or where there are none; what to say.
+def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[tuple[str, str, str]]:
+    """Yield the names of steps that change codes as these cannot be, or where there are none.
+
+    With each what to say, and a code.
 
     Args:
         steps: of the plan, parents first.
@@ -114,14 +122,24 @@ def codes_lacking(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[t
         before = None if other else left.get(step.parent)
         if before is not None:
             for message in _misfits(settings, before):
-                yield step.name, message
+                yield step.name, message, ""
+            unfit = getattr(step.cls, "unfit_for_codes", None)
+            if unfit and (why := unfit(settings, _as_stages_know(before))) is not None:
+                yield step.name, why, BEHIND_QUANTIZE
             left[step.name] = _behind(settings, before)
         elif codes is not None:
             yield (
                 step.name,
                 "codes says how a quantized model trains, and nothing is quantized before it; put `quantize`"
                 " before it, or leave codes out.",
+                "",
             )
+
+
+def _as_stages_know(before: _Coded) -> CodesBefore:
+    """Return the codes of the linear layers as stages ask for them."""
+    schemes = tuple(name for name in before.used if name in before.layers.split(" and "))
+    return CodesBefore(schemes, before.pairs, before.split, before.one_bit)
 
 
 def _made_by(quantize: Any) -> _Coded:
@@ -192,6 +210,8 @@ def _behind(settings: Any, before: _Coded) -> _Coded:
         beside = "adapters beside their codes, which cannot be split; leave lora out before it."
         unsplit = before.unsplit if before.floats else before.unsplit or beside
         return replace(before, unsplit=unsplit, pairs=True)
+    if codes is not None and codes.activations == "one-bit":
+        before = replace(before, one_bit=True)
     if codes is not None and codes.split and before.layers in SCHEMES and not before.unsplit:
         halves = SCHEMES[before.layers].halves
         used = tuple(halves if name == before.layers else name for name in before.used)

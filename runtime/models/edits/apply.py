@@ -186,8 +186,10 @@ def _own_bias(model: nn.Module, edit: Edit) -> None:
 
 
 def _mask(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized import QuantizedLinear
+
     module = model.get_submodule(edit["module"])
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear | QuantizedLinear):
         raise TypeError("it is not a Linear")
     keep_zeros(module)
 

@@ -195,12 +195,14 @@ def test_codes_are_refused(rows, tmp_path):
     source = tiny.marian(tmp_path / "model", num_layers=1)
     codes = harness.run(Quantize(), QuantizeSettings(scheme="int4"), source, tmp_path / "q", data=rows)
     settings = FinetuneSettings(**SHORT, sparsify={})
-    with pytest.raises(InputError, match=r"'model.*LatentLinear.*before 'quantize'"):
+    with pytest.raises(InputError, match=r"'model.*LatentLinear") as caught:
         harness.run(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
     short = FinetuneSettings(**(SHORT | {"max_steps": 1, "evals": 0}), lora={"rank": 2})
     beside = harness.run(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
-    with pytest.raises(InputError, match=r"'model.*AdaptedLinear.*before 'quantize'"):
+    assert caught.value.code == "behind-quantize"
+    with pytest.raises(InputError, match=r"'model.*AdaptedLinear") as caught:
         harness.run(Finetune(), settings, beside.out, tmp_path / "again", data=rows)
+    assert caught.value.code == "behind-quantize"
 
 
 @pytest.mark.parametrize(

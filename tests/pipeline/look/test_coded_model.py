@@ -51,8 +51,8 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
     ("stage", "message"),
     [
         (
-            "prune: {}",
-            "prune works on floats, and the weights of the model are int3 and int4 codes; start from",
+            "factorize: {}",
+            "factorize works on floats, and the weights of the model are int3 and int4 codes; start from",
         ),
         (
             "onnx: {target: openvino}",
@@ -60,6 +60,8 @@ def test_the_schemes_are_told_that_of_most_matrices_first(folder):
         ),
         ("finetune: {codes: {split: true}}", "those before it are int3"),
         ("finetune: {codes: {scales: lsq}}", ""),
+        ("prune: {}", ""),
+        ("sparsify: {}", ""),
         ("onnx: {tune: true}", ""),
     ],
 )

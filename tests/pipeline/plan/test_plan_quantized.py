@@ -122,8 +122,8 @@ def advice(made: Plan) -> list[str]:
             "finetune cannot work after 'share': its layers share a matrix beside their differences",
         ),
         (
-            "[quantize: {scheme: binary}, prune: {}]",
-            "prune cannot work after 'quantize', which left binary codes; move it before 'quantize',"
+            "[quantize: {scheme: binary}, factorize: {}]",
+            "factorize cannot work after 'quantize', which left binary codes; move it before 'quantize',"
             " or give `from: model`.",
         ),
         ("[quantize: {scheme: binary, symmetric: false}]", "symmetric means nothing to scheme binary"),
@@ -143,8 +143,8 @@ def advice(made: Plan) -> list[str]:
             "the widths take 2.25 to 8.25 bits a weight; expected a number",
         ),
         (
-            "[quantize: {bits: {budget: 4}}, prune: {}]",
-            "prune cannot work after 'quantize', which left int2 and int3 and int4 and int8-groupwise codes;",
+            "[quantize: {bits: {budget: 4}}, factorize: {}]",
+            "factorize cannot work after 'quantize', which left int2 and int3 and int4 and int8-groupwise",
         ),
         ("[quantize: {bits: {max_drop: 0.5}}]", "validation"),
         ("[quantize: {scheme: itn4}]", "Did you mean 'int4'?"),
@@ -272,3 +272,31 @@ def test_the_widths_that_a_plan_names_for_a_target_are_taken_there(translator: P
         translator, "[quantize: {bits: {budget: 4.5, widths: [4, 8]}}, onnx: {target: openvino}]"
     ).steps
     assert plan(translator, "[quantize: {bits: {budget: 5, widths: [4, 8]}}, onnx: {target: openvino}]").steps
+
+
+@pytest.mark.parametrize(
+    ("stages", "chain"),
+    [
+        ("quantize: {}, finetune: {masks: {keep: 0.5}}", "- finetune: {masks: {keep: 0.5}}"),
+        ("quantize: {}, distill: {sparsify: {}}", "- distill: {sparsify: {sparsity: 0.5}}"),
+        ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+        ("quantize: {scheme: kmeans4}, depth: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
+        ("quantize: {low_rank: {rank: 4}}, sparsify: {}", "- finetune: {}"),
+        ("quantize: {scheme: ternary}, distill: {codes: {split: true}}, prune: {}", "- prune: {}"),
+        ("quantize: {scheme: ternary}, distill: {codes: {split: true}}, sparsify: {}", "- sparsify: {}"),
+        ("quantize: {scheme: binary}, distill: {codes: {activations: one-bit}}, prune: {}", "- prune: {}"),
+    ],
+)
+def test_what_codes_do_not_allow_is_refused_with_the_chain_that_does_it(translator, stages, chain):
+    with pytest.raises(InputError) as caught:
+        plan(translator, f"[{stages}]")
+    assert caught.value.code == "behind-quantize"  # as the stage refuses it at work
+    assert f"`{chain}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int4", "ternary", "binary", "kmeans4", "bnb-nf4"])
+@pytest.mark.parametrize("later", ["prune: {what: [heads, ffn]}", "prune: {what: [width]}", "sparsify: {}"])
+def test_units_and_weights_can_go_from_codes(translator, scheme, later):
+    if later == "sparsify: {}" and scheme in ("binary", "kmeans4"):
+        return
+    assert plan(translator, f"[quantize: {{scheme: {scheme}}}, {later}, onnx: {{loop: false}}]").steps

@@ -27,7 +27,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[{prune: [1]}]", ("expected a mapping of settings",)),
         ("[onnx, prune]", ("prune works on torch models, but its parent step 'onnx' gives onnx",)),
         ("[tensorrt]", ("tensorrt works on onnx models", "put one of these before it: onnx")),
-        ("[quantize, prune]", ("prune cannot work after 'quantize'",)),
+        ("[quantize, factorize]", ("factorize cannot work after 'quantize'",)),
         ("prune", ("expected a list of stages",)),
         ("[{prune: {}, from: nowhere}]", ("no step 'nowhere'",)),
     ],
@@ -122,7 +122,7 @@ stages:
   - prnue: {}
   - quantize: {scheme: int8-dynamc}
     from: small
-  - prune: {}
+  - factorize: {}
   - tensorrt: {}
   - finetune: {epochs: 1}
     name: small
@@ -161,8 +161,8 @@ ITS_MISTAKES = [
     (15, "stages[2].from: no step 'smal'."),
     (16, "stages[3].prnue: unknown stage 'prnue'."),
     (17, "stages[4].quantize.scheme: expected one of"),
-    (19, "stages[5].prune: prune cannot work after 'quantize', which left quantized codes"),
-    (20, "stages[6].tensorrt: tensorrt works on onnx models, but its parent step 'prune-2' gives torch"),
+    (19, "stages[5].factorize: factorize cannot work after 'quantize', which left quantized codes"),
+    (20, "stages[6].tensorrt: tensorrt works on onnx models, but its parent step 'factorize' gives torch"),
     (22, "stages[7].name: 'small' is already the name of the step in line 12."),
     (24, "score.quality[1]: 'f2' is no metric."),
     (24, "score.quality[2]: 'accuracy' is named twice."),

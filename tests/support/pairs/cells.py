@@ -10,6 +10,7 @@ from zlib import crc32
 
 from paired_techniques import MODELS, TECHNIQUES, Model, Technique
 
+from smelt.compress.behind_codes import CodesBefore
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.data import SIMILARITY
 from smelt.core.stage import Settings
@@ -55,6 +56,8 @@ def follows(first: Technique, second: Technique) -> bool:
     floats = getattr(load_stage(second.word), "needs_float", False)
     if schemes and (floats or {"masks", "sparsify"} & second.settings.keys()):
         return False
+    if schemes and (unfit := getattr(load_stage(second.word), "unfit_for_codes", None)):
+        return unfit(None, _before(first, schemes)) is None
     return not (_splits(first) and "lora" in second.settings)
 
 
@@ -114,6 +117,20 @@ def _schemes(technique: Technique) -> list[Scheme]:
         return []
     settings = QuantizeSettings.model_validate(dict(made.settings))
     return [SCHEMES[name] for name in settings.schemes()]
+
+
+def _before(first: Technique, schemes: list[Scheme]) -> CodesBefore:
+    """Return the codes of the linear layers behind a technique, as stages ask for them."""
+    made = TECHNIQUES[first.behind] if first.behind else first
+    mixed = "bits" in made.settings
+    codes = first.settings.get("codes", {})
+    halved = [SCHEMES[schemes[0].halves]] if codes.get("split") else schemes[:1]
+    return CodesBefore(
+        tuple(scheme.name for scheme in (schemes if mixed else halved)),
+        pairs="low_rank" in made.settings or "lora" in first.settings,
+        split=bool(codes.get("split")),
+        one_bit=codes.get("activations") == "one-bit",
+    )
 
 
 def _splits(technique: Technique) -> bool:

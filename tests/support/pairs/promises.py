@@ -101,7 +101,8 @@ def look(folder: Path) -> Seen:
     whole = [matrix for module in modules for matrix in parts_of(module).values()]
     inside = [half for m in whole for half in ((m.first, m.second) if isinstance(m, SplitLinear) else (m,))]
     matrices = [m.linear if isinstance(m, ScaledLinear) else m for m in inside]
-    zeroed = [m.weight.detach() for m in matrices if keeps_zeros(m)]
+    held = [m for m in matrices if keeps_zeros(m)]
+    zeroed = [m.matrix.dequantize() if is_quantized(m) else m.weight.detach() for m in held]
     empty = [float((w == 0).float().mean()) for w in zeroed]
     words = getattr(config, "vocab_size", None)
     if words is not None:

@@ -3,6 +3,7 @@
 import json
 
 import every_family
+import harness
 import pytest
 import torch
 from pydantic import ValidationError
@@ -11,7 +12,6 @@ from smelt.compress.prune.fit import check_units, width_is_fixed
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.structured import Prune
 from smelt.core.data import SIMILARITY, Example, Split
-from smelt.core.errors import InputError
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.narrow import width_of
 from smelt.runtime.models.structure import read_edits
@@ -120,12 +120,17 @@ def test_the_plan_goes_on_with_the_width_that_is_left():
     )
 
 
-def test_codes_have_no_channels_that_could_go(tmp_path):
+def test_channels_go_from_codes_too(tmp_path):
     from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+    from smelt.runtime.layers.quantized import is_quantized
 
     coded = every_family.run(
         Quantize(), QuantizeSettings(), every_family.of_layers("bert", 2), "bert", tmp_path / "coded"
     ).out
-    settings = PruneSettings.model_validate({"what": ["width"], "rows": 4})
-    with pytest.raises(InputError, match="prune"):
-        every_family.run(Prune(), settings, coded, "bert", tmp_path / "out")
+    settings = PruneSettings.model_validate({"what": ["width"], "rows": 4, "compensate": False})
+    ctx = every_family.run(Prune(), settings, coded, "bert", tmp_path / "out")
+    assert ctx.facts["codes_kept"] == 1  # a scale for each row is no group that could be cut
+    model = harness.model_of(ctx)
+    assert model.get_input_embeddings().matrix.width == ctx.facts["width_after"] < ctx.facts["width_before"]
+    before = [type(m) for m in load_model(coded)[0].modules() if is_quantized(m)]
+    assert [type(m) for m in model.modules() if is_quantized(m)] == before

@@ -32,10 +32,10 @@ def recipe(folder, *stages, model="gptq"):
 
 
 def test_stages_that_need_floats_and_targets_without_such_codes_are_refused(folder):
-    path = recipe(folder, "prune: {}", "onnx: {target: tensorrt}", "quantize: {}\n    from: model")
+    path = recipe(folder, "factorize: {}", "onnx: {target: tensorrt}", "quantize: {}\n    from: model")
     told = harness.smelt("plan", path, code=2).stderr
     made = "the weights of the model are gptq codes; start from the model that these were made of"
-    assert f"stages[0].prune: prune works on floats, and {made}" in told
+    assert f"stages[0].factorize: factorize works on floats, and {made}" in told
     assert f"stages[2].quantize: quantize works on floats, and {made}" in told
     assert "stages[1].onnx: TensorRT cannot run the int4 codes (MatMulNBits) of the model (gptq)" in told
     assert "give target: ort-cpu or openvino" in told

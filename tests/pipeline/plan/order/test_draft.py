@@ -47,10 +47,10 @@ def test_what_holds_for_all_codes_is_still_said(translator: Path) -> None:
         assert "stages[0].quantize" in first
         assert "ONNX Runtime on CUDA cannot run the quantized layers of 'quantize'" in second
     for settings in ("{bits: 3}", "{scheme: int4, codebook_inputs: 128}", "{scheme: itn4}", "3"):
-        told = mistakes(translator, f"[quantize: {settings}, prune: {{}}]")
-        assert "prune cannot work after 'quantize', which left quantized codes" in told[1]
+        told = mistakes(translator, f"[quantize: {settings}, factorize: {{}}]")
+        assert "factorize cannot work after 'quantize', which left quantized codes" in told[1]
     # a scheme that is known is named, whatever is wrong beside it
-    told = mistakes(translator, "[quantize: {scheme: int4, vocabulary: itn4}, prune: {}]")
+    told = mistakes(translator, "[quantize: {scheme: int4, vocabulary: itn4}, factorize: {}]")
     assert "which left int4 codes" in told[1]
 
 

@@ -1,0 +1,303 @@
+"""Codes of a model that became smaller: those that are left are those that were there."""
+
+import harness
+import pytest
+import tiny
+import torch
+
+from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.prune.compensate import refit
+from smelt.compress.prune.cut import cut_neurons, say_in_config
+from smelt.compress.prune.groups import find_groups
+from smelt.compress.prune.structured import Prune, PruneSettings
+from smelt.compress.quantize.requantize import load_changeable
+from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
+from smelt.core.artifact import LATENTS, Artifact, Manifest
+from smelt.core.data import Columns
+from smelt.core.errors import InputError
+from smelt.core.rows.examples import read_split
+from smelt.runtime.layers.quantized import is_quantized
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.structure import keeps_zeros, read_edits
+
+GROUP = 32
+GROUPED = {"group_size": GROUP}
+CODES = {
+    "int8-dynamic": {"scheme": "int8-dynamic"},
+    "one scale": {"scheme": "int8-dynamic", "granularity": "tensor"},
+    "int8-static": {"scheme": "int8-static", "rows": 4, "damage_rows": 0},
+    "int8-groupwise": {"scheme": "int8-groupwise", "symmetric": False, **GROUPED},
+    "int4": {"scheme": "int4", **GROUPED},
+    "int4, zero points": {"scheme": "int4", "symmetric": False, **GROUPED},
+    "int3": {"scheme": "int3", **GROUPED},
+    "int2": {"scheme": "int2", **GROUPED},
+    "kmeans4": {"scheme": "kmeans4", "codebook_inputs": 128},
+    "pow2": {"scheme": "pow2", **GROUPED},
+    "ternary": {"scheme": "ternary", **GROUPED},
+    "ternary rows": {"scheme": "ternary", "granularity": "row", **GROUPED},
+    "binary": {"scheme": "binary", **GROUPED},
+    "bnb-nf4": {"scheme": "bnb-nf4"},
+    "bnb-int8": {"scheme": "bnb-int8"},
+    "gptq": {"scheme": "int4", "method": "gptq", "rows": 4, **GROUPED},
+    "awq": {"scheme": "int4", "method": "awq", "rows": 4, **GROUPED},
+    "hqq": {"scheme": "int4", "method": "hqq", **GROUPED},
+    "pair": {"scheme": "int4", "low_rank": {"rank": 2}, **GROUPED},
+}
+UP = "bert.encoder.layer.{}.intermediate.dense"
+DOWN = "bert.encoder.layer.{}.output.dense"
+
+
+def artifact(folder, key, stage="model", settings=None, parent=None):
+    manifest = Manifest(
+        key=key * 64, format="torch", task="text-classification", stage=stage, settings=settings or {},
+        seed=0, parent=parent and parent * 64, versions={},
+    )  # fmt: skip
+    return Artifact(folder, manifest)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tiny.labelled(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+    split = read_split(str(path), "text-classification", Columns(), path.parent)
+    return {"train": split, "validation": split}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory, data):
+    """What makes, once each, a tiny BERT of 64 neurons a layer with codes; it returns both artifacts."""
+    made = {}
+
+    def quantized(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("codes")
+            floats = tiny.bert(folder / "model", intermediate_size=2 * GROUP)
+            settings = QuantizeSettings.model_validate(CODES[name])
+            (folder / "out").mkdir()
+            first = artifact(floats, "a")
+            ctx = harness.context(folder / "out", "text-classification", data=data)
+            Quantize()(first, settings, ctx)
+            dumped = settings.model_dump(mode="json")
+            made[name] = first, artifact(folder / "out", "b", "quantize", dumped, "a")
+        return made[name]
+
+    return quantized
+
+
+def context(out, data, *above):
+    out.mkdir(exist_ok=True)
+    ancestors = dict(zip(("model", "quantize"), above, strict=False))
+    return harness.context(out, "text-classification", data=data, ancestors=ancestors)
+
+
+def coded(model):
+    """The layers of codes by name, without factors and pairs; tables are left out."""
+    found = {}
+    for name, module in model.named_modules():
+        if is_quantized(module):
+            found[name.removesuffix(".linear").removesuffix(".coded").removesuffix(".linear")] = module
+    return found
+
+
+def test_every_scheme_is_here():
+    from smelt.runtime.schemes.registry import SCHEMES
+
+    assert {settings["scheme"] for settings in CODES.values()} == set(SCHEMES)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_what_nobody_changed_comes_back_as_it_was(name, quantized, data, tmp_path):
+    first, src = quantized(name)
+    ctx = context(tmp_path / "out", data, first, src)
+    model, edits, codes = load_changeable(src, ctx, "prune", everywhere=True)
+    assert not any(is_quantized(module) for module in model.modules())
+    assert not {edit["op"] for edit in edits} & {"quantize", "scale", "adapter"}
+    edits = codes.put_back(model, edits, ctx)
+    save_model(model, edits, ctx.out, src.path)
+    assert ctx.facts["codes_kept"] == 1
+    before, after = (load_model(folder)[0].state_dict() for folder in (src.path, ctx.out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_where_no_group_is_cut_codes_and_scales_are_those_of_before(name, quantized, data, tmp_path):
+    first, src = quantized(name)
+    ctx = context(tmp_path / "out", data, first, src)
+    model, edits, codes = load_changeable(src, ctx, "prune")
+    stay = torch.arange(GROUP, 2 * GROUP)  # the second group of two
+    for block in find_groups(model)[1]:
+        cut_neurons(model, edits, block, stay)
+    edits = codes.put_back(model, say_in_config(model, edits), ctx)
+    save_model(model, edits, ctx.out, src.path)
+    before, after = (coded(load_model(folder)[0]) for folder in (src.path, ctx.out))
+    assert before.keys() == after.keys()
+    for layer, module in after.items():
+        old, new = before[layer].matrix, module.matrix
+        values, width = old.dequantize(), old.width
+        was = old.decided().codes.flatten(1)[:, :width]
+        if layer.endswith("intermediate.dense"):
+            values, was = values[stay], was[stay]
+        elif layer.endswith("output.dense") and "attention" not in layer:
+            values, was, width = values[:, stay], was[:, stay], GROUP
+        assert torch.equal(new.decided().codes.flatten(1)[:, :width], was), layer
+        assert torch.equal(new.dequantize(), values), layer
+        for part in ("input_scale",):
+            assert not old.has(part) or torch.equal(old.tensor(part), new.tensor(part))
+    assert ctx.facts["codes_kept"] == 1
+    assert "requantized_layers" not in ctx.facts
+
+
+@pytest.mark.parametrize(("name", "behind"), [("int4", "floats"), ("gptq", "codes"), ("awq", "codes")])
+def test_a_group_that_is_cut_is_rounded_anew_from_what_is_behind_it(name, behind, quantized, data, tmp_path):
+    first, src = quantized(name)
+    ctx = context(tmp_path / "out", data, first, src)
+    model, edits, codes = load_changeable(src, ctx, "prune")
+    stay = torch.arange(0, 2 * GROUP, 2)[: GROUP - 2]  # of both groups
+    for block in find_groups(model)[1]:
+        cut_neurons(model, edits, block, stay)
+    codes.put_back(model, edits, ctx)
+    down = DOWN.format(0)
+    old = coded(load_model(src.path)[0])[down].matrix
+    floats = load_model(first.path)[0].get_submodule(down).weight.detach()
+    start = (floats if behind == "floats" else old.dequantize())[:, stay]
+    scheme, options = old.scheme, old.options
+    groups = torch.nn.functional.pad(start, (0, GROUP - len(stay))).unflatten(1, (1, GROUP))
+    grid = scheme.fit(groups, len(stay), options)
+    new = coded(model)[down].matrix
+    assert torch.equal(new.tensor("scales"), grid["scales"])
+    assert torch.equal(new.decided().codes, scheme.nearest(groups, grid, options))
+    assert down in ctx.facts["requantized_layers"]
+    assert UP.format(0) not in ctx.facts["requantized_layers"]  # rows go with their scales
+
+
+def test_a_refit_that_rounding_undoes_is_left_out(tmp_path):
+    torch.manual_seed(0)
+    x, kept = torch.randn(60, 6) @ torch.randn(6, 6), torch.tensor([0, 2, 5])
+    from smelt.compress.calibration.statistics import empty_statistics
+
+    found = empty_statistics(6, second=True)
+    found.see(x)
+
+    def cut():
+        layer = torch.nn.Linear(6, 4, bias=False)
+        whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        layer.weight = torch.nn.Parameter(whole[:, kept].clone())
+        layer.in_features = 3
+        return torch.nn.ModuleDict({"layer": layer}), whole
+
+    model, whole = cut()
+    exact = refit(model, "layer", whole, kept, found)
+    fitted = model["layer"].weight.detach().clone()
+    model, whole = cut()
+    assert refit(model, "layer", whole, kept, found, lambda weight, seen: weight.float()) == pytest.approx(
+        exact
+    )
+    model, whole = cut()
+
+    def spoilt(weight, seen):  # what is on the grid already stays, all else is rounded to nothing
+        return weight.float() if torch.equal(weight.float(), whole[:, kept]) else torch.full((4, 3), 50.0)
+
+    assert refit(model, "layer", whole, kept, found, spoilt) >= exact
+    assert torch.equal(model["layer"].weight, whole[:, kept])
+    assert not torch.equal(fitted, whole[:, kept])
+
+
+@pytest.mark.parametrize("name", ["int8-dynamic", "int4", "gptq"])
+def test_a_refit_takes_back_what_a_cut_of_codes_costs(name, quantized, data, tmp_path):
+    first, src = quantized(name)
+    whole, off = load_model(src.path)[0], {}
+    for compensate in (False, True):
+        ctx = context(tmp_path / str(compensate), data, first, src)
+        settings = PruneSettings(keep=0.5, importance="magnitude", compensate=compensate)
+        Prune()(src, settings, ctx)
+        found = harness.logits(load_model(ctx.out)[0], texts=32)
+        off[compensate] = float((found - harness.logits(whole, texts=32)).pow(2).mean())
+    assert off[True] < off[False]
+
+
+@pytest.mark.parametrize("name", [n for n in CODES if n not in ("kmeans4", "binary", "pair")])
+def test_zeros_are_codes_and_scales_stay(name, quantized, data, tmp_path):
+    first, src = quantized(name)
+    ctx = context(tmp_path / "out", data, first, src)
+    Sparsify()(src, SparsifySettings(method="wanda", pattern="2:4", rows=4), ctx)
+    model = load_model(ctx.out)[0]
+    before, after = coded(load_model(src.path)[0]), coded(model)
+    masked = {layer for layer, module in after.items() if keeps_zeros(module)}
+    assert masked == {layer for layer in after if ".layer." in layer}
+    for layer in masked:
+        old, new = before[layer].matrix, after[layer].matrix
+        assert all(torch.equal(old.decided().grid[n], t) for n, t in new.decided().grid.items())
+        values = new.dequantize()
+        assert ((values.reshape(-1, 4) != 0).sum(dim=1) <= 2).all()
+        stays = values != 0
+        assert torch.equal(values[stays], old.dequantize()[stays])
+    assert {edit["op"] for edit in read_edits(ctx.out)[-len(masked) :]} == {"mask"}
+
+
+@pytest.mark.parametrize(("name", "kept"), [("int8-dynamic", True), ("int4, zero points", False)])
+def test_training_through_codes_keeps_their_zeros(name, kept, quantized, data, tmp_path):
+    first, src = quantized(name)
+    ctx = context(tmp_path / "sparse", data, first, src)
+    Sparsify()(src, SparsifySettings(method="magnitude", sparsity=0.5), ctx)
+    if not kept:
+        (ctx.out / LATENTS).unlink()
+    sparse = artifact(ctx.out, "c", "sparsify", parent="b")
+    ctx = context(tmp_path / "out", data, first, src)
+    settings = FinetuneSettings(max_steps=3, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    Finetune()(sparse, settings, ctx)
+    assert ctx.facts["latent_weights"] == ("kept" if kept else "codes")
+    before, after = coded(load_model(sparse.path)[0]), coded(load_model(ctx.out)[0])
+    for layer, module in before.items():
+        if keeps_zeros(module):
+            assert keeps_zeros(after[layer])
+            gone = module.matrix.dequantize() == 0
+            assert (after[layer].matrix.dequantize()[gone] == 0).float().mean() > (0.95 if kept else 0.999)
+            assert not torch.equal(after[layer].matrix.dequantize(), module.matrix.dequantize())
+
+
+def test_float_weights_that_a_training_kept_are_cut_with_their_codes(quantized, data, tmp_path):
+    first, src = quantized("ternary")
+    ctx = context(tmp_path / "trained", data, first, src)
+    settings = FinetuneSettings(max_steps=2, batch_size=4, evals=0, precision="fp32", learning_rate=1e-2)
+    Finetune()(src, settings, ctx)
+    trained = artifact(ctx.out, "c", "finetune", parent="b")
+    ctx = context(tmp_path / "cut", data, first, src)
+    Prune()(trained, PruneSettings(keep=0.5, importance="magnitude", compensate=False), ctx)
+    assert ctx.facts["latent_bytes"] == (ctx.out / LATENTS).stat().st_size
+    cut = artifact(ctx.out, "d", "prune", parent="c")
+    ctx = context(tmp_path / "again", data, first, src)
+    Finetune()(cut, settings, ctx)
+    assert ctx.facts["latent_weights"] == "kept"
+    assert not [text for text in ctx.warnings if LATENTS in text]
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"), [("binary", "int8-dynamic"), ("kmeans4", "int8-dynamic"), ("pair", "- finetune: {}")]
+)
+def test_codes_that_cannot_be_zero_are_refused_with_what_can(name, chain, quantized, data, tmp_path):
+    first, src = quantized(name)
+    with pytest.raises(InputError) as caught:
+        Sparsify()(src, SparsifySettings(method="magnitude"), context(tmp_path / "out", data, first, src))
+    assert caught.value.code == "behind-quantize"
+    assert chain in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"), [("ternary", {"split": True}), ("binary", {"activations": "one-bit"})]
+)
+def test_layers_that_cannot_be_cut_are_refused_with_the_chain_that_does_it(
+    name, codes, quantized, data, tmp_path
+):
+    first, src = quantized(name)
+    ctx = context(tmp_path / "trained", data, first, src)
+    training = {"max_steps": 1, "batch_size": 4, "evals": 0, "precision": "fp32", "codes": codes}
+    Finetune()(src, FinetuneSettings.model_validate(training), ctx)
+    trained = artifact(ctx.out, "c", "finetune", parent="b")
+    for stage, settings in (
+        (Prune(), PruneSettings(importance="magnitude")),
+        (Sparsify(), SparsifySettings(method="magnitude")),
+    ):
+        with pytest.raises(InputError) as caught:
+            stage(trained, settings, context(tmp_path / stage.name, data, first, src))
+        assert caught.value.code == "behind-quantize"

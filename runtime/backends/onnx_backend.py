@@ -27,6 +27,8 @@ from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
 from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.causal import KEEP
 
+# Bytes of graph files from which a second copy of their weights counts: every session packs its own
+_LARGE = 32 * 2**20
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
@@ -84,7 +86,8 @@ class OnnxBackend:
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"
                 " dtype: fp32 for this machine."
             )
-        self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
+        self._whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
+        self._large = sum(path.stat().st_size for path in folder.glob("*.onnx*")) >= _LARGE
         self._sessions: dict[str, Any] | None = {}
         self._inputs: dict[str, set[str]] = {}
         self._narrow: dict[str, frozenset[str]] = {}
@@ -93,11 +96,25 @@ class OnnxBackend:
         self._by_row = (target or "ort-cpu") == "ort-cpu"
         for graph in graphs.in_order:
             _require(folder, graph)
-        if not self.whole:  # else they wait until somebody asks for a single step
+        if not self._whole:  # else they wait until somebody asks for a single step
             self._open_steps()
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The graphs of whole generations that can run without a second copy of large weights.
+
+        ONNX Runtime shares packed weights between sessions in its C API only, so the sessions of a greedy
+        search, of a beam search and of single steps hold a copy each. Small models may. Of a large one the
+        graph that was asked for first stays alone; once anything else is asked for, the graphs of a step do
+        all.
+        """
+        open_now = self._sessions
+        return self._whole & open_now.keys() if self._large and open_now else self._whole
 
     def _open_steps(self) -> None:
         """Open the graphs of a single step; others see them once all is known of them."""
+        if self._large and self._sessions is not None:
+            self._sessions = {}  # their calls that are on the way end with them
         made = {g.name: self._open(g) for g in self._graphs.in_order}
         main = made[self._graphs.main.name]
         # graphs made before there was such an input give the logits of all tokens
@@ -106,14 +123,17 @@ class OnnxBackend:
         self._must_keep = any(i.name == KEEP for i in main.get_inputs())
         if self._graphs.caches:
             self._pair_caches(made)
+        self._note_inputs(made)
         self._publish(made)
 
-    def _publish(self, made: dict[str, Any]) -> None:
+    def _note_inputs(self, made: dict[str, Any]) -> None:
         for name, session in made.items():
             both = (*session.get_inputs(), *session.get_overridable_initializers())
             self._inputs[name] = {i.name for i in both}
             # some exporters make ids of 32 bits; ours are of 64
             self._narrow[name] = frozenset(i.name for i in both if i.type == "tensor(int32)")
+
+    def _publish(self, made: dict[str, Any]) -> None:
         if self._sessions is not None:
             self._sessions = {**self._sessions, **made}
 
@@ -258,20 +278,26 @@ class OnnxBackend:
 
     def _session(self, graph: str) -> Any:
         """Return the session of a graph, opened now if it waited for that."""
-        if self._sessions is not None and graph not in self._sessions:
+        sessions = self._sessions
+        if sessions is not None and graph not in sessions:
             with self._lock:
-                if self._sessions is not None and graph not in self._sessions:
-                    self._open_late(graph)
-        if self._sessions is None:
+                sessions = self._sessions
+                if sessions is not None and graph not in sessions:
+                    sessions = self._open_late(graph)
+        if sessions is None:
             raise InputError(f"{self._folder}: this model was closed.")
-        return self._sessions[graph]
+        return sessions[graph]
 
-    def _open_late(self, graph: str) -> None:
-        if graph in self.whole:
-            shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
-            self._publish({graph: self._open(shape)})
-        else:
+    def _open_late(self, graph: str) -> dict[str, Any] | None:
+        if graph not in self._whole:
             self._open_steps()
+            return self._sessions
+        shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
+        made = {graph: self._open(shape)}
+        self._note_inputs(made)
+        if not (self._large and self._sessions):  # else it is for this call alone
+            self._publish(made)
+        return None if self._sessions is None else made
 
     def _open(self, graph: Graph) -> Any:
         path = _require(self._folder, graph)

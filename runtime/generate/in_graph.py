@@ -29,11 +29,20 @@ def generate_in_graph(runner: Runner, batch: Batch, decoding: Decoding, part: in
 
     See `smelt.runtime.generate.loop.generate_with`, which does what no graph does.
     """
-    graph = BEAMS if decoding.beams > 1 else GREEDY
-    if graph not in runner.backend.whole or not does(decoding):
+    if graph_of(decoding) not in runner.backend.whole or not does(decoding):
         return generate_with(runner, batch, decoding, part)
+    return run_graph(runner, batch, decoding)
+
+
+def graph_of(decoding: Decoding) -> str:
+    """Return the name of the graph that holds the search of `decoding`."""
+    return BEAMS if decoding.beams > 1 else GREEDY
+
+
+def run_graph(runner: Runner, batch: Batch, decoding: Decoding) -> list[list[int]]:
+    """As `generate_in_graph`, by the graph whatever else is open; `decoding` is one that `does` takes."""
     prompt = 1 if decoding.start is not None else batch.input_ids.shape[1]
-    found = runner.sequences(graph, batch, _feeds(runner, decoding, prompt))
+    found = runner.sequences(graph_of(decoding), batch, _feeds(runner, decoding, prompt))
     return [cut_at_end(row, prompt, decoding.eos) for row in found]
 
 

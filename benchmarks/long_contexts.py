@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def copied_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: in
 
 def in_graph_and_in_place(runners: list[Any], batch: Batch, rounds: int, steps: int) -> list[list[float]]:
     """Return ms a token of each round, of the graph of the whole generation and of steps in place."""
-    arms: list[Callable[[Any, Batch, Any], Any]] = [run_graph, generate_with]
+    arms: list[Callable[[Any, Batch, Any], Any]] = [run_graph, partial(generate_with, at_once=True)]
     few, many = (
         settle(Generation(max_new_tokens=n, min_new_tokens=n), runners[0]) for n in (1, 1 + 3 * steps)
     )

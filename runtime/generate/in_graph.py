@@ -37,7 +37,7 @@ def generate_in_graph(runner: Runner, batch: Batch, decoding: Decoding, part: in
         or _is_long(runner, batch, decoding)
         or graph_of(decoding) not in runner.backend.whole
     ):
-        return generate_with(runner, batch, decoding, part)
+        return generate_with(runner, batch, decoding, part, does(decoding))
     return run_graph(runner, batch, decoding)
 
 

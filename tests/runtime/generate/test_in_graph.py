@@ -101,9 +101,12 @@ def test_beams_and_greedy_search_have_a_graph_each():
     ("whole", "more"), [(("generate",), {"beams": 2}), (("generate",), {"do_sample": True})]
 )
 def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, more):
-    monkeypatch.setattr(in_graph, "generate_with", lambda *given: "python")
+    monkeypatch.setattr(in_graph, "generate_with", lambda *given: ("python", given[-1]))
     runner = Noting(whole)
-    assert generate_in_graph(runner, BATCH, Decoding(**WISHES, **more)) == "python"
+    assert generate_in_graph(runner, BATCH, Decoding(**WISHES, **more)) == (
+        "python",
+        not more.get("do_sample"),
+    )
     assert runner.asked == []
 
 

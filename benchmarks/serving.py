@@ -1,10 +1,12 @@
 """What threads do for a service: requests a second and their times, by callers and threads of the model.
 
     python benchmarks/serving.py ARTIFACT TEST.jsonl.gz
+    python benchmarks/serving.py ARTIFACT --memory
 
 Each request is one text. For every number of threads the artifact is opened once (`smelt.load`) and all
 callers, threads of this process, share it; the settings take turns, round by round, so that other work on the
-machine meets all of them. Printed are medians over the rounds.
+machine meets all of them. Printed are medians over the rounds. With `--memory`: what the process holds once
+it has searched in each of three ways.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,16 +44,43 @@ def measure(model: Model, callers: int, texts: list[str]) -> tuple[float, float,
     return len(texts) / wall, statistics.median(times), late, 1000 * cpu / len(texts)
 
 
+def memory(artifact: Path) -> None:
+    """Print resident and anonymous memory (MB) as searches of other kinds come (Linux)."""
+
+    def show(name: str) -> None:
+        said = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+        rss, anonymous = (
+            int(re.findall(rf"{word}: +(\d+) kB", said)[0]) / 1e3 for word in ("Rss", "Anonymous")
+        )
+        print(f"{name:10} resident {rss:5.0f} MB, anonymous {anonymous:5.0f} MB")
+
+    text = ["A man in a red hat walks on the grass."]
+    with smelt.load(artifact, threads=1) as model:
+        show("opened")
+        model.generate(text, max_new_tokens=8)
+        show("greedy")
+        model.generate(text, max_new_tokens=8, beams=4)
+        show("beams")
+        model.generate(text, max_new_tokens=8, do_sample=True)
+        show("sampling")
+
+
 def main() -> None:
     """Measure all settings and print a table of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path, help="a translator")
-    parser.add_argument("test", type=Path)
+    parser.add_argument("test", type=Path, nargs="?")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--callers", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    if options.memory:
+        memory(options.artifact)
+        return
+    if options.test is None:
+        parser.error("TEST.jsonl.gz is needed")
     with gzip.open(options.test, "rt", encoding="utf-8") as stream:
         texts = [json.loads(line)["source"] for line in itertools.islice(stream, options.requests)]
     models = {count: smelt.load(options.artifact, threads=count) for count in options.threads}

@@ -65,15 +65,19 @@ class Backend(Protocol):
 
     name and version (for example onnxruntime 1.31.1) are part of every score's key, as is the device,
     cpu or cuda. at_once: tokens of a text that one call takes. in_all: tokens that a text may have where
-    its caches grow with every call. Both are None where the runtime sets no limit. whole: those of
-    `Graphs.whole` that are there.
+    its caches grow with every call. Both are None where the runtime sets no limit. long_in_steps: whether
+    a long prompt is continued faster by single steps than by a graph of the whole generation.
     """
 
     name: str
     version: str
     at_once: int | None
     in_all: int | None
-    whole: frozenset[str]
+    long_in_steps: bool
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Those of `Graphs.whole` that are there and are to be used now."""
 
     @property
     def device(self) -> str:

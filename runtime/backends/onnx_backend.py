@@ -23,10 +23,13 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError, RunError
 from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of, take_rows
 from smelt.runtime.backends.device import Place, onnx_device
+from smelt.runtime.backends.onnx_caches import bind_in_place, grows_in_place, with_room
 from smelt.runtime.backends.onnx_session import MAKE_AGAIN, open_session
 from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.causal import KEEP
 
+# Bytes of graph files from which a second copy of their weights counts: every session packs its own
+_LARGE = 32 * 2**20
 _KINDS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
@@ -45,13 +48,15 @@ class Opener(NamedTuple):
 class Held:
     """The bound inputs of the next call.
 
-    caches: OrtValues [R, H, P, d], in the order of the backend's names. shared: input name -> OrtValue, what
-    is the same in all calls, and for all beams of a sentence.
+    caches: OrtValues [R, H, P, d], in the order of the backend's names; where they grow in place there may be
+    room behind the P places that are `used`. shared: input name -> OrtValue, what is the same in all calls,
+    and for all beams of a sentence.
     """
 
     binding: Any
     caches: list[Any]
     shared: dict[str, Any]
+    used: int = 0
 
 
 class OnnxBackend:
@@ -84,20 +89,39 @@ class OnnxBackend:
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"
                 " dtype: fp32 for this machine."
             )
-        self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
+        self._whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
+        self._large = sum(path.stat().st_size for path in folder.glob("*.onnx*")) >= _LARGE
         self._sessions: dict[str, Any] | None = {}
         self._inputs: dict[str, set[str]] = {}
         self._narrow: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()  # around the opening of graphs
         # the fused attention of this target takes several tokens on top of a past only for one row
         self._by_row = (target or "ort-cpu") == "ort-cpu"
+        # ... and appends to a buffer that is input and output
+        self._may_append = self._by_row and self._memory == "cpu" and graphs.before is None
         for graph in graphs.in_order:
             _require(folder, graph)
-        if not self.whole:  # else they wait until somebody asks for a single step
+        # what is tried once the steps are open, told from the file alone
+        self.long_in_steps = bool(self._whole) and self._may_append and _is_fused(folder, graphs.main)
+        if not self._whole:  # else they wait until somebody asks for a single step
             self._open_steps()
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The graphs of whole generations that can run without a second copy of large weights.
+
+        ONNX Runtime shares packed weights between sessions in its C API only, so the sessions of a greedy
+        search, of a beam search and of single steps hold a copy each. Small models may. Of a large one the
+        graph that was asked for first stays alone; once anything else is asked for, the graphs of a step do
+        all.
+        """
+        open_now = self._sessions
+        return self._whole & open_now.keys() if self._large and open_now else self._whole
 
     def _open_steps(self) -> None:
         """Open the graphs of a single step; others see them once all is known of them."""
+        if self._large and self._sessions is not None:
+            self._sessions = {}  # their calls that are on the way end with them
         made = {g.name: self._open(g) for g in self._graphs.in_order}
         main = made[self._graphs.main.name]
         # graphs made before there was such an input give the logits of all tokens
@@ -106,14 +130,17 @@ class OnnxBackend:
         self._must_keep = any(i.name == KEEP for i in main.get_inputs())
         if self._graphs.caches:
             self._pair_caches(made)
+        self._note_inputs(made)
         self._publish(made)
 
-    def _publish(self, made: dict[str, Any]) -> None:
+    def _note_inputs(self, made: dict[str, Any]) -> None:
         for name, session in made.items():
             both = (*session.get_inputs(), *session.get_overridable_initializers())
             self._inputs[name] = {i.name for i in both}
             # some exporters make ids of 32 bits; ours are of 64
             self._narrow[name] = frozenset(i.name for i in both if i.type == "tensor(int32)")
+
+    def _publish(self, made: dict[str, Any]) -> None:
         if self._sessions is not None:
             self._sessions = {**self._sessions, **made}
 
@@ -138,6 +165,9 @@ class OnnxBackend:
                 f" {PAST}*. {MAKE_AGAIN}"
             )
         self._empty = [(i.shape[1], i.shape[3], _KINDS[i.type]) for i in map(inputs.get, self._past) if i]
+        self._in_place = self._may_append and grows_in_place(
+            sessions[main.name], self._past, self._present, self._empty
+        )
 
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
@@ -171,10 +201,26 @@ class OnnxBackend:
 
     def _holding(self, caches: list[Any], shared: dict[str, Any]) -> Held:
         """Bind what the next call takes; OrtValues."""
-        binding = self._session(self._graphs.main.name).io_binding()
-        for name, value in (*shared.items(), *zip(self._past, caches, strict=True)):
-            binding.bind_ortvalue_input(name, value)
-        return Held(binding, caches, shared)
+        held = Held(self._session(self._graphs.main.name).io_binding(), caches, shared)
+        for name, value in shared.items():
+            held.binding.bind_ortvalue_input(name, value)
+        self._bind_caches(held)
+        return held
+
+    def _bind_caches(self, held: Held) -> None:
+        if self._in_place:
+            held.binding.bind_output("logits", "cpu")  # the first of the outputs
+            bind_in_place(held.binding, self._past, self._present, held.caches)
+        else:
+            for name, value in zip(self._past, held.caches, strict=True):
+                held.binding.bind_ortvalue_input(name, value)
+
+    def _make_room(self, held: Held, needed: int) -> None:
+        """Let the caches have room for so many tokens."""
+        if held.caches[0].shape()[2] < needed:
+            for at, value in enumerate(held.caches):
+                held.caches[at] = self._value(with_room(value.numpy(), held.used, needed))
+            self._bind_caches(held)
 
     def taken(self, parts: Sequence[Held], rows: Tokens, shared: dict[str, Any] | None) -> Held:
         """Return what rows `rows` of all `parts`, one after another, hold.
@@ -207,12 +253,18 @@ class OnnxBackend:
         if tokens > 1 and rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
             raise InputError("Several tokens on top of a past can be fed to this graph only for one row.")
         wanted = max(1, last)  # 0 would be all
-        if self._may_keep and wanted < tokens:
+        few = self._may_keep and wanted < tokens
+        if self._in_place and not (few and held.used == 0):  # else caches come as long as they must be
+            self._make_room(held, feeds["attention_mask"].shape[1])
+        if few:
             logits, *held.caches = self._run_few(held, feeds, wanted)
         else:
-            logits, *held.caches = self._run(held.binding, feeds, wanted)
-        for name, value in zip(self._past, held.caches, strict=True):
-            held.binding.bind_ortvalue_input(name, value)
+            logits, *left = self._run(held.binding, feeds, wanted)
+            held.caches = held.caches if self._in_place else left
+        if few or not self._in_place:
+            self._bind_caches(held)
+        if self._in_place:
+            held.used = feeds["attention_mask"].shape[1]
         found: Logits = logits.numpy()
         return found
 
@@ -223,7 +275,7 @@ class OnnxBackend:
             binding.bind_cpu_input(KEEP, np.array(wanted, dtype=np.int64))
         # outputs are bound anew: they grow, and what the last step left is now an input
         binding.bind_output("logits", "cpu")
-        for name in self._present:
+        for name in () if self._in_place else self._present:
             binding.bind_output(name, self._memory)
         self._session(self._graphs.main.name).run_with_iobinding(binding)
         return binding.get_outputs()
@@ -245,9 +297,9 @@ class OnnxBackend:
         if shared:
             held.shared = {name: self._moved(value, rows) for name, value in held.shared.items()}
         held.caches = [self._moved(value, rows) for value in held.caches]
-        moved = held.shared.items() if shared else ()
-        for name, value in (*moved, *zip(self._past, held.caches, strict=True)):
+        for name, value in held.shared.items() if shared else ():
             held.binding.bind_ortvalue_input(name, value)
+        self._bind_caches(held)
 
     def _moved(self, value: Any, rows: Tokens) -> Any:
         # on the CPU `numpy` and `_value` only look at the memory: `take_rows` makes the one copy
@@ -258,20 +310,26 @@ class OnnxBackend:
 
     def _session(self, graph: str) -> Any:
         """Return the session of a graph, opened now if it waited for that."""
-        if self._sessions is not None and graph not in self._sessions:
+        sessions = self._sessions
+        if sessions is not None and graph not in sessions:
             with self._lock:
-                if self._sessions is not None and graph not in self._sessions:
-                    self._open_late(graph)
-        if self._sessions is None:
+                sessions = self._sessions
+                if sessions is not None and graph not in sessions:
+                    sessions = self._open_late(graph)
+        if sessions is None:
             raise InputError(f"{self._folder}: this model was closed.")
-        return self._sessions[graph]
+        return sessions[graph]
 
-    def _open_late(self, graph: str) -> None:
-        if graph in self.whole:
-            shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
-            self._publish({graph: self._open(shape)})
-        else:
+    def _open_late(self, graph: str) -> dict[str, Any] | None:
+        if graph not in self._whole:
             self._open_steps()
+            return self._sessions
+        shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
+        made = {graph: self._open(shape)}
+        self._note_inputs(made)
+        if not (self._large and self._sessions):  # else it is for this call alone
+            self._publish(made)
+        return None if self._sessions is None else made
 
     def _open(self, graph: Graph) -> Any:
         path = _require(self._folder, graph)
@@ -287,6 +345,11 @@ class OnnxBackend:
     def close(self) -> None:
         """Free the sessions and their threads."""
         self._sessions = None
+
+
+def _is_fused(folder: Path, graph: Graph) -> bool:
+    """Say whether a graph whose weights lie outside of its file has fused attention over caches."""
+    return b"GroupQueryAttention" in _require(folder, graph).read_bytes()
 
 
 def _require(folder: Path, graph: Graph) -> Path:

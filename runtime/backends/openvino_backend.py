@@ -47,6 +47,7 @@ class OpenvinoBackend:
     at_once = None
     in_all = None
     whole: frozenset[str] = frozenset()
+    long_in_steps = False
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class TensorrtBackend:
     device = "cuda"
 
     whole: frozenset[str] = frozenset()
+    long_in_steps = False
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ class TorchBackend:
     at_once = None
     in_all = None
     whole: frozenset[str] = frozenset()
+    long_in_steps = False
 
     def __init__(
         self,

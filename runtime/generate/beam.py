@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.runtime.batch import Batch, Logits, Tokens
+from smelt.runtime.generate.decoder_only import first_logits
 from smelt.runtime.generate.rules import Rules
 from smelt.runtime.runner import Runner
 
@@ -65,25 +66,27 @@ class _Candidates:
     stop: Bools
 
 
-def beam_search(runner: Runner, batch: Batch, rules: Rules) -> list[list[int]]:
+def beam_search(runner: Runner, batch: Batch, rules: Rules, at_once: bool = False) -> list[list[int]]:
     """Return the new tokens of the best text of each row, the end-of-sequence token included."""
-    return [texts[0] for texts in best_texts(runner, batch, rules, 1)]
+    return [texts[0] for texts in best_texts(runner, batch, rules, 1, at_once)]
 
 
-def best_texts(runner: Runner, batch: Batch, rules: Rules, count: int) -> list[list[list[int]]]:
+def best_texts(
+    runner: Runner, batch: Batch, rules: Rules, count: int, at_once: bool = False
+) -> list[list[list[int]]]:
     """Return the new tokens of the `count` best texts of each row, at most as many as beams, best first.
 
     A sentence whose finished texts nothing can beat any more is settled: its beams leave the batch once an
-    eighth of all sentences are.
+    eighth of all sentences are. at_once: see `first_logits`.
     """
     beams, start = rules.decoding.beams, rules.prompt_length
     running, finished = _begin(rules)
     found: list[list[list[int]]] = [[] for _ in running.texts]
     places = np.arange(len(found))  # of the sentences that are still in the batch
     improvable = np.ones((len(found), 1), dtype=bool)
-    state = runner.encode(batch)
+    state, first = first_logits(runner, batch, rules.prompt[:, -1], at_once)
     # all beams are the same at first: the runner computes them once
-    logits = np.repeat(runner.decode_step(state, rules.prompt[:, -1]), beams, axis=0)
+    logits = np.repeat(first, beams, axis=0)
     for length in range(start, rules.longest):
         if length > start:
             logits = runner.decode_step(state, running.texts[:, :, length - 1].reshape(-1))

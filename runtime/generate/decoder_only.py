@@ -102,3 +102,20 @@ class DecoderOnly(Runner):
             self.backend.reorder(state.held, rows, shared=True)  # rows of one text share nothing
             state.mask = state.mask[rows]
         return state
+
+
+def first_logits(runner: Runner, batch: Batch, tokens: Tokens, at_once: bool) -> tuple[Any, Logits]:
+    """Take in a batch; return its state and what follows each row, float32 [B, V].
+
+    Args:
+        runner: any that generates.
+        batch: what to begin with.
+        tokens: int64 [B], the last token of each prompt, or the decoder's first.
+        at_once: feed prompts with their last token, as a graph of the whole generation does: scales that
+            int8 products take from all that one call is fed are the same then. Only of a `DecoderOnly`.
+    """
+    if at_once and isinstance(runner, DecoderOnly):
+        state = runner.start(len(tokens))
+        return state, runner.extend(state, batch.input_ids, batch.attention_mask, 1)[:, -1]
+    taken = runner.encode(batch)
+    return taken, runner.decode_step(taken, tokens)

@@ -2,7 +2,8 @@
 
 What the graph takes besides the texts is a `Decoding` in numbers: a table with a row for each set of rules
 that depend on the length of a text alone, the row that holds in each step, and a few scalars. What such a
-graph does not do (sampling, bad words of several tokens) the loop in Python does with the graphs of a step.
+graph does not do (sampling, bad words of several tokens) the loop in Python does with the graphs of a step,
+and greedy search behind long prompts, which it does faster.
 
 Shapes: B = batch, L = tokens of the longest row, V = vocabulary, K = different rules.
 """
@@ -22,6 +23,8 @@ from smelt.runtime.generate.rules import Rules
 from smelt.runtime.runner import Runner
 
 _KEPT = 64
+# Tokens of a prompt from which steps that append to their caches are faster than a loop whose caches grow
+LONG_PROMPT = 256
 
 
 def generate_in_graph(runner: Runner, batch: Batch, decoding: Decoding, part: int = 0) -> list[list[int]]:
@@ -29,11 +32,31 @@ def generate_in_graph(runner: Runner, batch: Batch, decoding: Decoding, part: in
 
     See `smelt.runtime.generate.loop.generate_with`, which does what no graph does.
     """
-    graph = BEAMS if decoding.beams > 1 else GREEDY
-    if graph not in runner.backend.whole or not does(decoding):
-        return generate_with(runner, batch, decoding, part)
+    if (
+        not does(decoding)
+        or _is_long(runner, batch, decoding)
+        or graph_of(decoding) not in runner.backend.whole
+    ):
+        return generate_with(runner, batch, decoding, part, does(decoding))
+    return run_graph(runner, batch, decoding)
+
+
+def _is_long(runner: Runner, batch: Batch, decoding: Decoding) -> bool:
+    """Say whether steps are faster than the graph; beams change places, which copies caches either way."""
+    length = batch.input_ids.shape[1]
+    greedy = decoding.start is None and decoding.beams == 1
+    return greedy and length >= LONG_PROMPT and runner.backend.long_in_steps
+
+
+def graph_of(decoding: Decoding) -> str:
+    """Return the name of the graph that holds the search of `decoding`."""
+    return BEAMS if decoding.beams > 1 else GREEDY
+
+
+def run_graph(runner: Runner, batch: Batch, decoding: Decoding) -> list[list[int]]:
+    """As `generate_in_graph`, by the graph whatever else is open; `decoding` is one that `does` takes."""
     prompt = 1 if decoding.start is not None else batch.input_ids.shape[1]
-    found = runner.sequences(graph, batch, _feeds(runner, decoding, prompt))
+    found = runner.sequences(graph_of(decoding), batch, _feeds(runner, decoding, prompt))
     return [cut_at_end(row, prompt, decoding.eos) for row in found]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from smelt.runtime.batch import Batch, Logits, Tokens
 from smelt.runtime.generate.beam import beam_search, best_texts
+from smelt.runtime.generate.decoder_only import first_logits
 from smelt.runtime.generate.decoding import Decoding, settle
 from smelt.runtime.generate.rules import Rules
 from smelt.runtime.generate.sampling import draw, narrow
@@ -48,13 +49,15 @@ def _rules(batch: Batch, decoding: Decoding) -> Rules:
     return Rules(decoding, start, None)
 
 
-def generate_with(runner: Runner, batch: Batch, decoding: Decoding, part: int = 0) -> list[list[int]]:
-    """As `generate`, with settings whose gaps are filled already."""
+def generate_with(
+    runner: Runner, batch: Batch, decoding: Decoding, part: int = 0, at_once: bool = False
+) -> list[list[int]]:
+    """As `generate`, with settings whose gaps are filled already; `at_once`: see `first_logits`."""
     rules = _rules(batch, decoding)
     if decoding.beams > 1:
-        return beam_search(runner, batch, rules)
+        return beam_search(runner, batch, rules, at_once)
     if not decoding.do_sample:
-        return _token_by_token(runner, batch, rules, lambda scores: scores.argmax(axis=-1), leave=True)
+        return _token_by_token(runner, batch, rules, lambda scores: scores.argmax(axis=-1), True, at_once)
     random = np.random.default_rng([decoding.seed, part])
 
     def sample(scores: Logits) -> Tokens:
@@ -62,18 +65,23 @@ def generate_with(runner: Runner, batch: Batch, decoding: Decoding, part: int = 
         return draw(scores, random)
 
     # each row has a number of its own in every draw, so all rows stay until the end
-    return _token_by_token(runner, batch, rules, sample, leave=False)
+    return _token_by_token(runner, batch, rules, sample, False, at_once)
 
 
 def _token_by_token(
-    runner: Runner, batch: Batch, rules: Rules, choose: Callable[[Logits], Tokens], leave: bool
+    runner: Runner,
+    batch: Batch,
+    rules: Rules,
+    choose: Callable[[Logits], Tokens],
+    leave: bool,
+    at_once: bool,
 ) -> list[list[int]]:
     """Feed each row the token that `choose` picks from its scores until all rows have ended.
 
     leave: rows that have ended leave the batch, once they are a quarter of it: to take the others out of
-    the caches costs about as much as one of them does in a step.
+    the caches costs about as much as one of them does in a step. at_once: see `first_logits`.
     """
-    state = runner.encode(batch)
+    state, scores = first_logits(runner, batch, rules.prompt[:, -1], at_once)
     rows, length = rules.prompt.shape
     found: list[list[int]] = [[] for _ in range(rows)]
     places = np.arange(rows)  # of the rows that are still in the batch
@@ -96,7 +104,8 @@ def _token_by_token(
                 unfinished[kept],
                 left,
             )
-        scores = runner.decode_step(state, tokens)
+        if length > rules.prompt.shape[1]:
+            scores = runner.decode_step(state, tokens)
         rules.apply(scores, texts[:, :length])
         tokens = choose(scores)
         if left < rows:

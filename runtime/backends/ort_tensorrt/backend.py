@@ -42,6 +42,7 @@ class OrtTensorrtBackend:
 
     name = "onnxruntime"
     whole: frozenset[str] = frozenset()
+    long_in_steps = False
 
     def __init__(
         self,

@@ -64,6 +64,13 @@ def test_the_same_texts_pass():
     assert seen == [(graph, [[5, 4, 2, EOS]] * 2) for graph in ("generate", "generate_beams")]
 
 
+def test_a_graph_is_compared_also_where_another_is_open_alone():
+    runner = Follower(lambda graph, texts: [[7, *text[1:]] for text in texts])
+    runner.backend.whole = ()
+    with pytest.raises(ParityError, match="token 1 is"):
+        check_loops(runner, BATCH)
+
+
 def test_a_text_that_is_as_likely_passes():
     check_loops(Follower(lambda graph, texts: [[6, *text[1:]] for text in texts]), BATCH)
 

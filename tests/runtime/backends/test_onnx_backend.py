@@ -1,4 +1,10 @@
+import subprocess
+import sys
+
+import causal
 import counting as graphs
+import exported
+import harness
 import numpy as np
 import pytest
 from counting import (
@@ -9,7 +15,13 @@ from counting import (
 )
 
 from smelt.core.errors import InputError
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
+from smelt.runtime.backends import onnx_backend
 from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.decoding import settle
+from smelt.runtime.generate.settings import Generation
 
 
 def opened(folder):
@@ -107,3 +119,85 @@ def test_several_tokens_on_a_past_are_refused_for_several_rows(tmp_path):
         state = runner.start(2)
         for _ in range(2):
             assert runner.extend(state, ids, ids).shape == (2, 2, 1)
+
+
+SEARCHES = {"greedy": {}, "beams": {"beams": 3}, "sampling": {"do_sample": True, "seed": 3}}
+PROMPT = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
+
+
+def search(runner, kind):
+    return runner.generator(runner, PROMPT, settle(Generation(max_new_tokens=6, **SEARCHES[kind]), runner))
+
+
+@pytest.fixture
+def writer():
+    with opened(exported.artifact("writer")) as runner:
+        yield runner
+
+
+def test_small_models_have_a_graph_open_for_each_search(writer):
+    for kind in SEARCHES:
+        search(writer, kind)
+    assert set(writer.backend._sessions) == {"generate", "generate_beams", "model"}
+
+
+@pytest.mark.parametrize("first", SEARCHES)
+def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_of_a_step(first, monkeypatch):
+    with opened(exported.artifact("writer")) as runner:
+        expected = {kind: search(runner, kind) for kind in SEARCHES}
+    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
+    with opened(exported.artifact("writer")) as runner:
+        assert search(runner, first) == expected[first]
+        one = {"greedy": "generate", "beams": "generate_beams", "sampling": "model"}[first]
+        assert list(runner.backend._sessions) == [one]
+        assert runner.backend.whole == {one} - {"model"}
+        for kind in (*SEARCHES, first):
+            assert search(runner, kind) == expected[kind]
+        assert list(runner.backend._sessions) == ["model"]
+
+
+def test_a_graph_of_large_weights_that_is_asked_for_by_name_stays_for_that_call_alone(monkeypatch):
+    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
+    with opened(exported.artifact("writer")) as runner:
+        greedy, ids = search(runner, "greedy"), {"input_ids": PROMPT.input_ids}
+        feeds = {**ids, "attention_mask": PROMPT.attention_mask, "max_new_tokens": np.array(6)}
+        for opens_steps in (False, True):
+            if opens_steps:
+                search(runner, "sampling")
+            before = list(runner.backend._sessions)
+            found = {name: runner.backend.call(name, feeds) for name in ("generate", "generate_beams")}
+            assert found["generate"]["sequences"][0, 4:].tolist() == greedy[0]
+            assert list(runner.backend._sessions) == before
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+import numpy as np
+from smelt.runtime.backends.open_runner import open_folder
+from smelt.runtime.batch import Batch
+from smelt.runtime.generate.decoding import settle
+from smelt.runtime.generate.settings import Generation
+
+def anonymous():
+    return int(re.search(r"Anonymous: +(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
+
+prompt = Batch(np.array([[5, 17, 92, 33]]), np.ones((1, 4), np.int64))
+with open_folder(Path(sys.argv[1]), "onnx", "ort-cpu", 1) as runner:
+    before = anonymous()
+    for wishes in ({}, {"beams": 3}, {"do_sample": True}):
+        runner.generator(runner, prompt, settle(Generation(max_new_tokens=2, **wishes), runner))
+    print(anonymous() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux says how much memory is anonymous")
+def test_all_searches_of_a_large_model_together_hold_one_copy_of_its_weights(tmp_path):
+    shape = {"hidden_size": 512, "intermediate_size": 2816, "num_hidden_layers": 2}
+    folder = causal.model(tmp_path / "m", "llama", **shape)
+    ctx = harness.run(Onnx(), OnnxSettings(), folder, tmp_path / "out", "language-modeling")
+    weights = (ctx.out / "model.onnx_data").stat().st_size
+    assert weights > 40 * 2**20
+    ran = [sys.executable, "-c", MEMORY, str(ctx.out)]
+    found = int(subprocess.run(ran, capture_output=True, text=True, check=True).stdout)
+    assert 0.8 * weights < found < 1.6 * weights

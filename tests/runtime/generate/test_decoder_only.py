@@ -7,7 +7,8 @@ import pytest
 
 from smelt.core.errors import InputError, RunError
 from smelt.runtime.batch import Batch
-from smelt.runtime.generate.decoder_only import DecoderOnly
+from smelt.runtime.generate.decoder_only import DecoderOnly, first_logits
+from smelt.runtime.generate.decoding import Decoding
 from smelt.runtime.generate.loop import generate_with
 from smelt.runtime.runner import ModelFiles
 
@@ -51,6 +52,26 @@ def runner(**limits):
 
 
 LEFT = Batch(np.array([[7, 8, 9], [0, 3, 4]]), np.array([[1, 1, 1], [0, 1, 1]]))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_prompt_can_be_fed_with_its_last_token_and_gives_the_same(at_once):
+    model = runner()
+    state, logits = first_logits(model, LEFT, LEFT.input_ids[:, -1], at_once)
+    assert logits[:, 0].tolist() == [24, 7]
+    assert [(np.shape(fed["input_ids"]), fed["last"]) for fed in model.backend.fed] == (
+        [((2, 3), 1)] if at_once else [((2, 2), 0), ((2, 1), 1)]
+    )
+    assert state.mask.tolist() == LEFT.attention_mask.tolist()
+    assert model.decode_step(state, np.array([1, 2]))[:, 0].tolist() == [25, 9]
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_both_searches_feed_prompts_as_they_are_told(beams):
+    for at_once, first in ((True, (2, 3)), (False, (2, 2))):
+        model = runner()
+        generate_with(model, LEFT, Decoding(beams=beams, max_new_tokens=3), 0, at_once)
+        assert np.shape(model.backend.fed[0]["input_ids"]) == first
 
 
 def test_prompt_but_its_last_token_is_fed_first_and_places_follow_the_mask():

@@ -101,10 +101,28 @@ def test_beams_and_greedy_search_have_a_graph_each():
     ("whole", "more"), [(("generate",), {"beams": 2}), (("generate",), {"do_sample": True})]
 )
 def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, more):
-    monkeypatch.setattr(in_graph, "generate_with", lambda *given: "python")
+    monkeypatch.setattr(in_graph, "generate_with", lambda *given: ("python", given[-1]))
     runner = Noting(whole)
-    assert generate_in_graph(runner, BATCH, Decoding(**WISHES, **more)) == "python"
+    assert generate_in_graph(runner, BATCH, Decoding(**WISHES, **more)) == (
+        "python",
+        not more.get("do_sample"),
+    )
     assert runner.asked == []
+
+
+@pytest.mark.parametrize(("length", "faster", "more", "graph"), [
+    (256, True, {}, False), (255, True, {}, True), (256, False, {}, True), (256, True, {"beams": 2}, True),
+    (256, True, {"start": 3}, True),
+])  # fmt: skip
+def test_long_prompts_are_continued_step_by_step_where_that_is_faster(
+    monkeypatch, length, faster, more, graph
+):
+    monkeypatch.setattr(in_graph, "generate_with", lambda *given: "python")
+    runner, ones = Noting(), np.ones((1, length), np.int64)
+    runner.backend.long_in_steps = faster
+    decoding = Decoding(**WISHES | {"start": None, "bad_words_ids": [], "forced_bos_token_id": None} | more)
+    found = generate_in_graph(runner, Batch(ones, ones), decoding)
+    assert (found != "python") == graph
 
 
 def test_the_same_settings_are_worked_out_once_and_others_anew():

@@ -69,7 +69,11 @@ class Service(ThreadingHTTPServer):
             request.sendall(BUSY)
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # no thread can be started
+            self.room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer the requests of a connection."""

@@ -62,7 +62,7 @@ def serving(folder, *words, ready=True, **environment):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("stub"), MAX_BODY="1000", MAX_WAITING="8") as found:
+    with serving(tmp_path_factory.mktemp("stub"), MAX_BODY="100000", MAX_WAITING="8") as found:
         yield found
 
 
@@ -90,7 +90,7 @@ def waiting(service, folder, *texts):
     [
         ("POST", "/predict", JSON, '{"inputs": ["a"', 400),
         ("POST", "/predict", JSON, b'{"inputs": ["\xff"]}', 400),
-        ("POST", "/predict", JSON, "[" * 900, 400),
+        ("POST", "/predict", JSON, "[" * 90_000, 400),
         ("POST", "/predict", JSON, "", 400),
         ("POST", "/predict", JSON, '["a"]', 422),
         ("POST", "/predict", JSON, '{"inputs": "a"}', 422),
@@ -103,10 +103,11 @@ def waiting(service, folder, *texts):
         ("POST", "/predict", {}, "a", 415),
         ("POST", "/predict", JSON | {"Content-Encoding": "gzip"}, "a", 415),
         ("POST", "/predict", {"Content-Type": "image/png"}, "a", 415),
-        ("POST", "/predict", JSON, "a" * 1001, 413),
+        ("POST", "/predict", JSON, "a" * 100_001, 413),
         ("POST", "/predict", JSON | {"Content-Length": "5", "content-length": "6"}, None, 400),
         ("POST", "/predict", JSON | {"Content-Length": "-5"}, None, 400),
         ("POST", "/predict", JSON | {"Transfer-Encoding": "chunked"}, None, 411),
+        ("POST", "/predict", JSON | {"Transfer-Encoding": "chunked", "Content-Length": "0"}, None, 411),
         ("POST", "/nothing", JSON, '{"inputs": ["a"]}', 404),
         ("GET", "/../infer.py", {}, None, 404),
         ("GET", "/predict", {}, None, 405),
@@ -163,7 +164,7 @@ def test_a_connection_serves_many_requests_also_behind_a_refused_one(service):
     connection.close()
 
 
-@pytest.mark.parametrize(("length", "told"), [(17, b"HTTP/1.1 100 "), (1001, b"HTTP/1.1 413 ")])
+@pytest.mark.parametrize(("length", "told"), [(17, b"HTTP/1.1 100 "), (100_001, b"HTTP/1.1 413 ")])
 def test_a_body_that_is_announced_is_called_for_only_where_it_is_read(service, length, told):
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as line:
         head = f"Content-Type: application/json\r\nContent-Length: {length}\r\nExpect: 100-continue"

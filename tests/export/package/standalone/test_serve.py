@@ -264,10 +264,12 @@ def test_at_sigterm_requests_on_their_way_are_answered_and_no_others(tmp_path):
             found = pool.submit(service.predict, "wait")
             service.wait_until("smelt_requests_in_flight", 2)
             service.process.terminate()
-            kept.request("GET", "/health")
-            while (answer := kept.getresponse()).status == 200:  # the signal is on its way
-                answer.read()
+            for _ in range(10_000):  # the signal is on its way
                 kept.request("GET", "/health")
+                answer = kept.getresponse()
+                if answer.status != 200:
+                    break
+                answer.read()
             assert (answer.status, answer.will_close) == (503, True)
             (tmp_path / "go").touch()
             assert found.result() == (200, ["wait|1"])

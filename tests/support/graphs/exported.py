@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "m2m_100": (lambda folder: every_family.make(folder, "m2m_100"), "translation"),
     "pegasus": (lambda folder: every_family.make(folder, "pegasus"), "summarization"),
 }
+TEXTS = [kind for kind, (_, task) in KINDS.items() if task != images.TASK]
 SETTINGS = {"int8-caches": "kv_cache: int8"}
 MORE = {
     "int8-caches": ", train: data.txt",

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -34,6 +35,7 @@ class Translator:
 
     def __call__(self, texts, batch_size):
         if "wait" in texts:
+            (self.folder / "called").touch()
             self.wait("go")
         if "bad" in texts:
             raise ValueError("the secret of /etc")
@@ -66,14 +68,23 @@ def service(tmp_path_factory):
         yield found
 
 
+def let_wait(service, folder, pool):
+    """Let the only worker wait for the file `go`; return the answer to come."""
+    for name in ("go", "called"):
+        (folder / name).unlink(missing_ok=True)
+    found = pool.submit(service.predict, "wait")
+    end = time.monotonic() + 60
+    while not (folder / "called").exists():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return found
+
+
 @contextmanager
 def waiting(service, folder, *texts):
     """Let the only worker wait, and a request of each of `texts` behind it; yield their answers to come."""
-    (folder / "go").unlink(missing_ok=True)
     with ThreadPoolExecutor(len(texts) + 1) as pool:
-        first = pool.submit(service.predict, "wait")
-        service.wait_until("smelt_requests_in_flight", 2)  # and the one that asks
-        service.wait_until("smelt_inputs_waiting", 0)
+        first = let_wait(service, folder, pool)
         found = []
         for number, text in enumerate(texts, 1):
             found.append(pool.submit(service.predict, text))
@@ -219,9 +230,9 @@ def test_where_too_many_wait_the_next_is_told_to_come_again(tmp_path):
 
 
 def test_who_waited_too_long_is_told_and_not_computed(tmp_path):
-    with serving(tmp_path, "--timeout", "0.01") as service:
+    with serving(tmp_path, "--timeout", "1") as service:
         with ThreadPoolExecutor() as pool:
-            first = pool.submit(service.predict, "wait")
+            first = let_wait(service, tmp_path, pool)
             assert first.result()[0] == 503
             assert service.predict("a")[0] == 503
         (tmp_path / "go").touch()
@@ -259,10 +270,8 @@ def test_at_sigterm_requests_on_their_way_are_answered_and_no_others(tmp_path):
         kept = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
         kept.request("GET", "/health")
         kept.getresponse().read()
-        (tmp_path / "go").unlink(missing_ok=True)
         with ThreadPoolExecutor() as pool:
-            found = pool.submit(service.predict, "wait")
-            service.wait_until("smelt_requests_in_flight", 2)
+            found = let_wait(service, tmp_path, pool)
             service.process.terminate()
             for _ in range(10_000):  # the signal is on its way
                 kept.request("GET", "/health")
@@ -280,8 +289,7 @@ def test_at_sigterm_requests_on_their_way_are_answered_and_no_others(tmp_path):
 
 def test_at_sigterm_nobody_is_waited_for_longer_than_was_said(tmp_path):
     with serving(tmp_path, "--grace", "0") as service, ThreadPoolExecutor() as pool:
-        found = pool.submit(service.predict, "wait")
-        service.wait_until("smelt_requests_in_flight", 2)
+        found = let_wait(service, tmp_path, pool)
         service.process.terminate()
         assert service.process.wait(60) == 0
         assert isinstance(found.exception(), OSError)

@@ -65,6 +65,12 @@ class Served:
             time.sleep(0.01)
 
 
+def told(process: subprocess.Popen[str]) -> str:
+    """End a process that does not do what it should; return what it wrote to its standard error."""
+    process.kill()
+    return process.communicate()[1]
+
+
 @contextmanager
 def served(
     *words: str,
@@ -83,10 +89,10 @@ def served(
             assert process.stderr is not None
             line = process.stdout.readline()
             found = re.fullmatch(r"listening on http://.*:(\d+)\n", line)
-            assert found, line + process.stderr.read()
+            assert found, line + told(process)
             if ready:
                 line = process.stdout.readline()
-                assert line == "ready\n", line + process.stderr.read()
+                assert line == "ready\n", line + told(process)
             yield Served(int(found[1]), process)
         finally:
             process.kill()

@@ -134,9 +134,9 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ended)
-    threading.Thread(target=load, args=(service,), daemon=True).start()
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"listening on http://{host}:{service.server_port}", flush=True)
+    threading.Thread(target=load, args=(service,), daemon=True).start()  # which prints a line, the second
     service.serve_forever(0.1)
     stop(service)
     return 1 if service.failed else 0

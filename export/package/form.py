@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from smelt.core.artifact import Artifact, Format
+from smelt.core.data import TEXT_TASKS
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Takes:
     mend: str = ""
 
 
-ANY_GRAPH_FOR_CPU = Takes(
+GRAPHS_OF_TEXTS = Takes(
     formats=frozenset({"onnx"}),
     targets=frozenset({"ort-cpu"}),
+    tasks=frozenset(TEXT_TASKS),
     mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
 )
 

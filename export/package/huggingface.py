@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
+from smelt.core.data import TEXT_TASKS
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.export.package.form import HowTo, Origin, Takes
@@ -52,7 +53,9 @@ class HuggingFace:
     name: ClassVar[str] = "huggingface"
     summary: ClassVar[str] = "a model for from_pretrained of transformers, with a card"
     takes: ClassVar[Takes] = Takes(
-        formats=frozenset({"torch"}), mend="Package the step that it was exported from."
+        formats=frozenset({"torch"}),
+        tasks=frozenset(TEXT_TASKS),
+        mend="Package the step that it was exported from.",
     )
     keeps: ClassVar[bool] = True
 

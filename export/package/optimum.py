@@ -10,7 +10,7 @@ from typing import ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.data import SIMILARITY
 from smelt.core.files import read_json
-from smelt.export.package.form import ANY_GRAPH_FOR_CPU, HowTo, Origin, Takes
+from smelt.export.package.form import GRAPHS_OF_TEXTS, HowTo, Origin, Takes
 from smelt.export.package.hub.generation import generation_words
 from smelt.export.package.hub.tokenizer_files import copy_tokenizer_files, more_for, notes_on_texts, prefixed
 from smelt.runtime.causal import is_causal
@@ -33,7 +33,7 @@ class Optimum:
 
     name: ClassVar[str] = "optimum"
     summary: ClassVar[str] = "a folder that the ORTModelFor... classes of Optimum open"
-    takes: ClassVar[Takes] = ANY_GRAPH_FOR_CPU
+    takes: ClassVar[Takes] = GRAPHS_OF_TEXTS
     keeps: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
-from smelt.export.package.form import ANY_GRAPH_FOR_CPU, HowTo, Origin, Takes
+from smelt.export.package.form import GRAPHS_OF_TEXTS, HowTo, Origin, Takes
 from smelt.export.package.hub.tokenizer_files import (
     CONFIG,
     FAST,
@@ -41,7 +41,7 @@ class TransformersJs:
 
     name: ClassVar[str] = "transformers.js"
     summary: ClassVar[str] = "a folder that transformers.js opens in browsers and Node"
-    takes: ClassVar[Takes] = ANY_GRAPH_FOR_CPU
+    takes: ClassVar[Takes] = GRAPHS_OF_TEXTS
     keeps: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.data import IMAGES, TENSORS
+from smelt.core.data import TENSORS
 from smelt.core.errors import InputError
 from smelt.runtime.foreign.tried import require_safe
 from smelt.use.package_origin import artifacts_of, origin_of, run_of
@@ -47,12 +47,6 @@ def package_artifact(
         raise InputError(
             f"{given}: a graph of arrays needs no package: ONNX Runtime opens its model.onnx as it is. Copy"
             f" the folder: cp -rL {shlex.quote(str(given))} NEW"
-        )
-    if artifact.manifest.task == IMAGES:
-        raise InputError(
-            f"{given}: the forms of packages are of texts. The folder has all that a model of images needs"
-            f" (its graph or weights, config.json, preprocessor_config.json); copy it: cp -rL"
-            f" {shlex.quote(str(given))} NEW"
         )
     run = run_of(path, artifact)
     others = {} if run is None else {n: a for n, a in artifacts_of(run[0]).items() if n != run[1]}

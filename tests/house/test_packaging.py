@@ -105,8 +105,8 @@ def test_constraints_name_no_registry_and_only_pins() -> None:
 
 
 def test_no_conftest_or_init_where_it_would_shadow_other_packages() -> None:
-    forbidden = [ROOT / "conftest.py", ROOT / "__init__.py"]
-    forbidden += [*(ROOT / "tests").rglob("conftest.py"), *(ROOT / "tests").rglob("__init__.py")]
+    forbidden = [ROOT / "conftest.py", *(ROOT / "tests").rglob("conftest.py")]
+    forbidden += (ROOT / "tests").rglob("__init__.py")
     assert [path for path in forbidden if path.exists()] == []
 
 

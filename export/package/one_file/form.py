@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
-from smelt.export.package.form import ANY_GRAPH_FOR_CPU, HowTo, Origin, Takes
+from smelt.export.package.form import GRAPHS_OF_TEXTS, HowTo, Origin, Takes
 from smelt.export.package.one_file.how_to import GENERATES, NUMBERS, STRINGS, answers_of, how_to
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class OneFile:
 
     name: ClassVar[str] = "one-file"
     summary: ClassVar[str] = "one ONNX file: weights, loop, and the tokenizer where exact"
-    takes: ClassVar[Takes] = ANY_GRAPH_FOR_CPU
+    takes: ClassVar[Takes] = GRAPHS_OF_TEXTS
     keeps: ClassVar[bool] = False
 
     def check(self, artifact: Artifact) -> None:

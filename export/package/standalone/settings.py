@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, threads_of
-from smelt.core.data import SIMILARITY
+from smelt.core.data import IMAGES, SIMILARITY
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.core.labels import class_names, problem_type
+from smelt.runtime.images.processor import read_processor
 
 if TYPE_CHECKING:
     from smelt.runtime.generate.decoding import Decoding
@@ -32,11 +34,14 @@ def settings_of(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[dict
     """
     config = read_json(artifact.path / "config.json")
     task = artifact.manifest.task
-    limit, tokenizer = _tokenizer(artifact, config)
-    made: dict[str, Any] = {"task": task, "threads": threads_of(artifact.manifest), "tokenizer": tokenizer}
+    made: dict[str, Any] = {"task": task, "threads": threads_of(artifact.manifest)}
     notes: list[str] = []
+    if task == IMAGES:
+        return made | {"images": images(artifact)} | _classes(config), notes
+    limit, tokenizer = _tokenizer(artifact, config)
+    made["tokenizer"] = tokenizer
     if task == _CLASSIFIES:
-        made |= {"labels": class_names(config), "problem": problem_type(config)}
+        made |= _classes(config)
     elif task == SIMILARITY:
         from smelt.families.registry import find_family
 
@@ -47,6 +52,19 @@ def settings_of(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[dict
         if not config.get("is_encoder_decoder"):  # prompts are cut by the length that is asked
             made["generation"]["limit"], tokenizer["limit"] = limit, None
     return made, notes
+
+
+def _classes(config: dict[str, Any]) -> dict[str, Any]:
+    return {"labels": class_names(config), "problem": problem_type(config)}
+
+
+def images(artifact: Artifact) -> dict[str, Any]:
+    """Return how an image becomes what the graph reads.
+
+    Raises:
+        InputError: its preprocessor_config.json is missing, or says what smelt does not follow.
+    """
+    return asdict(read_processor(artifact.path))
 
 
 def _tokenizer(artifact: Artifact, config: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:

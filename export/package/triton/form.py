@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact
-from smelt.core.data import SIMILARITY
+from smelt.core.data import SIMILARITY, TEXT_TASKS
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.export.package.form import HowTo, Origin, Takes
@@ -54,6 +54,7 @@ class Triton:
     takes: ClassVar[Takes] = Takes(
         formats=frozenset({"onnx", "tensorrt"}),
         targets=frozenset({"ort-cpu", "tensorrt"}),
+        tasks=frozenset(TEXT_TASKS),
         mend="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
     )
     keeps: ClassVar[bool] = False

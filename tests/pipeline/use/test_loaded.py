@@ -40,7 +40,7 @@ print(json.dumps([heavy, [str(one) for one in found]]))
 """
 
 
-@pytest.mark.parametrize("kind", exported.KINDS)
+@pytest.mark.parametrize("kind", exported.TEXTS)
 def test_onnx_artifacts_run_without_torch_and_transformers(kind):
     artifact = exported.artifact(kind)
     code = PROBE.replace("TEXTS", repr(tiny.SENTENCES[:3]))

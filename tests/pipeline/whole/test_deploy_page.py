@@ -1,56 +1,60 @@
-"""The service of docs/deploy.md, run as it stands there, beside a package."""
+"""What docs/deploy.md says of the service of a package: its commands, paths and options."""
 
+import argparse
 import json
 import re
-import shutil
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
 from pathlib import Path
 
-import exported
+import images
 import pytest
-import tiny
 from packaged import written
 from served import served
 
-import smelt
+from smelt.export.package.standalone.parts import serve
+from smelt.export.package.standalone.parts.http_requests import PATHS
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "deploy.md"
-BLOCKED = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'smelt')))\n"
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    [code] = [block for block in blocks if "http.server" in block]
-    folder = tmp_path_factory.mktemp("service") / "p"
-    shutil.copytree(written("translator"), folder)
-    (folder / "serve.py").write_text(BLOCKED + code)
-    with served("serve.py", "0", "2", folder=folder) as found:  # 0: any port that is free
-        yield found
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "deploy.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^curl .*", PAGE, flags=re.M)
 
 
-def ask(address, body):
-    request = urllib.request.Request(address, data=body.encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
+@pytest.mark.parametrize("kind", ["translator", "vit"])
+def test_its_commands_are_answered(kind, tmp_path):
+    images.picture(1).save(tmp_path / "photo.jpg")
+    mine = [line for line in COMMANDS if ("photo.jpg" in line) == (kind == "vit")]
+    with served("serve.py", "--port", "0", folder=written(kind)) as service:
+        for line in mine:
+            command = line.replace(":8000", f":{service.port}")
+            done = subprocess.run(
+                ["sh", "-c", f"{command} --fail"], cwd=tmp_path, capture_output=True, text=True, check=False
+            )
+            if done.returncode in (2, 127):
+                pytest.skip("no curl, or one that is older than --json")
+            assert done.returncode == 0, done.stderr
+            if "/predict" in line:
+                assert len(json.loads(done.stdout)["outputs"]) >= 1
+    assert len(mine) == (1 if kind == "vit" else 4)
 
 
-def test_many_callers_get_what_smelt_says(address):
-    with smelt.load(exported.artifact("translator"), threads=1) as model:
-        alone = [model.generate([text], max_new_tokens=4) for text in tiny.SENTENCES]
-    bodies = [json.dumps([text]) for text in tiny.SENTENCES] * 4
-    with ThreadPoolExecutor(6) as callers:
-        found = list(callers.map(lambda body: ask(address, body), bodies))
-    assert found == alone * 4
-    assert ask(address, "[]") == []
+def test_its_table_has_every_option_and_path(monkeypatch, tmp_path):
+    (tmp_path / "infer.json").write_text('{"task": "translation"}')
+    monkeypatch.setattr(serve, "FOLDER", tmp_path)
+    seen = []
+    add = argparse.ArgumentParser.add_argument
 
+    def spy(parser, *names, **more):
+        seen.append((names[0], more.get("default")))
+        return add(parser, *names, **more)
 
-@pytest.mark.parametrize("body", ["[", '"a text"', "[1]", "3", '["\\ud800"]'])
-def test_what_is_no_list_of_texts_is_refused(address, body):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        ask(address, body)
-    assert caught.value.code == 400
-    assert json.loads(caught.value.read())["error"]
-    assert len(ask(address, '["a man"]')) == 1
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", spy)
+    serve.options_of([])
+    options = {name: default for name, default in seen if name not in ("-h", "--health")}
+    rows = dict(re.findall(r"^\| `(--[\w-]+)`, `\w+` \| ([^|;]+?)(?:;[^|]*)? \|", PAGE, flags=re.M))
+    assert rows.keys() == options.keys()
+    said = {name: value for name, value in rows.items() if name not in ("--threads", "--workers")}
+    wanted = {name: options[name] for name in said} | {"--max-body": "16 MiB"}
+    assert (said, options["--max-body"]) == (wanted, str(16 * 2**20))
+    for name in options:
+        assert f"`{name}`, `{name[2:].upper().replace('-', '_')}`" in PAGE
+    found = re.findall(r"^\| `(GET|POST) (/\w*)` \|", PAGE, flags=re.M)
+    assert {path: method for method, path in found} == PATHS

@@ -9,6 +9,7 @@ from typing import Any
 import causal
 import classifiers
 import every_family
+import images
 import sentences
 import seq2seq
 import tiny
@@ -19,7 +20,7 @@ model: m
 task: {task}
 data: {{test: {data}{more}}}
 stages: [onnx: {{{settings}}}]
-score: {{latency: false, generation: {{max_new_tokens: 4}}}}
+score: {{latency: false{score}}}
 """
 
 # translator: Marian, whose tokenizer has no tokenizer.json; classifier: BERT; writer: Llama; int8-caches: the
@@ -34,10 +35,13 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gpt2": (lambda folder: causal.model(folder, "gpt2"), "language-modeling"),
     "int8-caches": (lambda folder: causal.model(folder, "llama"), "language-modeling"),
     "embedder": (sentences.embedder, sentences.TASK),
+    "vit": (lambda folder: images.model(folder, "vit"), images.TASK),
+    "resnet": (lambda folder: images.model(folder, "resnet"), images.TASK),
     "mbart": (lambda folder: seq2seq.bart(folder, kind="mbart"), "translation"),
     "m2m_100": (lambda folder: every_family.make(folder, "m2m_100"), "translation"),
     "pegasus": (lambda folder: every_family.make(folder, "pegasus"), "summarization"),
 }
+TEXTS = [kind for kind, (_, task) in KINDS.items() if task != images.TASK]
 SETTINGS = {"int8-caches": "kv_cache: int8"}
 MORE = {
     "int8-caches": ", train: data.txt",
@@ -61,10 +65,14 @@ def _run(home: Path, kind: str) -> None:
         data = tiny.labelled(home / "data.jsonl", 6)
     elif task == "language-modeling":
         data = causal.lines(home / "data.txt", 1)
+    elif task == images.TASK:
+        data = images.rows(home / "data.jsonl")
     elif task == sentences.TASK:
         data = sentences.rows(home / "data.jsonl", 6)
     else:
         data = tiny.pairs(home / "data.jsonl", 6)
+    score = "" if task == images.TASK else ", generation: {max_new_tokens: 4}"
     said = {"task": task, "data": data.name, "more": MORE.get(kind, ""), "settings": SETTINGS.get(kind, "")}
+    said["score"] = score
     (home / "recipe.yaml").write_text(RECIPE.format(**said))
     smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)

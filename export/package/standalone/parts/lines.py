@@ -20,8 +20,8 @@ def answer_all(make: Callable[[], Any], answer: Callable[[Any, list[str]], list[
     model = make()
     try:
         answers = answer(model, texts)
-    except FloatingPointError as error:
-        parser.exit(1, f"error: {error}\n")
+    except (FloatingPointError, ValueError) as error:  # a ValueError: a file that is no image
+        parser.exit(1 + isinstance(error, ValueError), f"error: {error}\n")
     sys.stdout.buffer.write("".join(f"{found}\n" for found in answers).encode())
     if cut := model.cut if hasattr(model, "cut") else model.tokenizer.cut:
         print(f"warning: texts longer than the model takes, which were cut: {cut}", file=sys.stderr)

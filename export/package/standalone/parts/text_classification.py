@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 
 from smelt.export.package.standalone.parts.batches import batches
+from smelt.export.package.standalone.parts.classes import class_of, line
 from smelt.export.package.standalone.parts.lines import answer_all
 from smelt.export.package.standalone.parts.numbers import numbers
 from smelt.export.package.standalone.parts.session import open_graph
@@ -44,7 +45,7 @@ class Classifier:
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
             feeds = {name: value for name, value in feeds.items() if name in self.inputs}
             for i, logits in zip(places, numbers(self.graph.run(["logits"], feeds)[0]), strict=True):
-                answers[i] = self.answer(logits.astype(np.float64))
+                answers[i] = class_of(logits, self.labels, self.problem)
         return answers
 
     def encode(self, text: str | tuple[str, str]) -> tuple[list[int], list[int]]:
@@ -68,29 +69,6 @@ class Classifier:
             drop |= set(part[: len(part) - count] if self.said["truncation_side"] == "left" else part[count:])
         kept = [at for at in range(len(owners)) if at not in drop]
         return [found.ids[at] for at in kept], [types[at] for at in kept if types]
-
-    def answer(self, logits: Any) -> tuple[Any, Any]:
-        """Return label and probabilities of one text's logits, float64 [C]."""
-        if self.problem == "regression":
-            return float(logits[0]), {}
-        if self.problem == "multi_label_classification":
-            chances = dict(zip(self.labels, (1 / (1 + np.exp(-logits))).tolist(), strict=True))
-            return tuple(name for name, chance in chances.items() if chance > 0.5), chances
-        odds = np.exp(logits - logits.max())
-        return self.labels[odds.argmax()], dict(zip(self.labels, (odds / odds.sum()).tolist(), strict=True))
-
-
-# No name of a label moves a terminal's cursor or ends a line.
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-
-
-def line(label: Any, chances: dict[str, float]) -> str:
-    """Return an answer as a line: label, tab, probability; a number alone."""
-    if isinstance(label, float):
-        return f"{label:.4f}"
-    names = [label] if isinstance(label, str) else list(label)
-    shown = (name.translate(CONTROLS) for name in names)
-    return "|".join(shown) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)
 
 
 def lines(model: Classifier, texts: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""infer.py is one readable file that imports little and needs no part of smelt."""
+"""infer.py and serve.py are readable files that import little and need no part of smelt."""
 
 import ast
 import subprocess
@@ -11,8 +11,10 @@ from smelt.export.package.standalone.form import USES
 
 MAINS = sorted({part for part, _, _ in USES.values()})
 VARIANTS = [(main, {}) for main in MAINS]
+SERVE = ("serve", {})
 VARIANTS += [("translation", {"tokenizers_reader": "sentencepiece_reader"})]
-ALLOWED = {"numpy", "onnxruntime", "tokenizers", "sentencepiece", *sys.stdlib_module_names}
+READERS = {"tokenizers", "sentencepiece", "PIL"}
+ALLOWED = {"numpy", "onnxruntime", *READERS, *sys.stdlib_module_names}
 
 
 def imported(text):
@@ -24,18 +26,22 @@ def imported(text):
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
-def test_it_is_at_most_175_lines(main, instead):
-    assert len(assemble(main, instead).splitlines()) <= 175
+def test_it_is_at_most_200_lines(main, instead):
+    assert len(assemble(main, instead).splitlines()) <= 200
 
 
 @pytest.mark.parametrize(("main", "instead"), VARIANTS)
 def test_it_imports_the_runtime_numpy_and_one_tokenizer(main, instead):
     tops = {name.split(".")[0] for name in imported(assemble(main, instead))}
     assert tops <= ALLOWED
-    assert len(tops & {"tokenizers", "sentencepiece"}) == 1
+    assert len(tops & READERS) == 1
 
 
-@pytest.mark.parametrize(("main", "instead"), VARIANTS)
+def test_the_service_imports_the_standard_library_alone():
+    assert {name.split(".")[0] for name in imported(assemble(*SERVE))} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize(("main", "instead"), [*VARIANTS, SERVE])
 def test_it_is_formatted_and_nothing_in_it_is_idle_or_missing(main, instead, tmp_path):
     path = tmp_path / "infer.py"
     path.write_text(assemble(main, instead))
@@ -50,8 +56,8 @@ def test_it_is_formatted_and_nothing_in_it_is_idle_or_missing(main, instead, tmp
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_part_goes_into_some_infer_py():
-    texts = [assemble(main, instead) for main, instead in VARIANTS]
+def test_every_part_goes_into_some_file():
+    texts = [assemble(main, instead) for main, instead in [*VARIANTS, SERVE]]
     for path in PARTS.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]

@@ -10,15 +10,18 @@ import sys
 from pathlib import Path
 
 import exported
+import images
 import pytest
 import tiny
 from once import made_once
 from packaged import GENERATIONS, TEXTS, written
+from served import served
 
 import smelt
 from smelt.export.package.standalone.beside import INSTALL, TRIM
 
-KINDS = ("translator", "t5", "gpt2", "classifier", "embedder")
+KINDS = ("translator", "t5", "gpt2", "classifier", "embedder", "vit")
+PILLOW = ("PIL", "pillow.libs", "pillow")  # for images alone
 LINES = [text for text in [*TEXTS[:12], tiny.SENTENCES[0] + "\tdogs"] if "\t" not in text]
 
 
@@ -64,7 +67,7 @@ def site(python):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:-1])
 def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
     folder = written(kind, GENERATIONS["rules"] if kind in ("translator", "t5", "gpt2") else None)
     with smelt.load(exported.artifact(kind)) as model:
@@ -81,15 +84,29 @@ def test_infer_py_answers_as_smelt_does(kind, python, tmp_path):
 
 
 @pytest.mark.peers
+def test_images_are_read_and_served_there(python, tmp_path):
+    images.picture(1).save(tmp_path / "a.png")
+    with smelt.load(exported.artifact("vit")) as model:
+        [expected] = model.classify([tmp_path / "a.png"])
+    done = run(written("vit"), python, "-B", "infer.py", tmp_path / "a.png")
+    assert done.stdout == f"{expected.label}\t{expected.probabilities[expected.label]:.3f}\n", done.stderr
+    command = [str(python), "-B", "serve.py", "--port", "0"]
+    with served(*command[1:], folder=written("vit"), python=command[0]) as service:
+        data = (tmp_path / "a.png").read_bytes()
+        status, _, body = service.ask("POST", "/predict", data, {"Content-Type": "image/png"})
+        assert (status, json.loads(body)["outputs"][0]["label"]) == (200, expected.label)
+
+
+@pytest.mark.peers
 def test_there_is_neither_torch_nor_transformers_and_little_else(python):
     for name in ("torch", "transformers", "smelt", "onnx"):
         done = run(python.parent, python, "-c", f"import {name}")
         assert "ModuleNotFoundError" in done.stderr
-    of_pip = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
+    not_counted = ("pip", "setuptools", "pkg_resources", "_distutils_hack", *PILLOW)
     size = 0
     for path in site(python).rglob("*"):
         inside = path.relative_to(site(python)).parts
-        if path.is_file() and "__pycache__" not in inside and inside[0].split("-")[0] not in of_pip:
+        if path.is_file() and "__pycache__" not in inside and inside[0].split("-")[0] not in not_counted:
             size += path.stat().st_size
     assert size < 145e6  # both tokenizers; docs/deploy.md has the size with one of them
 
@@ -105,6 +122,8 @@ def test_what_the_dockerfile_removes_is_not_missed(python, tmp_path):
     assert not (copy / "numpy" / "tests").exists()
     assert not (copy / "onnxruntime" / "tools").exists()
     assert not list((copy / "onnxruntime" / "capi").glob("libonnxruntime.so*"))
+    for name in PILLOW:
+        shutil.rmtree(copy / name, ignore_errors=True)
     assert sum(path.stat().st_size for path in copy.rglob("*") if path.is_file()) < 105e6  # both tokenizers
     code = f"import sys; sys.path.insert(0, {str(copy)!r}); sys.argv = ['infer.py', 'two dogs'];"
     code += "import runpy; runpy.run_path('infer.py', run_name='__main__')"

@@ -10,6 +10,7 @@ import sys
 
 import exported
 import harness
+import images
 import numpy as np
 import onnx
 import pytest
@@ -22,7 +23,7 @@ from smelt.core.errors import InputError
 from smelt.execute import label_scores
 from smelt.export.package.form import Origin
 from smelt.export.package.standalone.form import Standalone
-from smelt.export.package.standalone.parts import text_classification
+from smelt.export.package.standalone.parts.classes import class_of, line
 from smelt.export.package.write import write_package
 from smelt.runtime.class_predictions import Prediction
 
@@ -33,6 +34,7 @@ CLASSES = {
     "language-modeling": "Writer",
     "text-classification": "Classifier",
     "sentence-similarity": "Embedder",
+    "image-classification": "ImageClassifier",
 }
 LESS = ["--max-new-tokens", 4]
 GENERATING = ("translator", "t5", "bart", "writer", "int8-caches", "gpt2")
@@ -116,6 +118,37 @@ def test_classes_are_those_of_smelt(kind, request):
     assert model([]) == []
 
 
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_images_are_those_of_smelt(family, tmp_path, request):
+    files = [tmp_path / f"{number}.png" for number in range(5)]
+    for number, file in enumerate(files):
+        images.picture(number, size=(20 + number, 30), mode=("RGB", "L", "RGBA")[number % 3]).save(file)
+    with smelt.load(exported.artifact(family)) as model:
+        expected = model.classify(files, batch_size=2)
+    folder = written(family)
+    model = request.getfixturevalue("opened")(folder)
+    found = model(files, batch_size=2)
+    assert [label for label, _ in found] == [one.label for one in expected]
+    for (_, chances), one in zip(found, expected, strict=True):
+        assert chances == pytest.approx(dict(one.probabilities), abs=1e-12)
+    data = files[0].read_bytes()
+    for (label, chances), wanted in zip(model([data, model.pixels(data)]), found[:1] * 2, strict=True):
+        assert (label, chances) == (wanted[0], pytest.approx(wanted[1], abs=1e-6))
+    assert model([]) == []
+
+
+def test_the_command_line_of_images_prints_what_smelt_predict_prints(tmp_path):
+    images.picture(1).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    name, folder = str(tmp_path / "a.png"), written("vit")
+    expected = harness.smelt("predict", exported.artifact("vit"), name, code=0).stdout.splitlines()
+    assert command(folder, name) == (expected, "")
+    assert command(folder, lines=f"{name}\n".encode()) == (expected, "")
+    for wrong in (str(tmp_path / "b.png"), str(tmp_path / "none.png"), str(tmp_path)):
+        found, said = command(folder, name, wrong, code=2)
+        assert (found, "Traceback" in said) == ([], False)
+
+
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
 def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
     folder = tmp_path / "p"
@@ -143,7 +176,7 @@ def test_outputs_that_are_no_numbers_are_an_error(kind, tmp_path):
     ],  # and Persian, with a joiner
 )
 def test_names_of_labels_move_no_cursor(name, shown):
-    assert text_classification.line(name, {name: 0.5}) == f"{shown}\t0.500"
+    assert line(name, {name: 0.5}) == f"{shown}\t0.500"
     assert label_scores.answer(Prediction(name, {name: 0.5})) == f"{shown}\t0.500"
 
 
@@ -164,10 +197,8 @@ def test_vectors_are_those_of_smelt(request):
         ("regression", [2.25, 0, 0], 2.25),
     ],
 )
-def test_answers_of_every_kind_of_classifier(problem, logits, expected, classifier, opened):
-    from_parts = opened(classifier)
-    from_parts.labels, from_parts.problem = ["a", "b", "c"], problem
-    label, chances = from_parts.answer(np.array(logits))
+def test_answers_of_every_kind_of_classifier(problem, logits, expected):
+    label, chances = class_of(np.array(logits, dtype=np.float32), ["a", "b", "c"], problem)
     assert label == expected
     assert type(label) is type(expected)
     if problem == "regression":
@@ -251,7 +282,7 @@ def test_the_package_is_an_artifact_that_smelt_takes(tmp_path):
 def test_who_edits_infer_py_breaks_nothing(tmp_path):
     folder = tmp_path / "p"
     shutil.copytree(written("classifier"), folder)
-    for name in ("infer.py", "requirements.txt", "Dockerfile", "README.md", "infer.json"):
+    for name in ("infer.py", "serve.py", "requirements.txt", "Dockerfile", "README.md", "infer.json"):
         (folder / name).write_text((folder / name).read_text() + "\n")
     harness.smelt("predict", folder, "two dogs", code=0)
 
@@ -263,25 +294,6 @@ def test_what_is_beside_infer_py():
     assert [line.split("==")[0] for line in lines] == ["numpy", "onnxruntime", "sentencepiece"]
     assert all(re.fullmatch(r"[a-z]+==[\d.]+", line) for line in lines)
     assert (written("t5") / "requirements.txt").read_text().splitlines()[3].startswith("tokenizers==")
-
-
-DOCKER = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENTRYPOINT"}
-
-
-def test_the_dockerfile_has_known_instructions_and_a_user_without_rights():
-    text = (written("translator") / "Dockerfile").read_text()
-    found = [line.split(" ", 1) for line in text.splitlines()]
-    assert {word for word, _ in found} == DOCKER
-    assert found[0][0] == "FROM"
-    assert re.fullmatch(r"python:3\.\d+-slim", found[0][1])
-    words = [word for word, _ in found]
-    assert words.index("USER") > max(at for at, word in enumerate(words) if word in ("RUN", "COPY"))
-    (user,) = (rest for word, rest in found if word == "USER")
-    assert any(word == "RUN" and rest.endswith(f" {user}") for word, rest in found)
-    (entry,) = (json.loads(rest) for word, rest in found if word == "ENTRYPOINT")
-    assert entry == ["python", "infer.py"]
-    for rest in (rest for word, rest in found if word == "COPY"):
-        assert all((written("translator") / source).exists() for source in rest.split()[:-1])
 
 
 def test_texts_that_transformers_reads_are_refused(tmp_path):

@@ -1,0 +1,119 @@
+"""What serve.py of a package answers in a second, by its options and the callers at the same time.
+
+    python benchmarks/package_service.py PACKAGE TEST.jsonl.gz
+
+Each request is one text, over a connection that a caller keeps. One service for each set of options runs
+all the time, and they take turns, round by round, so that other work on the machine meets all of them.
+Printed are medians over the rounds; `ratio` is the requests a second over those of the first options with as
+many callers, in the same round, with the smallest and the largest of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import http.client
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+OPTIONS = (
+    "--workers 2 --max-batch 1",
+    "--workers 2 --max-batch 8",
+    "--workers 2 --max-batch 16",
+    "--workers 2 --max-batch 32",
+    "--workers 2 --max-batch 16 --max-wait 0.002",
+    "--workers 1 --threads 2 --max-batch 16",
+)
+
+
+class Running:
+    """A service with some options. cpu: seconds of the processor that it has used."""
+
+    def __init__(self, package: Path, options: str) -> None:
+        command = [sys.executable, "serve.py", "--port", "0", *options.split()]
+        self.process = subprocess.Popen(command, cwd=package, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().rsplit(":", 1)[1])
+        assert self.process.stdout.readline() == "ready\n"
+
+    @property
+    def cpu(self) -> float:
+        """Seconds."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+
+def measure(service: Running, callers: int, texts: list[str]) -> tuple[float, float, float, float]:
+    """Return requests a second, median and 95th percentile of a request in ms, processor ms a request."""
+    left, found = iter(texts), []
+    lock = threading.Lock()
+
+    def caller() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port)
+        while True:
+            with lock:
+                text = next(left, None)
+            if text is None:
+                return
+            body = json.dumps({"inputs": [text]})
+            begin = time.perf_counter()
+            connection.request("POST", "/predict", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            answer.read()
+            found.append(1000 * (time.perf_counter() - begin))
+
+    cpu, begin = service.cpu, time.perf_counter()
+    threads = [threading.Thread(target=caller) for _ in range(callers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall, times = time.perf_counter() - begin, sorted(found)
+    late = times[min(len(times) - 1, int(0.95 * len(times)))]
+    return len(texts) / wall, statistics.median(times), late, 1000 * (service.cpu - cpu) / len(texts)
+
+
+def main() -> None:
+    """Measure all settings and print a table of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("package", type=Path, help="a standalone package")
+    parser.add_argument("test", type=Path)
+    parser.add_argument("--field", default="source", help="of the rows")
+    parser.add_argument("--options", nargs="+", default=list(OPTIONS))
+    parser.add_argument("--callers", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=7)
+    said = parser.parse_args()
+    with gzip.open(said.test, "rt", encoding="utf-8") as stream:
+        texts = [json.loads(line)[said.field] for line in itertools.islice(stream, said.requests)]
+    services = {options: Running(said.package, options) for options in said.options}
+    settings = list(itertools.product(said.callers, said.options))
+    found: dict[tuple[int, str], list[tuple[float, ...]]] = {setting: [] for setting in settings}
+    for number in range(said.rounds + 1):  # the first one warms up
+        for callers, options in settings:
+            values = measure(services[options], callers, texts)
+            if number:
+                found[callers, options].append(values)
+    print(f"{os.cpu_count()} cores, {len(texts)} requests of one text, medians of {said.rounds} rounds")
+    print("callers  requests/s  ratio [least, most]  p50 ms  p95 ms  processor ms  options")
+    for (callers, options), rounds in found.items():
+        rate, middle, late, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
+        ratios = [a[0] / b[0] for a, b in zip(rounds, found[callers, said.options[0]], strict=True)]
+        ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        print(f"{callers:7}  {rate:10.1f}  {ratio:>19}  {middle:6.1f}  {late:6.1f}  {cpu:12.1f}  {options}")
+    for service in services.values():
+        service.process.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The model of infer.py, as a service asks it: inputs and answers are what JSON holds."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+CLASSES = {
+    "language-modeling": "Writer",
+    "text-classification": "Classifier",
+    "sentence-similarity": "Embedder",
+    "image-classification": "ImageClassifier",
+}
+IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"
+# a white image of one pixel, with which a model of images is called first
+WHITE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
+
+
+class PackagedModel:
+    """Opens the class that infer.py has for the task and calls it once, since the first call is the slowest.
+
+    A service of another runtime has an infer.py of its own, with this class and `__call__` alone.
+    """
+
+    def __init__(self, folder: Path, task: str, threads: int) -> None:
+        self.task = task
+        spec = importlib.util.spec_from_file_location("infer", folder / "infer.py")
+        if spec is None or spec.loader is None:
+            raise FileNotFoundError(f"{folder}: no infer.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["infer"] = module
+        spec.loader.exec_module(module)
+        self.model = getattr(module, CLASSES.get(self.task, "Translator"))(folder, threads=threads)
+        self.answer([self.read(WHITE if self.task == IMAGES else "Warm up.")])
+
+    def read(self, value: Any) -> Any:
+        """Return what the model is called with, of one of the `inputs` that were sent.
+
+        Raises:
+            ValueError: it is none; the message says what is expected.
+        """
+        if self.task == IMAGES:
+            if not isinstance(value, str):
+                raise ValueError(f"expected an image file in base64, read {shown(value)}")
+            try:
+                return self.image(base64.b64decode(value, validate=True))
+            except binascii.Error as error:
+                raise ValueError(f"expected an image file in base64: {error}") from None
+        pair = isinstance(value, list) and len(value) == 2 and self.task == PAIRS
+        texts = value if pair else [value]
+        if not all(isinstance(text, str) for text in texts):
+            pairs = " or a list of two" if self.task == PAIRS else ""
+            raise ValueError(f"expected a text{pairs}, read {shown(value)}")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text with half of a surrogate pair (\\ud800 to \\udfff)") from None
+        return tuple(texts) if pair else value
+
+    def image(self, data: bytes) -> Any:
+        """Return what the model is called with, of the bytes of an image file; a ValueError as in `read`."""
+        return self.model.pixels(data)
+
+    def answer(self, inputs: list[Any]) -> list[Any]:
+        """Return an answer, as JSON has it, for each of what `read` gave."""
+        found = self.model(inputs, batch_size=len(inputs))
+        if self.task == VECTORS:
+            return [[round(x, 7) for x in vector.tolist()] for vector in found]
+        if self.task in (IMAGES, PAIRS):
+            return [{"label": label, "probabilities": chances} for label, chances in found]
+        return list(found)
+
+    @property
+    def cut(self) -> int:
+        """How many texts were longer than the model takes."""
+        return int(getattr(self.model, "cut", getattr(getattr(self.model, "tokenizer", None), "cut", 0)))
+
+
+def shown(value: Any) -> str:
+    """Return `value`, in short, as JSON has it."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

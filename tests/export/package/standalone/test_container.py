@@ -1,0 +1,129 @@
+"""What the Dockerfile of a package says, done without Docker: its service answers as smelt does."""
+
+import base64
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import exported
+import images
+import pytest
+import tiny
+from packaged import TEXTS, written
+from served import container, read_dockerfile
+
+import smelt
+
+TEXT = {"Content-Type": "application/json"}
+LABELLED = [*tiny.SENTENCES, "\u732b \U0001f680", ("a man", "two dogs run")]
+
+
+def files(folder):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def smelt_says(kind, call):
+    with smelt.load(exported.artifact(kind), threads=1) as model:
+        return call(model)
+
+
+def test_it_is_a_service_of_a_user_without_rights_that_listens_on_all_addresses():
+    package = written("translator")
+    said = read_dockerfile(package / "Dockerfile")
+    assert re.fullmatch(r"python:3\.\d+-slim", said.base)
+    assert said.ports == [int(said.environment["PORT"])] == [8000]
+    assert said.environment["HOST"] == "0.0.0.0"
+    assert said.start == ["python", "serve.py"]
+    assert said.check[:2] == said.start
+    assert int(said.user) > 0  # a number: Kubernetes has to see that it is not root
+    assert any(f"--uid {said.user} " in command for command in said.commands)
+    assert said.order.index("USER") > max(at for at, word in enumerate(said.order) if word in ("RUN", "COPY"))
+    assert all((package / source).exists() for *sources, _ in said.copies for source in sources)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    with container(written("translator"), tmp_path_factory.mktemp("c"), WORKERS="2") as found:
+        yield found
+
+
+def test_many_callers_at_once_get_what_smelt_says(translator):
+    service, _, folder = translator
+    before = files(folder)
+    expected = smelt_says("translator", lambda m: [m.generate([t], max_new_tokens=4) for t in TEXTS])
+    with ThreadPoolExecutor(8) as callers:
+        found = list(callers.map(service.predict, TEXTS * 4))
+    assert found == [(200, answer) for answer in expected * 4]
+    assert service.measured("smelt_inputs_total") == 4 * len(TEXTS)
+    assert service.measured("smelt_inputs_cut_total") == 4
+    assert files(folder) == before  # it runs where nothing may be written
+
+
+def test_its_health_check_is_that_of_the_dockerfile(translator):
+    service, said, folder = translator
+    for port, code in ((service.port, 0), (1, 1)):
+        environment = {**said.environment, "PORT": str(port), "PATH": os.environ["PATH"]}
+        done = subprocess.run([sys.executable, *said.check[1:]], cwd=folder, env=environment, check=False)
+        assert done.returncode == code
+
+
+def test_the_command_that_its_readme_has_works(translator):
+    service, _, _ = translator
+    [line] = re.findall(r"^curl .*", (written("translator") / "README.md").read_text(), flags=re.M)
+    done = subprocess.run(
+        ["sh", "-c", line.replace(":8000", f":{service.port}")], capture_output=True, text=True, check=False
+    )
+    if done.returncode in (2, 127):
+        pytest.skip("no curl, or one older than --json")
+    assert list(json.loads(done.stdout)) == ["outputs"]
+
+
+def test_classes_of_texts_and_pairs(tmp_path):
+    expected = smelt_says("classifier", lambda m: m.predict(LABELLED))
+    with container(written("classifier"), tmp_path) as (service, _, _):
+        status, found = service.predict(*LABELLED)
+        assert status == 200
+        assert [one["label"] for one in found] == [one.label for one in expected]
+        for one, other in zip(found, expected, strict=True):
+            assert one["probabilities"] == pytest.approx(dict(other.probabilities), abs=1e-6)
+        assert [service.predict([["a"] * n])[0] for n in (1, 3)] == [422, 422]
+
+
+def test_vectors_and_texts_that_go_on(tmp_path):
+    vectors = smelt_says("embedder", lambda m: m.embed(TEXTS[:3]))
+    with container(written("embedder"), tmp_path / "e") as (service, _, _):
+        assert service.predict(*TEXTS[:3])[1] == [pytest.approx(v.tolist(), abs=1e-6) for v in vectors]
+    texts = smelt_says("writer", lambda m: m.generate(TEXTS[:3], max_new_tokens=4))
+    with container(written("writer"), tmp_path / "w") as (service, _, _):
+        assert service.predict(*TEXTS[:3]) == (200, texts)
+
+
+def picture(number, format, **more):
+    stream = io.BytesIO()
+    images.picture(number, **more).save(stream, format)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_images_as_bodies_and_in_base64(family, tmp_path):
+    sent = [picture(0, "PNG"), picture(1, "JPEG", size=(40, 20)), picture(2, "WEBP", mode="RGBA")]
+    for number, data in enumerate(sent):
+        (tmp_path / f"{number}.png").write_bytes(data)
+    expected = smelt_says(family, lambda m: m.classify([tmp_path / f"{n}.png" for n in range(3)]))
+    with container(written(family), tmp_path / "root") as (service, _, _):
+        coded = [base64.b64encode(data).decode() for data in sent]
+        status, found = service.predict(*coded)
+        bodies = [service.ask("POST", "/predict", data, {"Content-Type": "image/png"}) for data in sent]
+        assert [status, *(one[0] for one in bodies)] == [200] * 4
+        alone = [json.loads(body)["outputs"][0] for _, _, body in bodies]
+        for one, other, wanted in zip(found, alone, expected, strict=True):
+            assert one["label"] == other["label"] == wanted.label
+            assert one["probabilities"] == pytest.approx(dict(wanted.probabilities), abs=1e-6)
+        for wrong in ("no base64!", base64.b64encode(b"no image").decode(), coded[0][:40], 3):
+            assert service.predict(coded[0], wrong)[0] == 422
+        assert service.ask("POST", "/predict", sent[1][:-30], {"Content-Type": "image/jpeg"})[0] == 422
+        assert service.ask("POST", "/predict", b"a", {"Content-Type": "text/plain"})[0] == 415

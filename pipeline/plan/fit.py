@@ -34,24 +34,29 @@ if TYPE_CHECKING:
 
 
 def check_fit(
-    steps: Sequence[Step], places: dict[str, Where], folder: Path | None, mistakes: Mistakes
+    steps: Sequence[Step], places: dict[str, Where], recipe: Recipe, folder: Path | None, mistakes: Mistakes
 ) -> None:
-    """Follow the config of the model in `folder` down the tree of `steps`, and note what does not fit.
+    """Follow the config of the model down the tree of `steps`, and note what does not fit.
 
     Args:
         steps: parents first.
         places: where the settings of each step stand in the recipe.
-        folder: None where the model is still to be fetched or made.
+        recipe: which may start from a config without weights.
+        folder: of the model; None where it is still to be fetched or made.
         mistakes: gets what is wrong.
     """
-    if folder is None:
+    if isinstance(recipe.model, Untrained):
+        config, problems = read_outline(config_file(recipe.model, recipe.base))
+    elif folder is not None:
+        config, problems = read_config(folder)
+    else:
         return
-    config, problems = read_config(folder)
     if problems:
         return
-    coded = coded_model(folder, config)
-    for name, message in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
-        mistakes.add(places[name], message)
+    if folder is not None:
+        coded = coded_model(folder, config)
+        for name, message in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
+            mistakes.add(places[name], message)
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:
         before = configs.get(step.parent)

@@ -26,6 +26,7 @@ FAMILY = Family(
     head=("classifier.1",),
     reads="images",
     normed=("convolution", "normalization"),
+    chain="layer",  # of a basic or a bottleneck block; the shortcut lies beside it
     positions=Positions(None),
     refuses=refuses,
 )

@@ -89,5 +89,14 @@ def steps_of(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d
     raise ValueError(f"no kind of convolution '{kind[:40]}' with {len(ranks)} ranks")
 
 
+def resized(old: nn.Conv2d, into: int, out: int) -> nn.Conv2d:
+    """Return an empty convolution like `old`, of one group, with other channels in and out."""
+    where: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
+    shape: dict[str, Any] = {"stride": old.stride, "padding": old.padding, "dilation": old.dilation}
+    size: Any = old.kernel_size
+    bias = old.bias is not None
+    return nn.Conv2d(into, out, size, bias=bias, padding_mode=old.padding_mode, **shape, **where)
+
+
 def _taps(conv: nn.Conv2d) -> int:
     return conv.kernel_size[0] * conv.kernel_size[1]

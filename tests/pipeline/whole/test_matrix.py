@@ -78,6 +78,7 @@ STAGES = {
         "prune: {what: [heads, ffn], keep: 0.5, scope: global, importance: fisher, round_to: 4, rows: 4}"
     ],
     "prune-width": ["prune: {what: [width], keep: 0.75, rows: 4}"],
+    "prune-channels": ["prune: {what: [channels], keep: 0.5, round_to: 4, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
@@ -115,6 +116,7 @@ STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-parts"] = [*STAGES["depth-parts"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-narrow"] = [*STAGES["prune-width"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-channels"] = [*STAGES["prune-channels"], *STAGES["finetune"], *STAGES["prune-channels"]]
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
@@ -148,7 +150,7 @@ FAST |= {
     ("gpt2", "mixed"),
     ("bart", "chain-divided"),
 }
-FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
+FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "chain-channels")}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 OF_IMAGES = {
@@ -169,9 +171,11 @@ OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"prune-width", "chain-narrow"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
-THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
+# what else it cannot do, tests/.../test_images.py says
+OF_CONVOLUTIONS = {"prune-channels", "chain-channels"}
+THESE = {"vit": OF_IMAGES, "resnet": OF_CONVOLUTIONS | {"finetune"}}
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
-POSSIBLE = [(m, s) for m, s in POSSIBLE if s in THESE.get(m, STAGES)]
+POSSIBLE = [(m, s) for m, s in POSSIBLE if s in THESE.get(m, STAGES.keys() - OF_CONVOLUTIONS)]
 # an embedder's vectors are its hidden states
 NARROW = {"prune-width", "chain-narrow"}
 POSSIBLE = [(m, s) for m, s in POSSIBLE if not (m.endswith("-embedder") and s in NARROW)]

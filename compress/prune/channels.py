@@ -29,7 +29,7 @@ from smelt.core.errors import InputError
 from smelt.core.stage import Context
 from smelt.families.registry import family_of
 from smelt.runtime.images.processor import USUAL_SIDE, read_processor
-from smelt.runtime.layers.low_rank_conv import LowRankConv, resized
+from smelt.runtime.layers.low_rank_conv import LowRankConv, ends_of, resized
 from smelt.runtime.models.structure import Edit, replace_layer
 
 
@@ -47,7 +47,7 @@ class ChannelGroup:
 
     def count(self, model: nn.Module) -> int:
         """Return the number of channels."""
-        return _give(model, self.first)[1].out_channels
+        return _convolution(model, ends_of(model, self.first)[1]).out_channels
 
 
 def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
@@ -97,7 +97,8 @@ def find_channels(model: Any) -> list[ChannelGroup]:
 
 def cut_channels(model: Any, edits: list[Edit], group: ChannelGroup, stay: Tensor) -> None:
     """Keep the channels `stay` (int64, rising) of `group`: of both convolutions and of the norm."""
-    for path, old, dim in ((*_give(model, group.first), 0), (*_read(model, group.second), 1)):
+    for path, dim in ((ends_of(model, group.first)[1], 0), (ends_of(model, group.second)[0], 1)):
+        old = _convolution(model, path)
         weight = old.weight.detach().index_select(dim, stay)
         new = resized(old, weight.shape[1], weight.shape[0])
         new.weight = nn.Parameter(weight)
@@ -221,19 +222,6 @@ def _not_as_asked(
 
 def _gated(gate: Tensor) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     return lambda module, inputs, output: output * gate[:, None, None]
-
-
-def _give(model: nn.Module, name: str) -> tuple[str, nn.Conv2d]:
-    """Return the convolution whose outputs are those of `name`, with its name: the last of thinner ones."""
-    module = model.get_submodule(name)
-    path = f"{name}.steps.{len(module.steps) - 1}" if isinstance(module, LowRankConv) else name
-    return path, _convolution(model, path)
-
-
-def _read(model: nn.Module, name: str) -> tuple[str, nn.Conv2d]:
-    """Return the convolution whose inputs are those of `name`, with its name: the first of thinner ones."""
-    path = f"{name}.steps.0" if isinstance(model.get_submodule(name), LowRankConv) else name
-    return path, _convolution(model, path)
 
 
 def _convolution(model: nn.Module, path: str) -> nn.Conv2d:

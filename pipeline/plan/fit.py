@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import nearest
+from smelt.families.registry import CODED_CONVOLUTIONS, blockless
 from smelt.look.coded_model import coded_model
 from smelt.look.model_folder import read_config
 from smelt.plan.order.coded import coded_mistakes, codes_lacking
@@ -45,18 +46,15 @@ def check_fit(
         folder: of the model; None where it is still to be fetched or made.
         mistakes: gets what is wrong.
     """
-    if isinstance(recipe.model, Untrained):
-        config, problems = read_outline(config_file(recipe.model, recipe.base))
-    elif folder is not None:
-        config, problems = read_config(folder)
-    else:
-        return
-    if problems:
+    config = _config_of(recipe, folder)
+    if config is None:
         return
     if folder is not None:
         coded = coded_model(folder, config)
         for name, message in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
             mistakes.add(places[name], message)
+        if coded is not None and blockless(config) is not None:
+            config = {**config, CODED_CONVOLUTIONS: True}
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:
         before = configs.get(step.parent)
@@ -75,6 +73,17 @@ def check_fit(
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
+
+
+def _config_of(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
+    """Return the config that a recipe starts from; None where it cannot be read, or is not there yet."""
+    if isinstance(recipe.model, Untrained):
+        config, problems = read_outline(config_file(recipe.model, recipe.base))
+    elif folder is not None:
+        config, problems = read_config(folder)
+    else:
+        return None
+    return None if problems else config
 
 
 def check_windows(recipe: Recipe, folder: Path | None, mistakes: Mistakes) -> None:

@@ -35,10 +35,15 @@ class LowRankConv(nn.Module):
         return x
 
 
-def last_of(module: nn.Module) -> Any:
-    """Return the convolution whose outputs are those of `module`; None where it is no convolution."""
-    found = module.steps[-1] if isinstance(module, LowRankConv) else module
-    return found if isinstance(found, nn.Conv2d) else None
+def ends_of(model: nn.Module, name: str) -> tuple[str, str]:
+    """Return the names of what reads the inputs and gives the outputs of the convolution `name`.
+
+    They are its own, or those of the first and the last of the thinner ones that stand for it.
+    """
+    module = model.get_submodule(name)
+    if not isinstance(module, LowRankConv):
+        return name, name
+    return f"{name}.steps.0", f"{name}.steps.{len(module.steps) - 1}"
 
 
 def steps_of(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d]:

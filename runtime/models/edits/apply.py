@@ -12,6 +12,9 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "scale", "module": m}                                         a Linear gets factors before it
     {"op": "conv", "module": m, "in_channels": s, "out_channels": t}     Conv2d -> one of these sizes
     {"op": "batch_norm", "module": m, "num_features": c}                 BatchNorm2d -> one of this size
+    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias, its norm n goes
+    {"op": "round", "module": m, "signed": s}                            states are rounded before m
+    {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
     {"op": "binary_inputs", "module": m, "signed": s}                    a quantized Linear is fed two values
     {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
@@ -40,6 +43,7 @@ from smelt.runtime.layers.low_rank_conv import LowRankConv, resized, steps_of
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.layers.split import split_of
+from smelt.runtime.models.edits.fold_norms import make_room
 from smelt.runtime.models.edits.narrow import narrow
 from smelt.runtime.models.edits.skip import skip
 from smelt.runtime.models.edits.tie import tie
@@ -127,6 +131,29 @@ def _batch_norm(model: nn.Module, edit: Edit) -> None:
     size = _fewer(edit["num_features"], old.num_features)
     new = nn.BatchNorm2d(size, old.eps, old.momentum, device=old.weight.device, dtype=old.weight.dtype)
     replace_module(model, edit["module"], new)
+
+
+def _fold(model: nn.Module, edit: Edit) -> None:
+    make_room(model, edit["module"], edit["norm"])
+
+
+def _round(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized_conv import Rounded
+
+    if not isinstance(edit["signed"], bool):
+        raise TypeError(f"signed {edit['signed']!r}")
+    device = next((parameter.device for parameter in model.parameters()), None)
+    new = Rounded(model.get_submodule(edit["module"]), edit["signed"], device)
+    replace_module(model, edit["module"], new)
+
+
+def _unsigned(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
+
+    layer = model.get_submodule(edit["module"])
+    if not isinstance(layer, QuantizedConv2d):
+        raise TypeError("it is not a quantized Conv2d")
+    layer.signed = False
 
 
 def _fewer(asked: object, there: int) -> int:
@@ -234,6 +261,9 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "low_rank_conv": _low_rank_conv,
     "conv": _conv,
     "batch_norm": _batch_norm,
+    "fold": _fold,
+    "round": _round,
+    "unsigned": _unsigned,
     "low_rank_table": _low_rank_table,
     "tie": _tie,
     "quantize": _quantize,

@@ -149,6 +149,7 @@ TECHNIQUES: dict[str, Technique] = {
     "shortlist": Technique("shortlist", {"per_token": 3, "frequent": 6}),
     "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
     "int8-static": Technique("quantize", {"smooth": 0.5, **STATIC}, True),
+    "int8-plain": Technique("quantize", STATIC, True),
     "int8-groupwise": Technique(
         "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
     ),

@@ -38,6 +38,7 @@ EDITS = st.fixed_dictionaries(
         "group": NUMBERS,
         "bits": NUMBERS,
         "signed": NUMBERS,
+        "norm": MODULES,
         "attribute": st.sampled_from(
             ["num_heads", "all_head_size", "__class__", "forward", "training", None, 3]
         ),
@@ -86,9 +87,13 @@ def test_ranks_of_a_convolution_that_would_take_all_memory_are_refused():
         {"op": "conv", "module": "c", "in_channels": 4, "out_channels": 0},
         {"op": "batch_norm", "module": "deep.b", "num_features": 10**12},
         {"op": "batch_norm", "module": "c", "num_features": 4},
+        {"op": "fold", "module": "a", "norm": "deep.b"},
+        {"op": "fold", "module": "c", "norm": "c"},
+        {"op": "round", "module": "c", "signed": True},
+        {"op": "unsigned", "module": "c"},
     ],
 )
-def test_channels_that_a_convolution_or_norm_does_not_have_are_refused(edit):
+def test_what_a_convolution_or_norm_does_not_have_is_refused(edit):
     with pytest.raises(InputError, match=r"does not fit the model"):
         apply_edits(_model(), [edit])
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smelt.compress.quantize.observed import Seen
 
 _FEW_TOKENS = 32  # fewer tell of no layer
-_ENOUGH_IMAGES = 32  # each has many patches, or places
+_FEW_IMAGES, _ENOUGH_IMAGES = 4, 32  # each has many patches, or places
 _DAMAGE = "the damage of each layer was"
 _WEIGHED = "what pairs beside codes are nearest in was"
 # by what is measured: what it tells apart
@@ -221,7 +221,7 @@ def coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[
 
 def _warn_of_few(rows: CalibrationRows, what: str, which: str, ctx: Context) -> None:
     """Warn where `what` is measured on next to nothing; `which` settings ask for more."""
-    if rows.tokens < _FEW_TOKENS:
+    if rows.tokens < (_FEW_IMAGES if "pixel_values" in rows.batches[0] else _FEW_TOKENS):
         ctx.warnings.append(
             f"quantize: {what} measured on {count(rows.tokens, 'token')} of {rows.origin}, which tells"
             f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}"

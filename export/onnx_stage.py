@@ -16,8 +16,10 @@ from smelt.export.stage.fit import kind_of, opset_of, precision_in_file, require
 from smelt.export.stage.settings import OnnxSettings
 from smelt.export.stage.write import checked, tell_of_tensorrt, write_all
 from smelt.export.tensorrt.provider_settings import ProviderSettings
+from smelt.families.registry import CODED_CONVOLUTIONS
 from smelt.runtime.backends.ort_tensorrt.provider import PROVIDERS
 from smelt.runtime.images.batch import ImageBatch
+from smelt.runtime.schemes.scheme import REFUSED_CONVOLUTIONS
 
 if TYPE_CHECKING:
     from smelt.runtime.batch import Batch
@@ -78,7 +80,10 @@ class Onnx:
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         lack = refused_model(config) if settings.kv_cache == "int8" else None
-        return [] if lack is None else [("kv_cache", lack)], config
+        found = [] if lack is None else [("kv_cache", lack)]
+        if CODED_CONVOLUTIONS in config and (why := REFUSED_CONVOLUTIONS.get(settings.graphs_of)):
+            found.append(("target", f"{why}. Branch off before the quantize step with `from: NAME`."))
+        return found, config
 
     def __call__(self, src: Artifact, settings: OnnxSettings, ctx: Context) -> None:
         """Export `src` into `ctx.out`."""

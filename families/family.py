@@ -224,6 +224,9 @@ class Family:
     renamed: pairs of a pattern and what takes its place, tried in order, for the names of tensors in older
     checkpoints.
     normed: what a convolution and the batch norm that alone reads it are called, wherever a module has both.
+    chain: what a row of such pairs is called, of which each reads what the one before it alone gives; what
+    its last one gives is added to what came in. beside: what stands beside a chain, in the same module: it
+    gives what is added, by such a pair or untouched.
     stacks: from a config. embedding: how the name of its word embedding may end, [vocabulary, width]; width:
     the config's word for that width.
     embedding_scale, output_scale: from a config, what the rows of the word embedding are multiplied with, and
@@ -261,6 +264,8 @@ class Family:
     reads: Literal["texts", "images"] = "texts"
     renamed: tuple[tuple[str, str], ...] = ()
     normed: tuple[str, str] | None = None
+    chain: str | None = None
+    beside: str = ""
     logits_bias: str | None = None
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
     output_scale: Callable[[Config], float] = lambda config: 1.0

@@ -45,6 +45,10 @@ BY_TASK: dict[Task, tuple[str, ...]] = {
 }
 
 
+# What a plan notes in the config of a model whose convolutions are codes by then.
+CODED_CONVOLUTIONS = "smelt_coded_convolutions"
+
+
 def find_family(config: Config) -> Family | None:
     """Return the family of a Hugging Face config, None where smelt does not know it."""
     return FAMILIES.get(str(config.get("model_type")))

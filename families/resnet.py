@@ -26,6 +26,8 @@ FAMILY = Family(
     head=("classifier.1",),
     reads="images",
     normed=("convolution", "normalization"),
+    chain="layer",  # of a basic or a bottleneck block
+    beside="shortcut",
     positions=Positions(None),
     refuses=refuses,
 )

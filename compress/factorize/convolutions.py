@@ -23,11 +23,10 @@ from smelt.compress.factorize.settings import DEFAULT_ENERGY, VBMF, FactorizeSet
 from smelt.compress.float_model import stored_parameters
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.images.processor import ImageProcessor
+from smelt.runtime.images.processor import USUAL_SIDE, ImageProcessor
 from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
 from smelt.runtime.models.structure import names_of, replace_layer
 
-_USUAL_SIDE = 224  # where the processor leaves images as large as they are
 _COLOURS = 3
 
 Ranks = tuple[int, ...]
@@ -59,7 +58,7 @@ def factorize_convolutions(
         raise InputError(
             f"factorize: include {settings.include}, exclude {settings.exclude} choose no convolution."
         )
-    size = processor.shape or (_USUAL_SIDE, _USUAL_SIDE)
+    size = processor.shape or (USUAL_SIDE, USUAL_SIDE)
     ctx.facts["operations_before"] = operations_of(model, size)
     ctx.facts["parameters_before"] = stored_parameters(model)
     ranks: dict[str, list[int]] = {}

@@ -24,14 +24,20 @@ def check_units(what: Sequence[str], config: Mapping[str, Any]) -> list[tuple[st
     """Compare the kinds of units that `prune` takes away with those that a model can lose.
 
     Args:
-        what: heads, ffn, width.
+        what: heads, ffn, width, channels.
         config: the Hugging Face config of the model that the step gets, as a dict.
 
     Returns:
         (setting, what is wrong with it) for each mistake.
     """
+    family = find_family(config)
+    if "channels" in what:
+        if family is None or family.chain is not None:
+            return []
+        kind = article(family.name)
+        return [("what", f"{kind} model has no chains of convolutions. Say what: [heads, ffn].")]
     if (lack := blockless(config)) is not None:
-        return [("", f"{lack}, which it cuts in. Its convolutions become smaller with factorize.")]
+        return [("what", f"{lack}. Of its convolutions channels can go: say what: [channels].")]
     if "width" in what:
         return []
     reason = _fixed_heads(config)

@@ -66,11 +66,11 @@ class PruneSettings(Settings):
     The number that stays is the nearest whole one; a half counts up.
     """
 
-    what: list[Literal["heads", "ffn", "width"]] = Field(
+    what: list[Literal["heads", "ffn", "width", "channels"]] = Field(
         default=["ffn"],
         min_length=1,
         description="attention heads, feed-forward neurons (both, unless given, with a budget or keep_heads);"
-        " or width alone, channels of the hidden states",
+        " or width alone, channels of the hidden states; or channels alone, those between convolutions",
     )
     keep: float = Field(default=0.75, gt=0, le=1, description="fraction of units that stays")
     keep_heads: float | None = Field(default=None, gt=0, le=1, description="instead of keep, for heads")
@@ -89,7 +89,7 @@ class PruneSettings(Settings):
         default="taylor",
         description="taylor and fisher look at the loss on rows (slope; mean squared slope), magnitude at the"
         " weights alone; random: drawn by the seed, a control. With a budget fisher, unless given. Of width"
-        " activation, unless given: how large norms make a channel",
+        " activation, unless given: how large norms make a channel. Of channels not activation",
     )
     rows: int = Field(
         default=256,
@@ -99,7 +99,8 @@ class PruneSettings(Settings):
     batch_size: int = Field(default=16, ge=1, description="rows per batch that taylor looks at")
     compensate: bool = Field(
         default=True,
-        description="refit what reads the units that stay, by least squares on rows; needs rows",
+        description="refit what reads the units that stay, by least squares on rows; needs rows; not of"
+        " channels",
     )
     round_to: int = Field(default=8, ge=1, description="neurons or channels that stay are a multiple of this")
     dtype: StoredDtype = "keep"
@@ -129,13 +130,27 @@ class PruneSettings(Settings):
     def _width_alone(self) -> Self:
         if "width" not in self.what:
             if self.importance == "activation":
-                raise ValueError("importance: activation is of the width; take taylor, fisher or magnitude")
+                raise ValueError(
+                    "importance: activation is of the width; take taylor, fisher, magnitude or random"
+                )
             return self
         if len(set(self.what)) > 1:
             raise ValueError("the width is pruned in a step of its own, before or behind heads and ffn")
         if self.budget is not None or self.scope == "global":
             word = "a budget" if self.budget is not None else "scope: global"
             raise ValueError(f"{word} chooses among heads and neurons; of the width say keep")
+        return self
+
+    @model_validator(mode="after")
+    def _channels_alone(self) -> Self:
+        if "channels" not in self.what:
+            return self
+        if len(set(self.what)) > 1:
+            raise ValueError("channels of convolutions are pruned in a step of their own")
+        if self.budget is not None:
+            raise ValueError("a budget chooses among heads and neurons; of channels say keep and scope")
+        if self.compensate and "compensate" in self.model_fields_set:
+            raise ValueError("compensate refits linear layers, and channels are of convolutions; remove it")
         return self
 
     @model_validator(mode="after")

@@ -34,12 +34,14 @@ class Prune:
     Importance is the first-order change of the loss on calibration rows. Quality falls at once;
     follow with distill (or finetune) to recover it. Neurons are cheaper to lose than heads. With a budget
     (parameters, operations, measured latency) heads and neurons of all layers compete, each by its
-    importance for what it costs. `what: [width]` takes channels of the hidden states instead. Behind
+    importance for what it costs. `what: [width]` takes channels of the hidden states instead, and
+    `what: [channels]` those between the convolutions of a ResNet's blocks, with their batch norms. Behind
     `quantize` codes and scales of what is left stay.
 
         - prune: {what: [ffn], keep: 0.5, importance: taylor}
         - prune: {budget: {latency: 0.6, length: 32}}
         - prune: {what: [width], keep: 0.75}
+        - prune: {what: [channels], keep: 0.5}
         - distill: {epochs: 1}
     """
 
@@ -51,7 +53,8 @@ class Prune:
         "heads: Michel et al. 2019, arXiv:1905.10650; neurons: DynaBERT, Hou et al. 2020, arXiv:2004.04037,"
         " run_glue.py; fisher: Kwon et al. 2022, arXiv:2204.09656; global: Molchanov et al. 2017,"
         " arXiv:1611.06440; budgets of latency: HALP, Shen et al. 2021, arXiv:2110.10811, ZipLM, Kurtic et"
-        " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
+        " al. 2023, arXiv:2302.04089; width: Minitron, Muralidharan et al. 2024, arXiv:2407.14679; channels:"
+        " Li et al. 2017, arXiv:1608.08710, Molchanov et al. 2019, arXiv:1906.10771"
     )
     version: ClassVar[int] = 5
     cuts_units: ClassVar[bool] = True
@@ -73,6 +76,9 @@ class Prune:
     @classmethod
     def unfit_for_codes(cls, settings: PruneSettings, codes: CodesBefore) -> str | None:
         """Return why no unit can be taken from a quantized model, and what to do; None where it can."""
+        if "channels" in settings.what:
+            chain = "`- prune: {what: [channels]}`, `- quantize: {scheme: int8-static}`"
+            return f"channels go from convolutions of floats. Put it before the codes: {chain}."
         return codes.units_held(cls.name)
 
     @classmethod
@@ -82,6 +88,8 @@ class Prune:
         Compensation takes the rows that there are; without these two it is left out where there are none,
         unless it was asked for by name.
         """
+        if "channels" in settings.what and settings.importance not in ROWS:
+            return frozenset()
         asked = settings.compensate and "compensate" in settings.model_fields_set
         needs_none = settings.importance not in ROWS and not asked
         if needs_none and not (settings.compensate and {"calibration", "train"} & set(given)):
@@ -110,12 +118,15 @@ class Prune:
 
     def __call__(self, src: Artifact, settings: PruneSettings, ctx: Context) -> None:
         """Score the units of `src`, cut, and write the smaller model to `ctx.out`."""
+        from smelt.compress.prune.channels import prune_channels
         from smelt.compress.prune.width.narrower import prune_width
         from smelt.compress.train.state import threads
 
         with threads(ctx.threads):
             if "width" in settings.what:
                 prune_width(src, settings, ctx)
+            elif "channels" in settings.what:
+                prune_channels(src, settings, ctx)
             else:
                 self._prune(src, settings, ctx)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from smelt.compress.quantize.training.straight_through import straight_through
 from smelt.core.errors import InputError
 from smelt.runtime.layers.adapted import AdaptedLinear
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.layers.quantized import (
-    Matrix,
+    Quantized,
     QuantizedEmbedding,
-    QuantizedLinear,
     empty_quantized,
     is_quantized,
     matrix_bytes,
@@ -99,8 +99,8 @@ def require_finite(weight: Tensor) -> None:
 
 def quantize_module(
     module: nn.Module, scheme: str, options: Options | None = None, coder: Coder = round_to_nearest
-) -> QuantizedLinear | QuantizedEmbedding:
-    """Return the quantized counterpart of a Linear or an Embedding, codes and scales decided.
+) -> Quantized:
+    """Return the quantized counterpart of a Linear, a Conv2d or an Embedding, codes and scales decided.
 
     Args:
         module: with float weights.
@@ -115,8 +115,8 @@ def quantize_module(
     weight = module.weight
     assert isinstance(weight, Tensor)
     require_finite(weight)
-    fill_(new.matrix, weight, coder)
-    if isinstance(new, QuantizedLinear) and new.bias is not None:
+    fill_(new.matrix, weight.flatten(1), coder)
+    if not isinstance(new, QuantizedEmbedding) and new.bias is not None:
         assert isinstance(module.bias, Tensor)
         new.bias.data = module.bias.detach().clone()
     return new.train(module.training)

@@ -21,8 +21,10 @@ from smelt.runtime.schemes.scheme import Codes
 
 if TYPE_CHECKING:
     from smelt.compress.quantize.low_rank import Joint
+    from smelt.compress.quantize.observed import Seen
 
 _FEW_TOKENS = 32  # fewer tell of no layer
+_FEW_IMAGES, _ENOUGH_IMAGES = 4, 32  # each has many patches, or places
 _DAMAGE = "the damage of each layer was"
 _WEIGHED = "what pairs beside codes are nearest in was"
 # by what is measured: what it tells apart
@@ -34,7 +36,8 @@ class Decided:
     """The layers to quantize, and what was decided of them, by `Planned.weight`.
 
     ranges: of their activations. codes: that are not nearest. pairs: with the codes that they stand beside.
-    edits: of what the model got for its codes.
+    edits: of what the model got for its codes. between: by the name of a module, what states it reads, which
+    are rounded before it.
     """
 
     layers: list[Planned]
@@ -42,6 +45,7 @@ class Decided:
     codes: dict[int, Codes] = field(default_factory=dict)
     pairs: dict[int, Joint] = field(default_factory=dict)
     edits: list[dict[str, Any]] = field(default_factory=list)
+    between: dict[str, Seen] = field(default_factory=dict)
 
 
 def decide(
@@ -98,7 +102,8 @@ def _fold(
     """Move scales of channels between what feeds the layers and their columns."""
     from smelt.compress.quantize.observed import ENOUGH_TOKENS
 
-    if (settings.observes or settings.smooth is not None) and rows.tokens < ENOUGH_TOKENS:
+    enough = _ENOUGH_IMAGES if "pixel_values" in rows.batches[0] else ENOUGH_TOKENS
+    if (settings.observes or settings.smooth is not None) and rows.tokens < enough:
         ctx.warnings.append(_too_few(rows, settings))
     kind = stored_types(src.path).of
     if settings.smooth is not None:
@@ -116,9 +121,16 @@ def _observe(
     model: Any, found: Decided, rows: CalibrationRows, settings: QuantizeSettings, ctx: Context
 ) -> None:
     """Find the ranges of activations; what no row reaches stays float."""
+    from torch import nn
+
+    from smelt.compress.quantize.convolutions import observe_convolutions
     from smelt.compress.quantize.observed import ranges_of
 
-    found.ranges = ranges_of(model, found.layers, rows, settings, ctx)
+    plain = [layer for layer in found.layers if not isinstance(layer.module, nn.Conv2d)]
+    ranges = ranges_of(model, plain, rows, settings, ctx)
+    found.layers, found.ranges, found.between = observe_convolutions(
+        model, found.layers, ranges, rows, settings, ctx
+    )
     unseen = [layer.name for layer in found.layers if layer.observes and layer.weight not in found.ranges]
     if unseen:
         ctx.warnings.append(f"quantize: no row reaches {', '.join(unseen)}, which stay float")
@@ -209,7 +221,7 @@ def coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[
 
 def _warn_of_few(rows: CalibrationRows, what: str, which: str, ctx: Context) -> None:
     """Warn where `what` is measured on next to nothing; `which` settings ask for more."""
-    if rows.tokens < _FEW_TOKENS:
+    if rows.tokens < (_FEW_IMAGES if "pixel_values" in rows.batches[0] else _FEW_TOKENS):
         ctx.warnings.append(
             f"quantize: {what} measured on {count(rows.tokens, 'token')} of {rows.origin}, which tells"
             f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}"

@@ -44,8 +44,8 @@ from smelt.core.stage import Context
 from smelt.families.walk import blocks_of
 from smelt.runtime.layers.adapted import AdaptedLinear, adapted
 from smelt.runtime.layers.binary_inputs import BinaryInputs
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.layers.quantized import (
-    Matrix,
     QuantizedEmbedding,
     QuantizedLinear,
     empty_quantized,

@@ -11,7 +11,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
 from smelt.core.stage import Context, Need, Settings
-from smelt.families.registry import blockless
+from smelt.families.registry import CODED_CONVOLUTIONS, blockless
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Scheme
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from smelt.runtime.models.structure import Edit
 
 _NAMED = 3  # layers that a warning tells by name
-_FLOAT = "Leave the step out, and export its float weights, for GPUs in fp16 (onnx: {dtype: fp16})."
 
 
 class Quantize:
@@ -43,6 +42,7 @@ class Quantize:
         - quantize: {scheme: binary, group_size: 64}
         - quantize: {scheme: int8-static, range: percentile, skip: auto}
         - quantize: {scheme: int8-static, smooth: 0.5}
+        - quantize: {scheme: int8-static}   # convolutions of a ResNet, too
         - quantize: {scheme: bnb-nf4}
         - quantize: {bits: {budget: 4.5}, method: gptq}
     """
@@ -98,15 +98,19 @@ class Quantize:
     ) -> tuple[list[tuple[str, str]], Mapping[str, Any]]:
         """Return what does not fit a model of this config, by setting, and the config of the result."""
         lack = blockless(config)
-        return [] if lack is None else [("", f"{lack}; it codes linear layers alone. {_FLOAT}")], config
+        if lack is None:
+            return [], config
+        found = unfit_for_convolutions(settings, lack)
+        return found, config if found else {**config, CODED_CONVOLUTIONS: True}
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block, where each code is the same so."""
         from smelt.compress.quantize.block_by_block import open_large, quantize_blocks
         from smelt.compress.quantize.from_schemes.two_bits import two_bits
-        from smelt.compress.quantize.planned import plan_layers, unused_patterns
+        from smelt.compress.quantize.planned import of_convolutions, plan_layers, separated, unused_patterns
         from smelt.compress.train.state import threads
         from smelt.runtime.models.checkpoint import load_model, save_model
+        from smelt.runtime.models.edits.fold_norms import fold_batch_norms
         from smelt.runtime.models.stored_dtype import stored_types, weight_bytes
 
         streamed = open_large(src, settings, ctx)
@@ -117,6 +121,13 @@ class Quantize:
             raise InputError(
                 f"{src.path}: this model is already quantized; quantize it once, after all other steps."
             )
+        if of_convolutions(model):
+            edits += fold_batch_norms(model)
+            if floats := len(separated(model)):
+                ctx.warnings.append(
+                    f"quantize: the {floats} convolutions that `factorize: {{method: cp}}` made stay float,"
+                    " for one scale does not fit their channels; tucker makes some that become int8"
+                )
         layers = plan_layers(model, settings)
         with threads(ctx.threads):
             new = (
@@ -145,6 +156,7 @@ def _quantize_whole(
     model: Any, layers: list[Planned], src: Artifact, settings: QuantizeSettings, ctx: Context
 ) -> list[Edit]:
     """Quantize `layers` of a model that is in memory; return the edits that make room for the result."""
+    from smelt.compress.quantize.convolutions import round_between
     from smelt.compress.quantize.decided import coders, decide, tell_of_pairs
     from smelt.compress.quantize.from_schemes.faint import faint, faint_warnings
     from smelt.compress.quantize.planned import quantize_layers
@@ -157,7 +169,25 @@ def _quantize_whole(
     new = quantize_layers(model, found.layers, found.ranges, coders(settings, codes), products)
     if found.pairs:
         tell_of_pairs(found, src, settings, ctx)
-    return found.edits + new
+    between = round_between(model, found.between) if found.between else []
+    return found.edits + new + between
+
+
+def unfit_for_convolutions(settings: QuantizeSettings, lack: str) -> list[tuple[str, str]]:
+    """Return what of the settings no network of convolutions can have, by setting; lack: what it has not."""
+    fit = [name for name, scheme in SCHEMES.items() if scheme.convolutions]
+    take = f"{lack}; take scheme: {' or '.join(fit)}, which codes convolutions."
+    if settings.bits is not None:
+        return [("bits", take)]
+    if settings.scheme not in fit:
+        return [("scheme", take)]
+    alone = f"{lack}, and this is of linear layers; leave it out."
+    asked = {
+        "method": settings.method != "nearest",
+        "smooth": settings.smooth is not None,
+        "low_rank": settings.beside is not None,
+    }
+    return [(name, alone) for name, found in asked.items() if found]
 
 
 def _help_of(scheme: Scheme) -> str:
@@ -179,13 +209,16 @@ def facts_of(model: Any, stored: int) -> dict[str, Any]:
     from smelt.compress.quantize.coding import coded_bits
     from smelt.runtime.layers.adapted import AdaptedLinear
     from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
+    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
 
     beside = {id(h) for m in model.modules() if isinstance(m, AdaptedLinear) for h in m.adapter.modules()}
     layers = [(name, m) for name, m in model.named_modules() if is_quantized(m)]
     linears = [(name, m) for name, m in layers if isinstance(m, QuantizedLinear)]
+    convolutions = sum(isinstance(m, QuantizedConv2d) for _, m in layers)
     return {
         "linear_layers": len(linears),
-        "embeddings": len(layers) - len(linears),
+        **({"convolutions": convolutions} if convolutions else {}),
+        "embeddings": len(layers) - len(linears) - convolutions,
         "float_linear_layers": [
             n for n, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) not in beside
         ],

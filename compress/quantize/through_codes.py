@@ -33,18 +33,22 @@ from smelt.compress.quantize.settings import SCALING
 from smelt.compress.quantize.smooth import follow
 from smelt.compress.quantize.training.kept import read_latents, write_latents
 from smelt.compress.quantize.training.steps import Steps
+from smelt.compress.quantize.training.straight_through import straight_through
 from smelt.compress.train.settings import TrainingSettings
 from smelt.core.artifact import Artifact
 from smelt.core.stage import Context
 from smelt.runtime.layers.adapted import AdaptedLinear
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.layers.quantized import (
-    Matrix,
+    Quantized,
     QuantizedEmbedding,
     QuantizedLinear,
     is_quantized,
     keep_scale,
 )
+from smelt.runtime.layers.quantized_conv import QuantizedConv2d
 from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.edits.fold_norms import fold_batch_norms
 from smelt.runtime.models.stored_dtype import stored_types
 from smelt.runtime.models.structure import Edit, keep_zeros, keeps_zeros, replace_module
 
@@ -89,6 +93,46 @@ class LatentLinear(nn.Linear):
         return F.linear(x, fake(self.weight, self.home.matrix), self.bias)
 
 
+class LatentConv2d(nn.Module):
+    """A float kernel that computes as the quantized convolution `home` would with codes decided from it.
+
+    What the layer reads is rounded to the range that was found on rows, also where scales are learned.
+    """
+
+    def __init__(self, home: QuantizedConv2d, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = None if home.bias is None else nn.Parameter(home.bias.detach().clone())
+        self._home = [home]
+        self._steps: list[Steps] = []
+        self.untrained, self.as_came = True, False
+
+    @property
+    def steps(self) -> Steps | None:
+        """The scales that are learned, where they are."""
+        return self._steps[0] if self._steps else None
+
+    def learn(self, steps: Steps) -> None:
+        """Compute with `steps` from now on."""
+        self._steps[:] = [steps]
+
+    @property
+    def home(self) -> QuantizedConv2d:
+        """The quantized layer, which comes back after the training."""
+        return self._home[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, S, h, w] to [B, T, h', w']."""
+        home, steps = self.home, self.steps
+        with torch.no_grad():
+            seen = home.seen(x)
+        x = straight_through(x, seen)
+        if self.as_came:
+            return home.convolve(x, home.matrix.dequantize(), self.bias)
+        weight = fake(self.weight, home.matrix) if steps is None else steps.fake(self.weight)
+        return home.convolve(x, weight, self.bias)
+
+
 class LatentEmbedding(nn.Embedding):
     """Float rows that are looked up as the quantized embedding `home` would hold them."""
 
@@ -127,7 +171,7 @@ class LatentEmbedding(nn.Embedding):
         return found.reshape(*input.shape, self.embedding_dim)
 
 
-Latent: TypeAlias = LatentLinear | LatentEmbedding
+Latent: TypeAlias = LatentLinear | LatentConv2d | LatentEmbedding
 
 
 def trains_few_bits(model: nn.Module) -> bool:
@@ -159,6 +203,8 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
         ctx.facts["latent_weights"] = found[0] if found else "codes"
         floats = load_model(found[1].path)[0] if found else None
         if floats is not None:
+            if any(edit.get("op") == "fold" for edit in edits):
+                fold_batch_norms(floats)
             follow(floats, model)
         put_latent(model, floats)
     return model, edits
@@ -227,14 +273,15 @@ def put_latent(model: nn.Module, floats: nn.Module | None, kept: Mapping[str, Te
                 start = kept[name]
             else:
                 start = module.matrix.dequantize() if floats is None else _weight(floats, model, name)
-            start = start.detach().clone()
+            start = start.detach().flatten(1).clone()
             if keeps_zeros(module):  # what was kept has them, and else each code of 0 is one that lasts
                 start = start.masked_fill(module.matrix.dequantize() == 0, 0.0) if kept is None else start
             weights[id(module.matrix)] = nn.Parameter(start)
         weight = weights[id(module.matrix)]
         if id(module) not in made:
-            linear = isinstance(module, QuantizedLinear)
-            made[id(module)] = (LatentLinear if linear else LatentEmbedding)(cast(Any, module), weight)
+            kind: Any = LatentLinear if isinstance(module, QuantizedLinear) else LatentEmbedding
+            kind = LatentConv2d if isinstance(module, QuantizedConv2d) else kind
+            made[id(module)] = kind(module, weight)
             keep_scale(made[id(module)], module)
             if keeps_zeros(module):
                 keep_zeros(made[id(module)])
@@ -340,7 +387,7 @@ def latents_of(model: nn.Module) -> list[tuple[str, Latent]]:
 def _put_back(
     model: nn.Module,
     latents: list[tuple[str, Latent]],
-    homes: Mapping[str, QuantizedLinear | QuantizedEmbedding],
+    homes: Mapping[str, Quantized],
 ) -> None:
     """Fill `homes` from the weights of `latents` and put them in their places."""
     filled: set[int] = set()
@@ -354,7 +401,9 @@ def _put_back(
                 if steps is not None:
                     steps.put_range(home.matrix)
             filled.add(id(home.matrix))
-        if isinstance(latent, LatentLinear) and isinstance(home, QuantizedLinear) and home.bias is not None:
+        if isinstance(latent, LatentEmbedding) or isinstance(home, QuantizedEmbedding):
+            pass  # without a bias
+        elif home.bias is not None and latent.bias is not None:
             home.bias.data = latent.bias.detach().clone()
         replace_module(model, name, home.train(latent.training))
 

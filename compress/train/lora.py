@@ -27,7 +27,8 @@ from smelt.families.walk import blocks_of, head_of
 from smelt.runtime.layers.adapted import AdaptedLinear, adapted
 from smelt.runtime.layers.binary_inputs import BinaryInputs
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
+from smelt.runtime.layers.matrix import Matrix
+from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.layers.shared import parts_of
 from smelt.runtime.models.structure import Edit, keeps_zeros, names_of, replace_layer, replace_module

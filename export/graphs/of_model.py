@@ -27,7 +27,6 @@ from smelt.core.memory import uncollected
 from smelt.core.text import article
 from smelt.export.graphs.attention import Scope
 from smelt.export.graphs.attention_modules import attention_modules, graph_attention, pack_projections
-from smelt.export.graphs.batch_norms import fold_batch_norms
 from smelt.export.graphs.decoder_only import causal_graph
 from smelt.export.graphs.graph import Graph
 from smelt.export.graphs.one_trace import one_trace
@@ -42,7 +41,8 @@ from smelt.runtime.causal import KEEP, is_causal
 from smelt.runtime.embedder import VECTOR
 from smelt.runtime.images.batch import INPUT
 from smelt.runtime.layers import emit
-from smelt.runtime.layers.quantized import QuantizedLinear, is_quantized
+from smelt.runtime.layers.quantized import QuantizedEmbedding, is_quantized
+from smelt.runtime.models.edits.fold_norms import fold_batch_norms
 from smelt.runtime.models.sentence_model import is_sentence_model, result_of
 from smelt.runtime.predict import takes_types
 
@@ -149,8 +149,8 @@ def _prepare(graph: Graph, target: str) -> None:
     pack_projections(graph.module.attentions)
     layers = [module for module in graph.module.modules() if is_quantized(module)]
     # lookups first: a product leaves otherwise where its matrix is looked up in, too
-    for layer in sorted(layers, key=lambda layer: isinstance(layer, QuantizedLinear)):
-        layer.matrix.prepare_export("product" if isinstance(layer, QuantizedLinear) else "lookup", target)
+    for layer in sorted(layers, key=lambda layer: not isinstance(layer, QuantizedEmbedding)):
+        layer.prepare_export(target)
 
 
 def export_graph(graph: Graph, target: emit.Target, opset: int) -> Any:

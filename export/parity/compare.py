@@ -35,6 +35,7 @@ class Tolerance:
     mean: float
 
 
+INT8_CONVOLUTIONS = "int8-convolutions"
 TOLERANCES = {
     "fp32": Tolerance(largest=1e-3, mean=5e-5),
     "rounded": Tolerance(largest=None, mean=1e-3),
@@ -46,6 +47,9 @@ TOLERANCES = {
     # also with coded weights; what a wrong graph does, a comparison with numpy sees (int8_caches.py)
     "int8-caches": Tolerance(largest=None, mean=0.2),
     **{name: Tolerance(largest=None, mean=scheme.drift) for name, scheme in SCHEMES.items()},
+    # codes all the way, so that one that rounds otherwise moves all behind it: 0.006 to 0.034 was measured of
+    # tiny models in ONNX Runtime, 0.03 to 0.087 in OpenVINO, where int8 itself was 0.06 to 0.09 off
+    INT8_CONVOLUTIONS: Tolerance(largest=None, mean=0.2),
 }
 # of a sentence's vector
 VECTOR_TOLERANCES = TOLERANCES | {

@@ -30,6 +30,7 @@ from smelt.runtime.batch import Batch, Tokens
 from smelt.runtime.causal import is_causal, positions
 from smelt.runtime.images.batch import ImageBatch
 from smelt.runtime.layers.quantized import QuantizedLinear
+from smelt.runtime.layers.quantized_conv import QuantizedConv2d, Rounded
 from smelt.runtime.models.sentence_model import result_of
 from smelt.runtime.predict import takes_types
 
@@ -183,9 +184,11 @@ def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _float_products(model: nn.Module) -> Iterator[None]:
     """Let quantized layers multiply float32 activations with what their codes stand for, within the block."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    kinds = QuantizedLinear | QuantizedConv2d | Rounded
+    layers = [module for module in model.modules() if isinstance(module, kinds)]
     for layer in layers:
-        layer.forward = partial(_product, layer)  # type: ignore[method-assign]
+        whole = partial(_product, layer) if isinstance(layer, QuantizedLinear) else layer.exact
+        layer.forward = whole  # type: ignore[method-assign]
     try:
         yield
     finally:

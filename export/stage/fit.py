@@ -53,7 +53,9 @@ def kind_of(model: Any, settings: OnnxSettings) -> str:
     Raises:
         InputError: the target cannot run the model's quantized layers.
     """
+    from smelt.export.parity.compare import INT8_CONVOLUTIONS
     from smelt.runtime.layers.quantized import QuantizedLinear, scheme_of
+    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
     from smelt.runtime.schemes.registry import SCHEMES
 
     found = {scheme_of(m) for m in model.modules()}
@@ -62,6 +64,8 @@ def kind_of(model: Any, settings: OnnxSettings) -> str:
     _require_options(model, settings.target)
     _require_precision(schemes, settings)
     products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
+    if any(isinstance(m, QuantizedConv2d) for m in model.modules()):
+        return INT8_CONVOLUTIONS
     rounded = {m.scheme.name for m in products if m.scheme.rounds_activations(m.options)}
     names = [name for name in reversed(SCHEMES) if name in rounded]
     return max(names, key=lambda name: SCHEMES[name].drift, default=precision_in_file(settings))

@@ -25,7 +25,8 @@ from torch import nn
 from smelt.export.graphs.attention import Pack
 from smelt.export.graphs.attention_modules import pack_projections
 from smelt.export.graphs.graph import Graph
-from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
+from smelt.runtime.layers.matrix import Matrix
+from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.schemes.registry import DEFAULT, find
 
 # Another form than the first is taken only where it is faster by more than this share

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import nearest
+from smelt.families.registry import CODED_CONVOLUTIONS, blockless
 from smelt.look.coded_model import coded_model
 from smelt.look.model_folder import read_config
 from smelt.plan.order.coded import coded_mistakes, codes_lacking
@@ -34,24 +35,26 @@ if TYPE_CHECKING:
 
 
 def check_fit(
-    steps: Sequence[Step], places: dict[str, Where], folder: Path | None, mistakes: Mistakes
+    steps: Sequence[Step], places: dict[str, Where], recipe: Recipe, folder: Path | None, mistakes: Mistakes
 ) -> None:
-    """Follow the config of the model in `folder` down the tree of `steps`, and note what does not fit.
+    """Follow the config of the model down the tree of `steps`, and note what does not fit.
 
     Args:
         steps: parents first.
         places: where the settings of each step stand in the recipe.
-        folder: None where the model is still to be fetched or made.
+        recipe: which may start from a config without weights.
+        folder: of the model; None where it is still to be fetched or made.
         mistakes: gets what is wrong.
     """
-    if folder is None:
+    config = _config_of(recipe, folder)
+    if config is None:
         return
-    config, problems = read_config(folder)
-    if problems:
-        return
-    coded = coded_model(folder, config)
-    for name, message, code in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
-        mistakes.add(places[name], message, code=code)
+    if folder is not None:
+        coded = coded_model(folder, config)
+        for name, message, code in [*coded_mistakes(steps, coded), *codes_lacking(steps, coded)]:
+            mistakes.add(places[name], message, code=code)
+        if coded is not None and blockless(config) is not None:
+            config = {**config, CODED_CONVOLUTIONS: True}
     configs: dict[str, Mapping[str, Any]] = {ROOT: config}
     for step in steps:
         before = configs.get(step.parent)
@@ -70,6 +73,17 @@ def check_fit(
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
+
+
+def _config_of(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
+    """Return the config that a recipe starts from; None where it cannot be read, or is not there yet."""
+    if isinstance(recipe.model, Untrained):
+        config, problems = read_outline(config_file(recipe.model, recipe.base))
+    elif folder is not None:
+        config, problems = read_config(folder)
+    else:
+        return None
+    return None if problems else config
 
 
 def check_windows(recipe: Recipe, folder: Path | None, mistakes: Mistakes) -> None:

@@ -65,7 +65,7 @@ def make_plan(
         folder = check_model(read, mistakes, bad, checker.warnings, checker.notes)
     check_untrained(read, every, mistakes, bad)
     check_new_head(read, every, folder, mistakes)
-    check_fit(every, checker.places, folder, mistakes)
+    check_fit(every, checker.places, read, folder, mistakes)
     check_engines(foreign, every, checker.places, mistakes)
     check_windows(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from smelt.core.data import Split
 from smelt.runtime.images.predict import pack_images
-from smelt.runtime.images.processor import ImageProcessor, Pixels
+from smelt.runtime.images.processor import USUAL_SIDE, ImageProcessor, Pixels
 
 _PATCH = 16 * 16  # pixels that count as a token, where batches hold a bounded number of these
 
@@ -26,7 +26,7 @@ class ImageInput:
     @property
     def patches(self) -> int:
         """How many tokens it counts as."""
-        height, width = self.processor.shape or (224, 224)
+        height, width = self.processor.shape or (USUAL_SIDE, USUAL_SIDE)
         return max(1, height * width // _PATCH)
 
 

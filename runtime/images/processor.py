@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FILE = "preprocessor_config.json"
+USUAL_SIDE = 224  # of an image, where a processor leaves images as large as they are
 _STANDARD = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],

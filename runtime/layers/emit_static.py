@@ -63,6 +63,22 @@ def explicit_product(
     return out if bias is None else out + bias
 
 
+def rounded(x: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """Emit QuantizeLinear to uint8 and DequantizeLinear, of any shape; zero is 128 where there are signs.
+
+    ONNX Runtime makes a QLinearConv of a convolution between two such pairs, and drops a ReLU before codes
+    whose zero is 0.
+    """
+    zero = torch.full((), _MIDDLE if signed else 0, dtype=torch.uint8)
+    out: Tensor = torch.onnx.ops.symbolic(
+        "DequantizeLinear",
+        [_quantized(x, scale, zero), scale, zero],
+        dtype=torch.float32,
+        shape=tuple(x.shape),
+    )
+    return out
+
+
 def dequantized_rows(codes: Tensor, scales: Tensor) -> Tensor:
     """Emit what the constants int8 [N, K] and float32 [N] stand for, float32 [N, K]."""
     return _dequantized("DequantizedRows", codes, scales)

@@ -35,10 +35,15 @@ class LowRankConv(nn.Module):
         return x
 
 
-def last_of(module: nn.Module) -> Any:
-    """Return the convolution whose outputs are those of `module`; None where it is no convolution."""
-    found = module.steps[-1] if isinstance(module, LowRankConv) else module
-    return found if isinstance(found, nn.Conv2d) else None
+def ends_of(model: nn.Module, name: str) -> tuple[str, str]:
+    """Return the names of what reads the inputs and gives the outputs of the convolution `name`.
+
+    They are its own, or those of the first and the last of the thinner ones that stand for it.
+    """
+    module = model.get_submodule(name)
+    if not isinstance(module, LowRankConv):
+        return name, name
+    return f"{name}.steps.0", f"{name}.steps.{len(module.steps) - 1}"
 
 
 def steps_of(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d]:
@@ -87,6 +92,15 @@ def steps_of(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn.Conv2d
             nn.Conv2d(ranks[0], conv.out_channels, 1, **last),
         ]
     raise ValueError(f"no kind of convolution '{kind[:40]}' with {len(ranks)} ranks")
+
+
+def resized(old: nn.Conv2d, into: int, out: int) -> nn.Conv2d:
+    """Return an empty convolution like `old`, of one group, with other channels in and out."""
+    where: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
+    shape: dict[str, Any] = {"stride": old.stride, "padding": old.padding, "dilation": old.dilation}
+    size: Any = old.kernel_size
+    bias = old.bias is not None
+    return nn.Conv2d(into, out, size, bias=bias, padding_mode=old.padding_mode, **shape, **where)
 
 
 def _taps(conv: nn.Conv2d) -> int:

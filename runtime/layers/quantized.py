@@ -8,120 +8,20 @@ Shapes: K = inputs, N = outputs, V = rows of an embedding, D = its width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from smelt.core.errors import InputError
-from smelt.core.packages import require
 from smelt.core.text import article
 from smelt.runtime.layers import emit
-from smelt.runtime.schemes.registry import check_options, decided_by_row, defaults, find, written
-from smelt.runtime.schemes.scheme import Codes, Options, Scheme, Use
-
-
-class Matrix(nn.Module):
-    """The tensors of a matrix [N, K] in the layout of a scheme; see its `storage`.
-
-    A module of its own, so that an embedding and the output head tied to it can hold the very same
-    one (edit `share`).
-    """
-
-    codes: nn.Parameter
-    scales: nn.Parameter
-
-    def __init__(
-        self, scheme: Scheme, rows: int, width: int, options: Options, device: torch.device | None = None
-    ) -> None:
-        super().__init__()
-        check_options(scheme, options)
-        for package, oldest in scheme.packages.items():
-            require(package, oldest, f"scheme {scheme.name}")
-        self.scheme, self.width, self.options = scheme, width, defaults(scheme) | dict(options)
-        self.form = ""
-        for name, stored in scheme.storage(rows, width, options).items():
-            kind: torch.dtype = getattr(torch, stored.dtype)
-            make = torch.ones if kind.is_floating_point else torch.zeros
-            room = make(stored.shape, dtype=kind, device=device)
-            self.register_parameter(name, nn.Parameter(room, requires_grad=False))
-        self._kept: dict[str, tuple[list[int], Tensor]] = {}
-
-    def set_(self, decided: Codes) -> None:
-        """Take over what a method decided; what was measured stays."""
-        self._take(self.scheme.pack(decided, self.options))
-
-    def set_range_(self, largest: float) -> None:
-        """Let activations lie between -`largest` and `largest`, where the scheme wants to know it."""
-        self._take(self.scheme.ranged(largest))
-
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self.get_parameter(name).data = tensor
-        self._kept.clear()
-        self._buffers.clear()  # the graph's form of what was
-
-    def choose_form(self, form: str) -> None:
-        """Let products be computed, and leave, in one of the scheme's `forms`."""
-        self.form = form
-        self._buffers.clear()
-
-    def decided(self) -> Codes:
-        """Return the codes one by one, and their grid."""
-        return self.scheme.unpack(self)
-
-    def dequantize(self) -> Tensor:
-        """Return the values, float32 [N, K]."""
-        codes, grid = self.decided()
-        return self.scheme.values(codes, grid, self.options).flatten(1)[:, : self.width]
-
-    def values(self) -> Tensor:
-        """Return `dequantize()`, computed once for the same memory."""
-        return self.once("values", self.dequantize)
-
-    def values_for_once(self) -> Tensor:
-        """Return `values()` where products of the scheme keep them, else `dequantize()`, and keep nothing."""
-        return self.values() if "values" in self._kept else self.dequantize()
-
-    def once(self, word: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` gives, computed once for the same memory of the parameters."""
-        place = [p.data_ptr() for p in self._parameters.values() if p is not None]
-        kept = self._kept.get(word)
-        if kept is None or kept[0] != place:
-            kept = self._kept[word] = (place, make())
-        return kept[1]
-
-    def decided_by_row(self) -> bool:
-        """Say whether the codes and scales of a row depend on that row alone."""
-        return decided_by_row(self.scheme, self.width, self.options)
-
-    def has(self, name: str) -> bool:
-        """Say whether there is a tensor `name`, stored or in the graph's form."""
-        return name in self._parameters or name in self._buffers
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, stored or in the graph's form."""
-        found: Tensor | None = self._parameters.get(name)  # getattr of nn.Module takes a microsecond
-        found = self._buffers.get(name) if found is None else found
-        if found is None:
-            raise KeyError(f"a matrix of scheme {self.scheme.name} has no tensor '{name}' now")
-        return found
-
-    def prepare_export(self, use: Use, target: str = "") -> None:
-        """Keep what the graph wants in the form that it wants: so constants have names of their own."""
-        wanted = self.scheme.graph_tensors(self, use) | self.scheme.tensors_for(target, self, use)
-        for name, tensor in wanted.items():
-            if not self.has(name):
-                self.register_buffer(name, tensor, persistent=False)
-        for name in sorted(self._buffers):  # whoever asked first: graphs list constants in this order
-            self._buffers[name] = self._buffers.pop(name)
-
-    def said(self) -> str:
-        """Return the scheme and its options, for the representation of a layer."""
-        told = written(self.scheme, self.options)
-        return ", ".join([self.scheme.name, *([str(told)] if told else [])])
+from smelt.runtime.layers.matrix import Matrix
+from smelt.runtime.layers.quantized_conv import QuantizedConv2d, Rounded
+from smelt.runtime.schemes.registry import find
+from smelt.runtime.schemes.scheme import Options
 
 
 class QuantizedLinear(nn.Module):
@@ -152,6 +52,14 @@ class QuantizedLinear(nn.Module):
             out: Tensor = _ThroughCodes.apply(x, self.bias, matrix)  # type: ignore[no-untyped-call]
             return out
         return matrix.scheme.product(matrix, x, self.bias)
+
+    def set_range_(self, largest: float) -> None:
+        """Let activations lie between -`largest` and `largest`, where the scheme wants to know it."""
+        self.matrix.set_range_(largest)
+
+    def prepare_export(self, target: str) -> None:
+        """Keep codes and scales in the form that a graph wants."""
+        self.matrix.prepare_export("product", target)
 
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
@@ -196,6 +104,10 @@ class QuantizedEmbedding(nn.Module):
             return matrix.scheme.emit_lookup(matrix, ids, target)
         return matrix.scheme.lookup(matrix, ids)
 
+    def prepare_export(self, target: str) -> None:
+        """Keep codes and scales in the form that a graph wants."""
+        self.matrix.prepare_export("lookup", target)
+
     def extra_repr(self) -> str:
         """Say the sizes and the scheme."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.matrix.said()}"
@@ -219,9 +131,12 @@ def _times(scale: float, module: nn.Module, inputs: tuple[Tensor, ...], rows: Te
     return rows * scale
 
 
-def is_quantized(module: nn.Module) -> TypeGuard[QuantizedLinear | QuantizedEmbedding]:
+Quantized: TypeAlias = QuantizedLinear | QuantizedConv2d | QuantizedEmbedding
+
+
+def is_quantized(module: nn.Module) -> TypeGuard[Quantized]:
     """Say whether `module` is a layer of codes."""
-    return isinstance(module, QuantizedLinear | QuantizedEmbedding)
+    return isinstance(module, Quantized)
 
 
 def scheme_of(module: nn.Module) -> str | None:
@@ -229,11 +144,11 @@ def scheme_of(module: nn.Module) -> str | None:
     return module.matrix.scheme.name if is_quantized(module) else None
 
 
-def empty_quantized(module: nn.Module, scheme: str, options: Options) -> QuantizedLinear | QuantizedEmbedding:
+def empty_quantized(module: nn.Module, scheme: str, options: Options) -> Quantized:
     """Return the quantized counterpart of `module` with room for its codes, on the same device.
 
     Args:
-        module: a Linear or an Embedding.
+        module: a Linear, a Conv2d or an Embedding.
         scheme: how its weights are stored.
         options: all that the scheme wants to know besides.
 
@@ -244,6 +159,11 @@ def empty_quantized(module: nn.Module, scheme: str, options: Options) -> Quantiz
     if isinstance(module, nn.Linear):
         matrix = Matrix(kind, module.out_features, module.in_features, options, module.weight.device)
         return QuantizedLinear(module.in_features, module.bias is not None, matrix)
+    if isinstance(module, nn.Conv2d) and kind.convolutions:
+        width = module.weight[0].numel()
+        return QuantizedConv2d(
+            module, Matrix(kind, module.out_channels, width, options, module.weight.device)
+        )
     if is_table(module) and kind.tables:
         matrix = Matrix(kind, module.num_embeddings, module.embedding_dim, options, module.weight.device)
         table = QuantizedEmbedding(module.embedding_dim, module.padding_idx, matrix)
@@ -263,6 +183,8 @@ def matrix_types(model: nn.Module) -> dict[str, torch.dtype]:
             stored = module.scheme.storage(len(module.codes), module.width, module.options)
             for part, one in stored.items():
                 types[f"{name}.{part}"] = getattr(torch, one.filed or one.dtype)
+        elif isinstance(module, Rounded):  # the same number as in what reads the same states
+            types[f"{name}.scale"] = torch.float32
     return types
 
 

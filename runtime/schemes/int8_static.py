@@ -11,6 +11,9 @@ nothing but itself.
 In ONNX Runtime the same numbers are fast in one form only: codes with 128 added (uint8, zero point 128) in
 MatMulIntegerToFloat. Everybody else reads QuantizeLinear and DequantizeLinear around a plain MatMul.
 
+Convolutions (`runtime/layers/quantized_conv.py`) are matrices of a row for each channel out. What they read
+is mostly never negative there (behind ReLU): its codes are 0 to 255 then, with range / 255.
+
 Shapes: N = outputs (rows), K = inputs (columns).
 """
 
@@ -48,6 +51,7 @@ class Int8Static(RowCodes):
     settings: ClassVar[tuple[Option, ...]] = (GRANULARITY,)
     observes: ClassVar[bool] = True
     one_scale: ClassVar[bool] = True
+    convolutions: ClassVar[bool] = True
     row_by_row: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {"ort-cuda": "ONNX Runtime multiplies such codes on the CPU only"}
     leaves_as: ClassVar[str] = "static int8"

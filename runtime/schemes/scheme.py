@@ -28,6 +28,10 @@ Use: TypeAlias = Literal["product", "lookup"]
 # The targets of the stage `onnx`.
 TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt", "ort-tensorrt-rtx")
 # Those that run the graphs of another one, in another way; what a scheme refuses is said of that one.
+# Targets that cannot run convolutions of codes, and why.
+REFUSED_CONVOLUTIONS = {
+    "tensorrt": "TensorRT takes codes whose zero is 0, and what convolutions read has others"
+}
 GRAPHS_OF = {"ort-tensorrt": "tensorrt", "ort-tensorrt-rtx": "tensorrt"}
 
 
@@ -141,6 +145,7 @@ class Scheme(Protocol):
     observes: whether its products need the range of their activations, found on rows of data.
     one_scale: whether all activations of a product become codes with one scale, so that a channel of large
         ones costs the others their precision.
+    convolutions: whether it codes convolutions too, with a scale for each channel out.
     row_by_row: whether a product in ONNX Runtime gives a row the same, bit for bit, whatever else is in its
         batch.
     packages: what its products in torch need besides what smelt depends on: names in the package index, with
@@ -176,6 +181,7 @@ class Scheme(Protocol):
     binary_inputs: ClassVar[bool] = False
     observes: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False
+    convolutions: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = {}
     by_word: ClassVar[bool] = True

@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from smelt.compress.quantize.coding import fill_, quantize_module
-from smelt.runtime.layers.quantized import Matrix, QuantizedLinear, empty_quantized
+from smelt.runtime.layers.matrix import Matrix
+from smelt.runtime.layers.quantized import QuantizedLinear, empty_quantized
 from smelt.runtime.schemes.int8_dynamic import Int8Dynamic
 from smelt.runtime.schemes.registry import SCHEMES, defaults, find
 from smelt.runtime.schemes.scheme import Codes, Grid, Options, Scheme, Stored

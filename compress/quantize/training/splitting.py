@@ -31,7 +31,8 @@ from smelt.compress.quantize.through_codes import LatentEmbedding, LatentLinear,
 from smelt.compress.train.settings import TrainingSettings
 from smelt.core.errors import InputError
 from smelt.core.stage import Context
-from smelt.runtime.layers.quantized import Matrix, QuantizedLinear
+from smelt.runtime.layers.matrix import Matrix
+from smelt.runtime.layers.quantized import QuantizedLinear
 from smelt.runtime.layers.split import SplitLinear
 from smelt.runtime.models.structure import Edit, replace_module
 from smelt.runtime.schemes.parts.groups import groups_of

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from smelt.compress.quantize.coding import Coder, nearest_on
 from smelt.compress.quantize.training.straight_through import straight_through
-from smelt.runtime.layers.quantized import Matrix
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.schemes.parts.groups import groups_of, inverse
 from smelt.runtime.schemes.scheme import Codes, Grid, Options, Scheme
 

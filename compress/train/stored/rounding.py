@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compress.quantize.through_codes import LatentEmbedding, LatentLinear
+from smelt.compress.quantize.through_codes import Latent
 from smelt.runtime.layers.adapted import AdaptedLinear
 from smelt.runtime.models.stored_dtype import stored_types
 
@@ -33,7 +33,7 @@ class Rounding:
 
     def __init__(self, model: Any, src: Path, grows: bool = False) -> None:
         types = stored_types(src)
-        left = {id(m.weight) for m in model.modules() if isinstance(m, LatentLinear | LatentEmbedding)}
+        left = {id(m.weight) for m in model.modules() if isinstance(m, Latent)}
         if grows:
             beside = [m.adapter for m in model.modules() if isinstance(m, AdaptedLinear)]
             left |= {id(p) for adapter in beside for p in adapter.parameters()}

@@ -10,6 +10,11 @@ An edit is a dict with `op` and `module` (dotted name) and what the op needs:
     {"op": "tie", "module": m, "with": n}                                Linear m multiplies with the table n
     {"op": "quantize", "module": m, "scheme": s, ...}                    Linear, Embedding -> quantized one
     {"op": "scale", "module": m}                                         a Linear gets factors before it
+    {"op": "conv", "module": m, "in_channels": s, "out_channels": t}     Conv2d -> one of these sizes
+    {"op": "batch_norm", "module": m, "num_features": c}                 BatchNorm2d -> one of this size
+    {"op": "fold", "module": m, "norm": n}                               Conv2d m gets a bias, its norm n goes
+    {"op": "round", "module": m, "signed": s}                            states are rounded before m
+    {"op": "unsigned", "module": m}                                      a quantized Conv2d reads nothing < 0
     {"op": "adapter", "module": m, "rank": r}                            a quantized Linear gets one beside it
     {"op": "binary_inputs", "module": m, "signed": s}                    a quantized Linear is fed two values
     {"op": "difference", "module": m, "rank": r}                         Linear -> SharedLinear
@@ -34,10 +39,11 @@ from torch import nn
 from smelt.core.errors import InputError, nearest
 from smelt.families.registry import family_of
 from smelt.runtime.layers.low_rank import LowRankEmbedding, LowRankLinear
-from smelt.runtime.layers.low_rank_conv import LowRankConv, steps_of
+from smelt.runtime.layers.low_rank_conv import LowRankConv, resized, steps_of
 from smelt.runtime.layers.scaled import ScaledLinear
 from smelt.runtime.layers.shared import SharedLinear
 from smelt.runtime.layers.split import split_of
+from smelt.runtime.models.edits.fold_norms import make_room
 from smelt.runtime.models.edits.narrow import narrow
 from smelt.runtime.models.edits.skip import skip
 from smelt.runtime.models.edits.tie import tie
@@ -108,6 +114,53 @@ def _low_rank_conv(model: nn.Module, edit: Edit) -> None:
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         raise TypeError(f"ranks {ranks!r}")
     replace_module(model, edit["module"], LowRankConv(steps_of(str(edit["kind"]), old, ranks)))
+
+
+def _conv(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.Conv2d) or old.groups != 1:
+        raise TypeError("it is not a Conv2d of one group")
+    into, out = _fewer(edit["in_channels"], old.in_channels), _fewer(edit["out_channels"], old.out_channels)
+    replace_module(model, edit["module"], resized(old, into, out))
+
+
+def _batch_norm(model: nn.Module, edit: Edit) -> None:
+    old = model.get_submodule(edit["module"])
+    if not isinstance(old, nn.BatchNorm2d):
+        raise TypeError("it is not a BatchNorm2d")
+    size = _fewer(edit["num_features"], old.num_features)
+    new = nn.BatchNorm2d(size, old.eps, old.momentum, device=old.weight.device, dtype=old.weight.dtype)
+    replace_module(model, edit["module"], new)
+
+
+def _fold(model: nn.Module, edit: Edit) -> None:
+    make_room(model, edit["module"], edit["norm"])
+
+
+def _round(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized_conv import Rounded
+
+    if not isinstance(edit["signed"], bool):
+        raise TypeError(f"signed {edit['signed']!r}")
+    device = next((parameter.device for parameter in model.parameters()), None)
+    new = Rounded(model.get_submodule(edit["module"]), edit["signed"], device)
+    replace_module(model, edit["module"], new)
+
+
+def _unsigned(model: nn.Module, edit: Edit) -> None:
+    from smelt.runtime.layers.quantized_conv import QuantizedConv2d
+
+    layer = model.get_submodule(edit["module"])
+    if not isinstance(layer, QuantizedConv2d):
+        raise TypeError("it is not a quantized Conv2d")
+    layer.signed = False
+
+
+def _fewer(asked: object, there: int) -> int:
+    """Return how many channels stay: more than were there would take memory that no file has filled."""
+    if type(asked) is not int or not 0 < asked <= there:
+        raise ValueError(f"{str(asked)[:60]} of {there} channels")
+    return asked
 
 
 def _low_rank_table(model: nn.Module, edit: Edit) -> None:
@@ -208,6 +261,11 @@ _OPS: dict[str, Callable[[nn.Module, Edit], None]] = {
     "low_rank": partial(_thin, LowRankLinear),
     "difference": partial(_thin, SharedLinear),
     "low_rank_conv": _low_rank_conv,
+    "conv": _conv,
+    "batch_norm": _batch_norm,
+    "fold": _fold,
+    "round": _round,
+    "unsigned": _unsigned,
     "low_rank_table": _low_rank_table,
     "tie": _tie,
     "quantize": _quantize,

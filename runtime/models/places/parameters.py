@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from smelt.core.files import read_json
-from smelt.runtime.layers.quantized import Matrix
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.models.making.empty_model import empty_model
 from smelt.runtime.models.places.unread_tensors import is_unread
 from smelt.runtime.models.structure import read_edits

@@ -22,7 +22,7 @@ from smelt.compress.quantize.through_codes import put_latent
 from smelt.compress.share.layers import Share, ShareSettings
 from smelt.core.stage import needs_of
 from smelt.runtime.layers.adapted import AdaptedLinear
-from smelt.runtime.layers.quantized import Matrix
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.models.checkpoint import copy_tokenizer, load_model
 from smelt.runtime.models.structure import read_edits
 from smelt.runtime.schemes.registry import defaults, find

@@ -7,7 +7,8 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
 from smelt.runtime.layers.low_rank import LowRankLinear
-from smelt.runtime.layers.quantized import Matrix, QuantizedEmbedding, QuantizedLinear
+from smelt.runtime.layers.matrix import Matrix
+from smelt.runtime.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from smelt.runtime.models.checkpoint import load_model, save_model
 from smelt.runtime.models.edits.apply import apply_edits
 

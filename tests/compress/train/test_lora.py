@@ -26,7 +26,7 @@ from smelt.core.data import Columns
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.rows.examples import read_split
 from smelt.runtime.layers.adapted import AdaptedLinear
-from smelt.runtime.layers.quantized import Matrix
+from smelt.runtime.layers.matrix import Matrix
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.edits.apply import apply_edits
 from smelt.runtime.models.places.parameters import count_parameters

@@ -100,19 +100,32 @@ def test_an_untrained_model_learns_and_says_how_large_its_images_are(tmp_path):
     assert "From image file to label: reading, decoding and resizing files are part of it" in report
 
 
-@pytest.mark.parametrize(
+REFUSED = pytest.mark.parametrize(
     ("stage", "said"),
     [
         ("prune: {}", "a resnet model has convolutions and no blocks of attention"),
         ("depth: {}", "a resnet model has convolutions and no blocks of attention"),
         ("share: {}", "a resnet model has convolutions and no blocks of attention"),
         ("sparsify: {}", "a resnet model has convolutions and no blocks of attention"),
-        ("quantize: {}", "it codes linear layers alone"),
+        ("quantize: {scheme: int8-dynamic}", "take scheme: int8-static, which codes convolutions"),
+        ("quantize: {scheme: int8-static, smooth: 0.5}", "this is of linear layers"),
         ("vocabulary: {}", "vocabulary"),
         ("distill: {losses: {hidden: 1}}", "compares logits; leave the inner losses out"),
         ("factorize: {method: svd}", "take tucker or cp, for its convolutions"),
         ("onnx: {tune: true}", "what is chosen by measuring is of texts"),
     ],
 )
+
+
+@REFUSED
 def test_what_convolutions_cannot_do_is_refused_before_any_work(stage, said, tmp_path):
     assert said in " ".join(harness.smelt("plan", recipe(tmp_path, [stage], "resnet"), code=2).output.split())
+
+
+@REFUSED
+def test_what_convolutions_cannot_do_is_refused_of_a_model_without_weights(stage, said, tmp_path):
+    path = recipe(tmp_path, [f"finetune: {{{TRAIN}}}", stage], "resnet")
+    config = tmp_path / "small.json"
+    config.write_text(json.dumps({"model_type": "resnet"} | images.CONFIGS["resnet"]))
+    path.write_text(path.read_text().replace('model: "model"', "model: {config: small.json, image_size: 16}"))
+    assert said in " ".join(harness.smelt("plan", path, code=2).output.split())

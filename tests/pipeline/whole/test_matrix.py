@@ -78,6 +78,7 @@ STAGES = {
         "prune: {what: [heads, ffn], keep: 0.5, scope: global, importance: fisher, round_to: 4, rows: 4}"
     ],
     "prune-width": ["prune: {what: [width], keep: 0.75, rows: 4}"],
+    "prune-channels": ["prune: {what: [channels], keep: 0.5, round_to: 4, rows: 4}"],
     "factorize": ["factorize: {rank: 6, aim: size}"],
     "sparsify": ['sparsify: {method: sparsegpt, pattern: "2:4", rows: 4}'],
     "share": ["share: {}"],
@@ -115,6 +116,8 @@ STAGES["chain-binary"] = [*STAGES["prune"], *STAGES["binary"], *STAGES["finetune
 STAGES["chain-deep"] = [*STAGES["depth"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-parts"] = [*STAGES["depth-parts"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
 STAGES["chain-narrow"] = [*STAGES["prune-width"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int4"]]
+STAGES["chain-channels"] = [*STAGES["prune-channels"], *STAGES["finetune"], *STAGES["prune-channels"]]
+STAGES["chain-convolutions"] = [*STAGES["prune-channels"], *STAGES["int8-static"], *STAGES["finetune"]]
 STAGES["chain-words"] = [*STAGES["vocabulary"], *STAGES["distill"], *STAGES["int8-dynamic"]]
 STAGES["chain-sparse"] = [*STAGES["sparsify"], *STAGES["prune"], *STAGES["finetune"], *STAGES["int8-dynamic"]]
 STAGES["chain-learned"] = [*STAGES["masks"], *STAGES["movement"], *STAGES["prune"], *STAGES["int8-dynamic"]]
@@ -148,7 +151,12 @@ FAST |= {
     ("gpt2", "mixed"),
     ("bart", "chain-divided"),
 }
-FAST |= {("vit", "chain-smooth"), ("vit", "chain-shared"), ("resnet", "finetune")}
+FAST |= {
+    ("vit", "chain-smooth"),
+    ("vit", "chain-shared"),
+    ("resnet", "chain-channels"),
+    ("resnet", "chain-convolutions"),
+}
 # what only models with an encoder and a decoder can have
 LISTED = {"shortlist", "chain-listed"}
 OF_IMAGES = {
@@ -169,9 +177,11 @@ OF_IMAGES |= {"awq", "hqq", "ternary", "binary", "mixed"}
 OF_IMAGES |= {"share-difference", "int4-pairs", "chain-divided"}
 OF_IMAGES |= {"prune-width", "chain-narrow"}
 OF_IMAGES |= {"chain", "chain-shared", "chain-static", "chain-smooth", "chain-sparse", "chain-binary"}
-THESE = {"vit": OF_IMAGES, "resnet": {"finetune"}}  # what else they cannot do, tests/.../test_images.py says
+# what else it cannot do, tests/.../test_images.py says
+OF_CONVOLUTIONS = {"prune-channels", "chain-channels", "chain-convolutions"}
+THESE = {"vit": OF_IMAGES, "resnet": OF_CONVOLUTIONS | {"finetune", "int8-static"}}
 POSSIBLE = [(m, s) for m in MODELS for s in STAGES if s not in LISTED or MODELS[m][0] in TEXT_TO_TEXT]
-POSSIBLE = [(m, s) for m, s in POSSIBLE if s in THESE.get(m, STAGES)]
+POSSIBLE = [(m, s) for m, s in POSSIBLE if s in THESE.get(m, STAGES.keys() - OF_CONVOLUTIONS)]
 # an embedder's vectors are its hidden states
 NARROW = {"prune-width", "chain-narrow"}
 POSSIBLE = [(m, s) for m, s in POSSIBLE if not (m.endswith("-embedder") and s in NARROW)]
@@ -179,7 +189,7 @@ CELLS = sorted(POSSIBLE) if matrix.whole() else sorted(FAST)
 # what OpenVINO runs of them: graphs in float32, and int8 as explicit Q/DQ
 STAGES_OPENVINO = ["prune", "int8-static", "int8-smooth"]
 FAST_OPENVINO = {("marian", "int8-static"), ("qwen2", "prune"), ("bert-embedder", "int8-static")}
-FAST_OPENVINO |= {("llama", "int8-smooth")}
+FAST_OPENVINO |= {("llama", "int8-smooth"), ("resnet", "int8-static")}
 WHOLE_OPENVINO = sorted((m, s) for m, s in POSSIBLE if s in STAGES_OPENVINO)
 CELLS_OPENVINO = WHOLE_OPENVINO if matrix.whole() else sorted(FAST_OPENVINO)
 # TensorRT's graphs with the sizes of engines, for ONNX Runtime's providers of it, in float32 and int8
@@ -187,6 +197,7 @@ STAGES_PROVIDERS = ["prune", "int8-static"]
 FAST_PROVIDERS = {("bart", "int8-static", "ort-tensorrt"), ("qwen2", "prune", "ort-tensorrt-rtx")}
 FAST_PROVIDERS |= {("vit", "int8-static", "ort-tensorrt")}
 WHOLE_PROVIDERS = sorted((m, s, t) for m, s in POSSIBLE if s in STAGES_PROVIDERS for t in PROVIDERS)
+WHOLE_PROVIDERS = [cell for cell in WHOLE_PROVIDERS if cell[:2] != ("resnet", "int8-static")]  # refused
 CELLS_PROVIDERS = WHOLE_PROVIDERS if matrix.whole() else sorted(FAST_PROVIDERS)
 
 

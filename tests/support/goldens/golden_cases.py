@@ -113,6 +113,15 @@ CASES: dict[str, Case] = {
         "prune", "bert", {"budget": {"parameters": 0.8}, "compensate": False}
     ),
     "prune bert, its width": Case("prune", "bert", {"what": ["width"], "keep": 0.5}, allowed=REFIT),
+    "quantize resnet, int8-static": Case(
+        "quantize", "resnet", {"scheme": "int8-static", "rows": 8, "damage_rows": 2}, allowed=TURNED
+    ),
+    "prune resnet, channels": Case("prune", "resnet", {"what": ["channels"], "keep": 0.5, "round_to": 4}),
+    "prune resnet, channels by magnitude": Case(
+        "prune",
+        "resnet",
+        {"what": ["channels"], "keep": 0.5, "round_to": 4, "importance": "magnitude"},
+    ),
     "prune bert, not compensated": Case("prune", "bert", HALF | {"compensate": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),

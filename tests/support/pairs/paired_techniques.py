@@ -139,6 +139,7 @@ TECHNIQUES: dict[str, Technique] = {
     "prune-budget": Technique("prune", {"budget": {"parameters": 0.9}, "importance": "fisher", **FEW}, True),
     "depth-parts": Technique("depth", {"what": ["attention", "ffn"], **FEW}, True),
     "width": Technique("prune", {"what": ["width"], "keep": 0.5, **FEW}, True),
+    "channels": Technique("prune", {"what": ["channels"], "keep": 0.5, "round_to": 4, **FEW}, True),
     "sparsify": Technique("sparsify", {"method": "sparsegpt", "pattern": "2:4", **FEW}),
     "factorize": Technique("factorize", {"rank": 12, "aim": "size", **FEW}, True),
     "factorize-embeddings": Technique("factorize", {"what": "embeddings", "rank": 12}, True),
@@ -148,6 +149,7 @@ TECHNIQUES: dict[str, Technique] = {
     "shortlist": Technique("shortlist", {"per_token": 3, "frequent": 6}),
     "int8-dynamic": Technique("quantize", {"scheme": "int8-dynamic"}, True),
     "int8-static": Technique("quantize", {"smooth": 0.5, **STATIC}, True),
+    "int8-plain": Technique("quantize", STATIC, True),
     "int8-groupwise": Technique(
         "quantize", {"scheme": "int8-groupwise", "group_size": 32, "symmetric": False}, True
     ),

@@ -105,7 +105,7 @@ def test_models_that_have_no_width_to_lose_are_refused(tmp_path):
     assert place == "what"
     assert message.startswith("the vectors of a sentence embedder are its hidden states")
     [(_, lack)] = check_units(["width"], {"model_type": "resnet"})
-    assert "factorize" in lack
+    assert "channels" in lack
 
 
 def test_the_plan_goes_on_with_the_width_that_is_left():

@@ -24,6 +24,9 @@ EDITS = st.fixed_dictionaries(
         "module": MODULES,
         "with": MODULES,
         "in_features": NUMBERS,
+        "in_channels": NUMBERS,
+        "out_channels": NUMBERS,
+        "num_features": NUMBERS,
         "out_features": NUMBERS,
         "rank": NUMBERS,
         "ranks": st.lists(NUMBERS, max_size=3) | NUMBERS,
@@ -35,6 +38,7 @@ EDITS = st.fixed_dictionaries(
         "group": NUMBERS,
         "bits": NUMBERS,
         "signed": NUMBERS,
+        "norm": MODULES,
         "attribute": st.sampled_from(
             ["num_heads", "all_head_size", "__class__", "forward", "training", None, 3]
         ),
@@ -49,6 +53,7 @@ def _model():
     with torch.device("meta"):
         model.a, model.b, model.deep = nn.Linear(8, 8), nn.Embedding(8, 8), nn.Module()
         model.deep.a, model.c = nn.Linear(8, 4, bias=False), nn.Conv2d(4, 8, 3)
+        model.deep.b = nn.BatchNorm2d(8)
     model.num_heads = 2
     return model
 
@@ -73,6 +78,33 @@ def test_ranks_of_a_convolution_that_would_take_all_memory_are_refused():
     edit = {"op": "low_rank_conv", "module": "c", "kind": "cp", "ranks": [10**12]}
     with pytest.raises(InputError, match=r"ranks \[1000000000000\] are none of"):
         apply_edits(_model(), [edit])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"op": "conv", "module": "c", "in_channels": 10**12, "out_channels": 8},
+        {"op": "conv", "module": "c", "in_channels": 4, "out_channels": 0},
+        {"op": "batch_norm", "module": "deep.b", "num_features": 10**12},
+        {"op": "batch_norm", "module": "c", "num_features": 4},
+        {"op": "fold", "module": "a", "norm": "deep.b"},
+        {"op": "fold", "module": "c", "norm": "c"},
+        {"op": "round", "module": "c", "signed": True},
+        {"op": "unsigned", "module": "c"},
+    ],
+)
+def test_what_a_convolution_or_norm_does_not_have_is_refused(edit):
+    with pytest.raises(InputError, match=r"does not fit the model"):
+        apply_edits(_model(), [edit])
+
+
+def test_a_convolution_and_its_norm_lose_channels():
+    model = _model()
+    edit = {"op": "conv", "module": "c", "in_channels": 3, "out_channels": 5}
+    apply_edits(model, [edit, {"op": "batch_norm", "module": "deep.b", "num_features": 5}])
+    assert model.c.weight.shape == (5, 3, 3, 3)
+    assert model.c.weight.is_meta
+    assert model.deep.b.running_var.shape == model.deep.b.weight.shape == (5,)
 
 
 @pytest.mark.parametrize(

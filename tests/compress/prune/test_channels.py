@@ -1,0 +1,192 @@
+"""The stage with what: [channels]: which channels of convolutions go, and what goes with them."""
+
+import harness
+import images
+import pytest
+import tiny
+import torch
+import torch_pruning
+from pydantic import ValidationError
+
+from smelt.compress.distill.logits import Distill
+from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
+from smelt.compress.prune.channels import find_channels, gate_scores, kernel_of, magnitude_of_filters
+from smelt.compress.prune.settings import PruneSettings
+from smelt.compress.prune.structured import Prune
+from smelt.export.onnx_stage import Onnx
+from smelt.export.stage.settings import OnnxSettings
+from smelt.runtime.models.checkpoint import load_model, save_model
+from smelt.runtime.models.structure import read_edits
+
+BASIC = {"embedding_size": 16, "hidden_sizes": [16, 24], "depths": [1, 2]}
+KINDS = {"basic": BASIC, "bottleneck": BASIC | {"hidden_sizes": [64, 96], "layer_type": "bottleneck"}}
+TRAIN = {"max_steps": 2, "batch_size": 4, "evals": 0, "precision": "fp32"}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def source(request, tmp_path_factory):
+    return images.model(tmp_path_factory.mktemp(request.param) / "model", "resnet", **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def basic(tmp_path_factory):
+    return images.model(tmp_path_factory.mktemp("basic") / "model", "resnet", **BASIC)
+
+
+def run(source, out, **settings):
+    rows = images.split(images.rows(out.parent / "rows.jsonl"))
+    said = PruneSettings.model_validate({"what": ["channels"], "rows": 8, "round_to": 4, **settings})
+    return harness.run(Prune(), said, source, out, images.TASK, {"train": rows})
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))).logits
+
+
+def free(model):
+    """Return by hand the channels that can go, by the module that norms them."""
+    blocks = [b for stage in model.resnet.encoder.stages for b in stage.layers]
+    return [(one, then) for b in blocks for one, then in zip(b.layer, b.layer[1:], strict=False)]
+
+
+def test_channels_whose_outputs_are_zero_leave_the_outputs_the_same(source, tmp_path):
+    model, edits = load_model(source)
+    with torch.no_grad():
+        for one, _ in free(model):
+            one.convolution.weight[::2], one.normalization.weight[::2] = 0, 0
+            one.normalization.bias[::2] = 0
+    (tmp_path / "idle").mkdir()
+    save_model(model, edits, tmp_path / "idle", source)
+    ctx = run(tmp_path / "idle", tmp_path / "out", keep=0.5, round_to=1, importance="magnitude")
+    left, _ = load_model(ctx.out)
+    assert torch.allclose(logits(left), logits(model), atol=1e-5)
+    assert all(
+        torch.equal(new.normalization.running_var, old.normalization.running_var[1::2])
+        for (new, _), (old, _) in zip(free(left), free(model), strict=True)
+    )
+    assert ctx.facts["kept_channels"] == {g.name: g.count(model) // 2 for g in find_channels(model)}
+    assert ctx.facts["parameters_after"] < 0.7 * ctx.facts["parameters_before"]
+    assert ctx.facts["operations_after"] < 0.8 * ctx.facts["operations_before"]
+
+
+def test_it_cuts_what_torch_pruning_cuts(source, tmp_path):
+    """torch-pruning follows the graph from the first convolution's outputs to all that is coupled."""
+    ctx = run(source, tmp_path / "out", keep=0.5, importance="magnitude")
+    model, _ = load_model(source)
+    scores = magnitude_of_filters(model, find_channels(model))
+    for group in find_channels(model):
+        kept = scores[group.name].topk(ctx.facts["kept_channels"][group.name]).indices.tolist()
+        gone = sorted(set(range(group.count(model))) - set(kept))
+        graph = torch_pruning.DependencyGraph().build_dependency(model, torch.zeros(1, 3, 16, 16))
+        first = model.get_submodule(group.first)
+        graph.get_pruning_group(first, torch_pruning.prune_conv_out_channels, gone).prune()
+    theirs, ours = model.state_dict(), load_model(ctx.out)[0].state_dict()
+    assert set(theirs) == set(ours)
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+def test_magnitude_is_the_sum_of_absolute_weights_of_a_filter(source):
+    model, _ = load_model(source)
+    groups = find_channels(model)
+    assert len(groups) == len(free(model))
+    for group, (one, _) in zip(groups, free(model), strict=True):
+        expected = torch.stack([f.abs().sum() for f in one.convolution.weight.detach().double()])
+        assert torch.allclose(magnitude_of_filters(model, groups)[group.name], expected)
+
+
+def test_taylor_is_the_mean_squared_slope_of_a_gate_behind_the_norm(basic):
+    """Molchanov et al.: the gate's slope is the sum of scale times its slope and shift times its slope."""
+    model, _ = load_model(basic)
+    groups = find_channels(model)
+    draw = torch.Generator().manual_seed(2)
+    batches = [{"pixel_values": torch.randn(4, 3, 16, 16, generator=draw)} for _ in range(3)]
+
+    def loss_of(model, batch):
+        return model(**batch).logits.square().mean()
+
+    found = gate_scores(model, groups, batches, loss_of)
+    expected = {g.name: 0 for g in groups}
+    for batch in batches:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        for group in groups:
+            norm = model.get_submodule(group.norm)
+            slope = norm.weight * norm.weight.grad + norm.bias * norm.bias.grad
+            expected[group.name] = expected[group.name] + slope.detach().double().square() / 3
+    for name, scores in found.items():
+        assert torch.allclose(scores, expected[name], rtol=1e-3, atol=1e-9 + 1e-4 * float(scores.max()))
+
+
+@pytest.mark.parametrize("importance", ["taylor", "fisher", "random"])
+def test_each_importance_leaves_what_was_asked(importance, basic, tmp_path):
+    ctx = run(basic, tmp_path / "out", importance=importance, keep=0.5)
+    assert set(ctx.facts["kept_channels"].values()) == {8, 12}
+
+
+def test_layers_compete_where_the_scope_is_global(basic, tmp_path):
+    ctx = run(basic, tmp_path / "out", scope="global", keep=0.5)
+    assert sum(ctx.facts["kept_channels"].values()) == (16 + 24 + 24) // 2
+    assert min(ctx.facts["kept_channels"].values()) >= 4
+
+
+def test_it_is_distilled_pruned_again_and_exported(basic, tmp_path):
+    once = run(basic, tmp_path / "once", keep=0.75).out
+    rows = {"train": images.split(images.rows(tmp_path / "more.jsonl"))}
+    whole = {"ancestors": {"model": tiny.artifact(basic, images.TASK)}}
+    settings = DistillSettings.model_validate(TRAIN)
+    taught = harness.run(Distill(), settings, once, tmp_path / "taught", images.TASK, rows, **whole)
+    twice = run(taught.out, tmp_path / "twice", keep=0.5)
+    assert set(twice.facts["kept_channels"].values()) == {8, 12}
+    onnx = harness.run(Onnx(), OnnxSettings(), twice.out, tmp_path / "onnx", images.TASK)
+    assert onnx.facts["parity"]
+
+
+@pytest.mark.parametrize("method", ["tucker", "cp"])
+def test_convolutions_that_are_thin_ones_lose_channels(method, basic, tmp_path):
+    thin = harness.run(
+        Factorize(), FactorizeSettings(method=method, ratio=0.5), basic, tmp_path / "thin", images.TASK
+    )
+    ctx = run(thin.out, tmp_path / "out", keep=0.5, importance="magnitude")
+    left, _ = load_model(ctx.out)
+    assert torch.isfinite(logits(left)).all()
+    whole, _ = load_model(thin.out)
+    group = find_channels(whole)[0]
+    module = whole.get_submodule(group.first)
+    x = torch.randn(1, 16, 9, 9, generator=torch.Generator().manual_seed(0))
+    plain = torch.nn.functional.conv2d(x, kernel_of(module), padding=1)
+    assert torch.allclose(module(x)[..., 1:-1, 1:-1], plain[..., 1:-1, 1:-1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"importance": "activation"},
+        {"what": ["channels", "ffn"]},
+        {"budget": {"parameters": 0.5}},
+        {"compensate": True},
+        {"keep_ffn": 0.5},
+    ],
+)
+def test_what_means_nothing_to_channels_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        PruneSettings.model_validate({"what": ["channels"]} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [(["channels"], "vit"), (["channels"], "bert"), (["ffn"], "resnet"), (["width"], "resnet")],
+)
+def test_the_plan_says_which_units_a_family_has(what, kind):
+    settings = PruneSettings.model_validate({"what": what})
+    [(setting, _)], _ = Prune.check_model(settings, {"model_type": kind})
+    assert setting == "what"
+
+
+def test_nothing_goes_where_there_are_few_channels_and_a_warning_says_so(basic, tmp_path):
+    ctx = run(basic, tmp_path / "out", keep=0.75, round_to=32, importance="magnitude")
+    assert read_edits(ctx.out) == []
+    assert any("nothing goes" in warning for warning in ctx.warnings)

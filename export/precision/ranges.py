@@ -25,6 +25,7 @@ MARK, SUM = "smelt.largest.", "smelt.sum."
 # whose inputs are added up; of the last one, their squares
 _SUMMED = ("MatMul", "Gemm", "Conv", "ReduceSum", "ReduceMean", "ReduceL2")
 _AT_ONCE = 4  # rows
+_SUM_AXES = 13  # the opset from which on ReduceSum has its axes as an input
 
 
 class Ranges(NamedTuple):
@@ -94,11 +95,12 @@ def probe(model: Any, folder: Path, name: str, threads: int | None) -> Any:
     path = folder / f"{name}.onnx"
     model = read_graph(path, values=False)
     graph = model.graph
+    opset = next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
     for node in list(graph.node):
         for value in (v for v in node.output if v in floats):
             _largest(graph, value, f"{MARK}{value}")
         if node.op_type in _SUMMED and node.input[0] in floats:
-            _sum(graph, node)
+            _sum(graph, node, opset)
     with TemporaryDirectory(dir=folder) as beside:
         for data in data_names(model):
             Path(beside, data).hardlink_to(folder / data)
@@ -114,7 +116,19 @@ def _largest(graph: Any, value: str, output: str) -> None:
     graph.output.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, []))
 
 
-def _sum(graph: Any, node: Any) -> None:
+def _axes_as_input(graph: Any, node: Any, name: str) -> None:
+    """Make an input of the attribute `axes`: a sum has it from opset 13 on, a mean from 18 on."""
+    from onnx import TensorProto, helper
+
+    axes = next((one for one in node.attribute if one.name == "axes"), None)
+    if axes is not None:
+        node.attribute.remove(axes)
+        tensor = helper.make_tensor(name, TensorProto.INT64, [len(axes.ints)], list(axes.ints))
+        graph.initializer.append(tensor)
+        node.input.append(name)
+
+
+def _sum(graph: Any, node: Any, opset: int) -> None:
     """Add the same node over the magnitudes of what it adds up; a mean as the sum that it is before."""
     from onnx import NodeProto, helper
 
@@ -122,6 +136,8 @@ def _sum(graph: Any, node: Any) -> None:
     bound = NodeProto()
     bound.CopyFrom(node)
     bound.op_type = {"ReduceMean": "ReduceSum", "ReduceL2": "ReduceSumSquare"}.get(node.op_type, node.op_type)
+    if node.op_type == "ReduceMean" and opset >= _SUM_AXES:
+        _axes_as_input(graph, bound, f"{output}.axes")
     bound.name, bound.output[0] = output, f"{output}.bound"
     summed = (
         len(node.input) if node.op_type in ("MatMul", "Gemm", "Conv") else 1

@@ -7,8 +7,11 @@ import foreign_graphs as graphs
 import harness
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+import pytest
+from onnx import TensorProto, helper, numpy_helper
 
+from smelt.core.data import split_of
+from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign.fp16 import Fp16, Fp16Settings
 
 
@@ -61,3 +64,26 @@ def test_whole_numbers_may_change_and_are_told(tmp_path: Path) -> None:
     ctx = run(tmp_path, graphs.with_whole_numbers())
     assert ctx.facts["parity"]["relative"] < 0.01
     assert any("of the whole numbers or texts that it gives are others" in text for text in ctx.warnings)
+
+
+@pytest.mark.parametrize("opset", [11, 13, 17, 18])
+@pytest.mark.parametrize("operator", ["ReduceMean", "ReduceSum", "ReduceL2"])
+def test_reductions_with_axes_as_attribute_and_as_input(tmp_path: Path, opset: int, operator: str) -> None:
+    """A mean has its axes as an input from opset 18 on, a sum from 13 on: the bound of a mean is a sum."""
+    given = opset >= (13 if operator == "ReduceSum" else 18)
+    weights = [numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")]
+    weights += [numpy_helper.from_array(np.array([-1]), "axes")] if given else []
+    attributes = {} if given else {"axes": [-1]}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], "m"),
+        helper.make_node(operator, ["m", "axes"] if given else ["m"], ["y"], "r", **attributes),
+    ]
+    x, y = graphs.value("x", ["N", 8]), graphs.value("y", ["N", 1])
+    model = graphs.model_of(nodes, [x], [y], weights, opset=opset)
+    source = graphs.artifact(tmp_path / "src", model)
+    large = np.full((4, 8), 30_000.0, np.float32)  # whose sums float16 does not hold
+    for rows, kept in ((np.ones((4, 8), np.float32), 0), (large, 1)):
+        data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
+        ctx = harness.run(Fp16(), Fp16Settings(), source, tmp_path / f"out{kept}", data=data)
+        assert bool(ctx.facts["kept_float32"]) == bool(kept)
+        assert ctx.facts["parity"]["relative"] < 0.01

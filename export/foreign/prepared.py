@@ -1,0 +1,115 @@
+"""A graph as ONNX Runtime's quantizers need it: weights are initializers, and none is changed for others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# Since when QuantizeLinear and DequantizeLinear have an axis, and so scales for each output.
+BY_OUTPUT = 13
+# The input that is a matrix turned round for its node, and the one that is a bias with a scale of its own.
+_MATRIX, _BIAS = {"Gemm": 1}, {"Gemm": 2, "Conv": 2, "ConvTranspose": 2}
+
+
+def prepared(path: Path, folder: Path) -> tuple[Path, int]:
+    """Return the graph in `path`, or a copy in `folder` that ONNX Runtime quantizes right, and its opset.
+
+    - Weights in Constant nodes, as paddle2onnx writes them, are no weights for the quantizers; they become
+      initializers.
+    - An opset below 13 has one scale for a matrix; the graph is converted, where onnx can.
+    - The quantizer makes MatMul of Gemm and transposes the matrix in its place (onnxruntime 1.31,
+      quantization/onnx_model.py, replace_gemm_with_matmul): an embedding that is the output layer too would
+      be read by its columns from then on. Of a bias that several nodes read it makes copies, under names
+      that other values may have. So each of these nodes gets its own.
+    """
+    from smelt.export.graph_files import read_graph, write_graph
+
+    bare = read_graph(path, values=False)
+    if not (_constants(bare) or _shared(bare.graph) or _opset(bare) < BY_OUTPUT):
+        return path, _opset(bare)
+    model = read_graph(path)
+    _lift(model)
+    _part(model.graph)
+    model = _converted(model)
+    write_graph(model, folder / path.name)
+    return folder / path.name, _opset(model)
+
+
+def _opset(model: Any) -> int:
+    return next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), BY_OUTPUT)
+
+
+def _constants(model: Any) -> list[Any]:
+    """Return the Constant nodes of the graph itself that hold a dense tensor or numbers."""
+    held = {"value", "value_float", "value_floats", "value_int", "value_ints"}
+    nodes = (node for node in model.graph.node if node.op_type == "Constant" and not node.domain)
+    return [node for node in nodes if held & {attribute.name for attribute in node.attribute}]
+
+
+def _lift(model: Any) -> None:
+    """Make initializers of the Constant nodes."""
+    import numpy as np
+    from onnx import helper, numpy_helper
+
+    lifted = _constants(model)
+    ends = {value.name for value in model.graph.output}
+    for node in lifted:
+        if node.output[0] in ends:  # a graph's output is no initializer for every tool
+            continue
+        attribute = node.attribute[0]
+        value = helper.get_attribute_value(attribute)
+        if attribute.name == "value":
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(value)
+        else:
+            kind = np.float32 if "float" in attribute.name else np.int64
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, kind)))
+        tensor.name = node.output[0]
+        model.graph.node.remove(node)
+    if lifted:
+        model.ir_version = max(4, model.ir_version)  # before it each initializer was an input too
+
+
+def _shared(graph: Any) -> list[tuple[Any, int]]:
+    """Return (node, place of the input) of the matrices and biases that other nodes read too."""
+    weights = {tensor.name for tensor in graph.initializer}
+    readers = Counter(name for node in graph.node for name in node.input)
+    return [
+        (node, place)
+        for node in graph.node
+        for places in (_MATRIX, _BIAS)
+        if (place := places.get(node.op_type)) is not None
+        and len(node.input) > place
+        and node.input[place] in weights
+        and readers[node.input[place]] > 1
+    ]
+
+
+def _part(graph: Any) -> None:
+    """Give each node that shares a matrix or a bias one of its own, under a name that nothing has."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    taken = {name for node in graph.node for name in (*node.input, *node.output)} | set(tensors)
+    for number, (node, place) in enumerate(_shared(graph)):
+        name = f"{node.input[place]}.own{number}"
+        while name in taken:
+            name += "_"
+        new = graph.initializer.add()
+        new.CopyFrom(tensors[node.input[place]])
+        new.name = node.input[place] = name
+        taken.add(name)
+
+
+def _converted(model: Any) -> Any:
+    """Return the model in opset 13, where it is older and onnx can convert it; else as it is."""
+    from onnx import checker, version_converter
+
+    if _opset(model) >= BY_OUTPUT:
+        return model
+    try:
+        found = version_converter.convert_version(model, BY_OUTPUT)
+        checker.check_model(found)
+    except Exception:  # of an operator that the converter does not know, or that is no standard one
+        return model
+    return found

@@ -1,0 +1,138 @@
+"""What ONNX Runtime's quantizers get wrong or leave out unless a graph is prepared for them."""
+
+from pathlib import Path
+from typing import Any
+
+import foreign_graphs as graphs
+import harness
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from smelt.core.data import split_of
+from smelt.core.rows.arrays import Arrays
+from smelt.export.foreign.prepared import prepared
+from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
+from smelt.runtime.backends.onnx_session import open_session
+
+
+def tied() -> Any:
+    """Words [N] to the scores [N, 40] of all words: one matrix [40, 8] at both ends."""
+    random = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(random.normal(size=(40, 8)).astype(np.float32), "words")]
+    nodes = [
+        helper.make_node("Gather", ["words", "ids"], ["h"], "embedding"),
+        helper.make_node("Gemm", ["h", "words"], ["logits"], "head", transB=1),
+    ]
+    ids, logits = graphs.value("ids", ["N"], TensorProto.INT64), graphs.value("logits", ["N", 40])
+    return graphs.model_of(nodes, [ids], [logits], weights)
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_the_embedding_is_not_read_by_its_columns(scheme: str, tmp_path: Path) -> None:
+    source = graphs.artifact(tmp_path / "src", tied())
+    ids = np.arange(24)
+    ctx = harness.run(
+        QuantizeGraph(), QuantizeGraphSettings(scheme=scheme), source, tmp_path / "out",
+        data={"calibration": split_of("rows.npz", Arrays({"ids": ids}, len(ids)))},
+    )  # fmt: skip
+    found, wanted = (
+        open_session(folder / "model.onnx", 1).run(None, {"ids": ids})[0]
+        for folder in (tmp_path / "out", source.path)
+    )
+    assert np.abs(found - wanted).max() < 0.05 * wanted.std()
+    assert ctx.facts["parity"]["relative"] < 0.05
+
+
+def test_a_graph_that_needs_nothing_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = graphs.save(graphs.two_layers(), tmp_path / "m.onnx")
+    assert prepared(path, tmp_path / "new") == (path, 17)
+    other = graphs.save(tied(), tmp_path / "t.onnx")
+    (tmp_path / "new").mkdir()
+    assert len(onnx.load(prepared(other, tmp_path / "new")[0]).graph.initializer) == 2
+
+
+def constants(opset: int) -> Any:
+    """Images [N, 3, 8, 8] to [N, 10], with all weights in Constant nodes, as paddle2onnx writes them."""
+    random = np.random.default_rng(0)
+
+    def held(name: str, *shape: int) -> Any:
+        tensor = numpy_helper.from_array(random.normal(0, 0.3, shape).astype(np.float32), name)
+        return helper.make_node("Constant", [], [name], f"of_{name}", value=tensor)
+
+    nodes = [held("w", 16, 3, 3, 3), held("b", 16), held("m", 16, 10)]
+    nodes.append(helper.make_node("Constant", [], ["half"], "of_half", value_float=0.5))
+    nodes += [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", pads=[1] * 4),
+        helper.make_node("Mul", ["c", "half"], ["s"], "mul"),
+        helper.make_node("Relu", ["s"], ["r"], "relu"),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["f"], "flat"),
+        helper.make_node("MatMul", ["f", "m"], ["l"], "head"),
+        helper.make_node("Softmax", ["l"], ["y"], "soft", axis=1),
+    ]
+    x, y = graphs.value("x", ["N", 3, 8, 8]), graphs.value("y", ["N", 10])
+    return graphs.model_of(nodes, [x], [y], opset=opset)
+
+
+def shared_bias() -> Any:
+    """Two Conv read the bias `conv`, and a value has the name that ONNX Runtime's copy of it would get."""
+    random = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(random.normal(0, 0.3, shape).astype(np.float32), name)
+        for name, shape in (("w1", (4, 1, 3, 3)), ("w2", (4, 1, 3, 3)), ("conv", (4,)))
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "conv"], ["a"], "c1", pads=[1] * 4),
+        helper.make_node("Conv", ["x", "w2", "conv"], ["conv0"], "c2", pads=[1] * 4),
+        helper.make_node("Add", ["a", "conv0"], ["z"], "add"),
+    ]
+    return graphs.model_of(
+        nodes, [graphs.value("x", ["N", 1, 8, 8])], [graphs.value("z", ["N", 4, 8, 8])], weights
+    )
+
+
+def quantized(model: Any, rows: Any, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """Return the context of the stage, and the graph that it wrote, checked and opened."""
+    source = graphs.artifact(folder / "src", model)
+    data = {"calibration": split_of("rows.npz", Arrays({"x": rows}, len(rows)))}
+    given = QuantizeGraphSettings(scheme="int8-static", **settings)
+    ctx = harness.run(QuantizeGraph(), given, source, folder / "out", data=data)
+    onnx.checker.check_model(folder / "out" / "model.onnx", full_check=True)
+    open_session(folder / "out" / "model.onnx", 2)
+    return ctx, onnx.load(folder / "out" / "model.onnx").graph
+
+
+@pytest.mark.parametrize("opset", [12, 17])
+def test_weights_in_constant_nodes_are_quantized_by_output(opset: int, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
+    ctx, graph = quantized(constants(opset), rows, tmp_path)
+    sizes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    assert (sizes["w_scale"], sizes["m_scale"]) == ([16], [10])
+    assert ctx.facts["parity"]["relative"] < 0.1
+    assert ctx.warnings == []
+
+
+def test_of_static_ranges_products_alone_are_quantized(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(size=(16, 3, 8, 8)).astype(np.float32)
+    _, graph = quantized(constants(17), rows, tmp_path)
+    read = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+    assert read == {"x", "c", "f", "l"}  # what Conv and MatMul read and give
+    _, graph = quantized(constants(17), rows, tmp_path / "b", operators=["Conv", "Mul"])
+    assert "s" in {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
+def test_a_shared_bias_gets_names_that_nothing_has(target: str, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
+    ctx, _ = quantized(shared_bias(), rows, tmp_path, target=target)
+    assert ctx.facts["parity"]["relative"] < 0.1
+
+
+def test_tensorrt_gets_biases_in_float(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(size=(16, 1, 8, 8)).astype(np.float32)
+    _, graph = quantized(shared_bias(), rows, tmp_path, target="tensorrt")
+    assert TensorProto.INT32 not in {tensor.data_type for tensor in graph.initializer}
+    _, graph = quantized(shared_bias(), rows, tmp_path / "cpu")
+    assert TensorProto.INT32 in {tensor.data_type for tensor in graph.initializer}

@@ -90,7 +90,7 @@ def test_classes_of_texts_and_pairs(tmp_path):
         assert [one["label"] for one in found] == [one.label for one in expected]
         for one, other in zip(found, expected, strict=True):
             assert one["probabilities"] == pytest.approx(dict(other.probabilities), abs=1e-6)
-        assert [service.predict([["a"] * n])[0] for n in (1, 3)] == [422, 422]
+        assert [service.predict(["a"] * n)[0] for n in (1, 3)] == [422, 422]
 
 
 def test_vectors_and_texts_that_go_on(tmp_path):
@@ -123,7 +123,7 @@ def test_images_as_bodies_and_in_base64(family, tmp_path):
         for one, other, wanted in zip(found, alone, expected, strict=True):
             assert one["label"] == other["label"] == wanted.label
             assert one["probabilities"] == pytest.approx(dict(wanted.probabilities), abs=1e-6)
-        for wrong in ("no base64!", base64.b64encode(b"no image").decode(), coded[0][:40], 3):
+        for wrong in ("no base64!", f"*{coded[0]}", base64.b64encode(b"no image").decode(), coded[0][:40], 3):
             assert service.predict(coded[0], wrong)[0] == 422
         assert service.ask("POST", "/predict", sent[1][:-30], {"Content-Type": "image/jpeg"})[0] == 422
         assert service.ask("POST", "/predict", b"a", {"Content-Type": "text/plain"})[0] == 415

@@ -71,6 +71,7 @@ def test_pixels_are_those_of_smelt(said, file, tmp_path):
         b"no image",
         FILES["wide"][:60],
         saved(Image.new("F", (3, 3)), "TIFF"),
+        saved(images.picture(0), "PCX"),
         b"%!PS-Adobe-3.0 EPSF-3.0\n",
     ],
 )

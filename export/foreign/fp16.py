@@ -67,7 +67,14 @@ class Fp16:
             InputError: the graph holds graphs of its own (If, Loop, Scan).
             RunError: ONNX Runtime cannot run what was made.
         """
-        from smelt.export.foreign.rows import difference, note_parity, require_one_graph, rows_of, run_graph
+        from smelt.export.foreign.rows import (
+            difference,
+            note_parity,
+            require_one_graph,
+            require_runs,
+            rows_of,
+            run_graph,
+        )
         from smelt.export.graph_files import read_graph, write_graph
         from smelt.export.precision.narrow import narrow
 
@@ -90,6 +97,7 @@ class Fp16:
             write_graph(model, ctx.out / path.name)
             kept += len(large)
             fed += feeds[path.stem]
+            require_runs(ctx.out / path.name, feeds[path.stem])
             got += run_graph(ctx.out / path.name, feeds[path.stem], ctx.threads)
             wanted += run_graph(path, feeds[path.stem], ctx.threads)
         if not np.isfinite(difference(got, wanted, exact=False)):

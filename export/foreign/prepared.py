@@ -99,6 +99,9 @@ def _part(graph: Any) -> None:
         new.CopyFrom(tensors[node.input[place]])
         new.name = node.input[place] = name
         taken.add(name)
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
+        graph.initializer.remove(tensor)
 
 
 def _converted(model: Any) -> Any:

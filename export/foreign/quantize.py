@@ -107,9 +107,9 @@ class QuantizeGraph:
 
         Raises:
             InputError: `leave` names a node that the graph has not.
-            RunError: the quantizer fails, or ONNX Runtime cannot run its graph.
+            RunError: the quantizer fails, or ONNX Runtime cannot run its graph (`graph-crashes`).
         """
-        from smelt.export.foreign.rows import note_parity, require_one_graph, rows_of, run_graph
+        from smelt.export.foreign.rows import note_parity, require_one_graph, require_runs, rows_of, run_graph
         from smelt.export.graph_files import read_graph
 
         require_one_graph(src, self.name)
@@ -128,6 +128,7 @@ class QuantizeGraph:
             fed = feeds[path.stem]
             _write_quantized(path, settings, fed, ctx)
             some += fed[:16]
+            require_runs(ctx.out / path.name, fed)
             got += run_graph(ctx.out / path.name, fed[:16], ctx.threads)
             wanted += run_graph(path, fed[:16], ctx.threads)
         _tell([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)

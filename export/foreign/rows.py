@@ -18,6 +18,8 @@ from smelt.runtime.foreign.runner import GraphRunner
 from smelt.runtime.foreign.signature import read_signature
 
 Feeds = dict[str, NDArray[Any]]
+# Of the rows, on which a new graph is tried in a process of its own.
+_TRIED = 2
 PLACES = ("calibration", "validation", "train")
 # where a recipe has no rows that a stage may see
 _TEXTS = (
@@ -143,6 +145,33 @@ def run_graph(path: Path, feeds: list[Feeds], threads: int | None) -> list[Feeds
     except Exception as error:  # its error classes share no other base
         words = " ".join(str(error.__cause__ or error).split())[:400]
         raise RunError(f"{path.name}: ONNX Runtime cannot run the new graph: {words}") from error
+
+
+def require_runs(path: Path, feeds: list[Feeds]) -> None:
+    """Run the graph `path`, which was just made, on some rows in a process of its own.
+
+    Raises:
+        RunError: `graph-crashes`: that process crashed, ran into a limit, or ONNX Runtime cannot run it.
+    """
+    from onnx import TensorProto
+
+    from smelt.export.graph_files import read_graph
+    from smelt.runtime.foreign.trial import try_graph
+
+    graph = read_graph(path, values=False).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    whole = {TensorProto.INT32: "tensor(int32)", TensorProto.INT64: "tensor(int64)"}
+    kinds = {
+        value.name: whole.get(value.type.tensor_type.elem_type, "")
+        for value in graph.input
+        if value.name not in weights
+    }
+    for one in feeds[:_TRIED]:
+        try:
+            try_graph(path, fitting(one, kinds), path.name)
+        except InputError as error:
+            told = f"the new graph cannot be run: {error} Leave its operators out (operators, leave, keep)."
+            raise RunError(told, code="graph-crashes") from error
 
 
 def fitting(feeds: Feeds, kinds: dict[str, str]) -> Feeds:

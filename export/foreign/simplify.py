@@ -131,7 +131,7 @@ def answer(arguments: Sequence[str]) -> str | None:
 
 def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
     """Say why the simplified graph is not kept, or None."""
-    from smelt.export.foreign.rows import difference, rows_in, run_graph
+    from smelt.export.foreign.rows import difference, require_runs, rows_in, run_graph
     from smelt.export.graph_files import data_file
 
     def size(path: Path) -> int:
@@ -141,6 +141,7 @@ def _refusal(path: Path, candidate: Path, fed: Fed) -> str | None:
         return f"onnxsim made it larger ({size(path):,} to {size(candidate):,} bytes)"
     feeds, ctx = fed.rows(path.stem), fed.ctx
     try:
+        require_runs(candidate, feeds)
         got, wanted = (run_graph(graph, feeds, ctx.threads) for graph in (candidate, path))
         off = difference(got, wanted)
     except (RunError, KeyError) as error:

@@ -31,7 +31,9 @@ _SHARE = 0.5  # of the memory that is free
 
 
 def try_graph(path: Path, feeds: dict[str, NDArray[Any]], origin: str) -> None:
-    """Run the graph `path` on `feeds` once; `origin` is how the user calls it.
+    """Run the graph `path` on `feeds`, with one thread and with two; `origin` is how the user calls it.
+
+    With two threads ONNX Runtime 1.31 crashes on an int8 product of nothing, with one it does not.
 
     Raises:
         InputError: it fails on them, crashes, or takes more memory or time than one call should.
@@ -59,7 +61,7 @@ def limits_for(path: Path, feeds: dict[str, NDArray[Any]]) -> Limits:
 
 
 def answer(arguments: Sequence[str]) -> str | None:
-    """Run a graph once; return what is wrong, or None.
+    """Run a graph with one thread and with two; return what is wrong, or None.
 
     arguments: its file, that of the rows, and the names of the inputs in their order, as JSON.
     """
@@ -67,11 +69,13 @@ def answer(arguments: Sequence[str]) -> str | None:
 
     path, rows = map(Path, arguments[:2])
     try:
-        session = open_session(path, threads=1)
         with np.load(rows, allow_pickle=False) as file:
             values = [file[f"arr_{at}"] for at in range(len(file.files))]
         texts = [value.astype(object) if value.dtype.kind == "U" else value for value in values]
-        session.run(None, dict(zip(json.loads(arguments[2]), texts, strict=True)))
+        for threads in (1, 2):
+            session = open_session(path, threads=threads)
+            session.run(None, dict(zip(json.loads(arguments[2]), texts, strict=True)))
+            del session  # one copy of the weights at a time
     except MemoryError:
         raise
     except Exception as error:  # its error classes share no other base

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.data import split_of
+from smelt.core.errors import RunError
 from smelt.core.rows.arrays import Arrays
 from smelt.export.foreign.prepared import prepared
 from smelt.export.foreign.quantize import QuantizeGraph, QuantizeGraphSettings
@@ -136,3 +137,44 @@ def test_tensorrt_gets_biases_in_float(tmp_path: Path) -> None:
     assert TensorProto.INT32 not in {tensor.data_type for tensor in graph.initializer}
     _, graph = quantized(shared_bias(), rows, tmp_path / "cpu")
     assert TensorProto.INT32 in {tensor.data_type for tensor in graph.initializer}
+
+
+def empty_product() -> Any:
+    """A constant of no elements is multiplied, and joined to what the network gives."""
+    random = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(random.normal(0, 0.3, (4, 1, 3)).astype(np.float32), "w"),
+        numpy_helper.from_array(np.float32(-1e9), "minus"),
+        numpy_helper.from_array(np.int64(0), "first"),
+        numpy_helper.from_array(np.array([0]), "axis"),
+        numpy_helper.from_array(np.array([4, 0]), "tail"),
+    ]
+    one = numpy_helper.from_array(np.ones(1, np.float32))
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["y"], "conv", pads=[1, 1]),
+        helper.make_node("Shape", ["y"], ["shape"], "shape"),
+        helper.make_node("Gather", ["shape", "first"], ["b"], "gather"),
+        helper.make_node("Unsqueeze", ["b", "axis"], ["b1"], "unsqueeze"),
+        helper.make_node("Concat", ["b1", "tail"], ["dims"], "dims", axis=0),
+        helper.make_node(
+            "ConstantOfShape",
+            ["dims"],
+            ["ones"],
+            "ones",
+            value=one,
+        ),
+        helper.make_node("Mul", ["ones", "minus"], ["nothing"], "mul"),
+        helper.make_node("Concat", ["y", "nothing"], ["z"], "out", axis=2),
+    ]
+    x, z = graphs.value("x", ["N", 1, 8]), graphs.value("z", ["N", 4, 8])
+    return graphs.model_of(nodes, [x], [z], weights)
+
+
+def test_a_graph_that_crashes_onnx_runtime_is_no_artifact(tmp_path: Path) -> None:
+    """An int8 product of nothing kills ONNX Runtime 1.31 with two threads, and whoever called it."""
+    rows = np.random.default_rng(1).normal(size=(4, 1, 8)).astype(np.float32)
+    ctx, _ = quantized(empty_product(), rows, tmp_path)
+    assert ctx.facts["parity"]["relative"] < 0.1
+    with pytest.raises(RunError) as raised:
+        quantized(empty_product(), rows, tmp_path / "all", operators=["Conv", "Mul", "Concat"])
+    assert raised.value.code == "graph-crashes"

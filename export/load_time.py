@@ -32,37 +32,8 @@ def spell_out_file(path: Path) -> None:
     from smelt.export.graph_files import read_graph, write_graph
 
     model = read_graph(path, values=False)
-    if spell_out(model) + share_codes(model):
+    if spell_out(model):
         write_graph(model, path)
-
-
-def share_codes(model: Any) -> int:
-    """Let codes of one value with one scale be made once, in place; return how many were made again.
-
-    Branches of a network of convolutions read the same states, and each layer emits its own QuantizeLinear.
-    ONNX Runtime drops a ReLU before codes, and keeps sums in codes, where a single node makes them.
-    """
-    from onnx import numpy_helper
-
-    graph = model.graph
-    small = {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer if not t.dims}
-    first: dict[tuple[Any, ...], str] = {}
-    renamed: dict[str, str] = {}
-    for node in graph.node:
-        if node.op_type == "QuantizeLinear" and all(name in small for name in node.input[1:]):
-            key = (node.input[0], *(small[name] for name in node.input[1:]))
-            one = first.setdefault(key, node.output[0])
-            if one != node.output[0]:
-                renamed[node.output[0]] = one
-    if not renamed:
-        return 0
-    nodes = [node for node in graph.node if not (node.output and node.output[0] in renamed)]
-    for node in nodes:
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
-    del graph.node[:]
-    graph.node.extend(nodes)
-    return len(renamed)
 
 
 def spell_out(model: Any) -> int:

@@ -47,12 +47,13 @@ def graph_recipe(model: str, data: Sequence[Path], task: Task | None, path: Path
     for name in splits or ("calibration", "test"):
         lines.append(f"  {name}: {_relative(splits[name], base) if splits else f'data/{name}{end}'}")
     calibrated = not splits or bool({"calibration", "validation", "train"} & set(splits))
-    lines += _stages(calibrated, seen.signature.batch)
+    narrow = bool(seen.facts.get("codes")) or seen.facts.get("floats") in ("float16", "bfloat16")
+    lines += _stages(calibrated, seen.signature.batch, narrow)
     if chosen == TENSORS:
         lines += [
             "# Quality is agreement with the untouched graph. A limit that must be kept, or the",
             "# run exits with 3:",
-            "# gates: {agreement: {min: 99, at: int8}}",
+            f"# gates: {{agreement: {{min: 99, at: {'simplify' if narrow else 'int8'}}}}}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -103,14 +104,15 @@ def _savez(seen: ForeignModel) -> list[str]:
     return _comment(f'numpy.savez("test.npz", {names})')
 
 
-def _stages(calibrated: bool, batch: int | None) -> list[str]:
+def _stages(calibrated: bool, batch: int | None, narrow: bool) -> list[str]:
+    """Return stages and scoring; what has codes or halves for weights is not quantized again."""
     scheme = OBSERVING if calibrated else DEFAULT
     sizes = "[1, 8]" if batch is None else f"[{batch}]"
     return [
         "stages:",
         "  - simplify: {}    # kept where it computes the same",
-        f"  - quantize-graph: {{scheme: {scheme}}}",
-        "    name: int8",
+        *([] if narrow else [f"  - quantize-graph: {{scheme: {scheme}}}", "    name: int8"]),
+        *(["  # its weights are no float32: there is nothing to quantize"] if narrow else []),
         "score:",
         f"  latency: {{batch_sizes: {sizes}}}",
     ]

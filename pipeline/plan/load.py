@@ -11,7 +11,7 @@ from smelt.look.model_folder import read_config
 from smelt.plan.engines import fit_engines
 from smelt.plan.fit import check_fit, check_metrics, check_rows, check_windows
 from smelt.plan.foreign.generators import check_engines
-from smelt.plan.foreign.graph import check_foreign, fit_batches
+from smelt.plan.foreign.graph import check_floats, check_foreign, fit_batches
 from smelt.plan.gates import baseline, cut, gates, judged_on, timed
 from smelt.plan.inputs import check_data, check_device, check_model, check_tokenizer
 from smelt.plan.labels import check_classifier
@@ -67,6 +67,7 @@ def make_plan(
     check_new_head(read, every, folder, mistakes)
     check_fit(every, checker.places, read, folder, mistakes)
     check_engines(foreign, every, checker.places, mistakes)
+    check_floats(foreign, every, checker.places, mistakes)
     check_windows(read, folder, mistakes)
     splits = check_data(read, mistakes, bad)
     check_tokenizer(read, splits, mistakes)

@@ -189,7 +189,7 @@ def _files(model: Any) -> list[str]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    from smelt.runtime.foreign.tensors import parameters
+    from smelt.runtime.foreign.tensors import codes, parameters, stored_floats
 
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
     producer = f"{model.producer_name} {model.producer_version}".strip()
@@ -198,6 +198,8 @@ def _facts(model: Any) -> dict[str, Any]:
         "nodes": len(model.graph.node),
         "parameters": parameters(model),
         "producer": producer[:80],
+        "codes": codes(model),
+        "floats": stored_floats(model),
     }
 
 

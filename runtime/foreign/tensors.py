@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,28 @@ def _wrong(dims: list[int], there: int, what: str) -> str:
 
 def _listed(dims: list[int]) -> str:
     return str(dims[:8])[:-1] + (", ...]" if len(dims) > 8 else "]")
+
+
+def codes(model: Any) -> int:
+    """Return how many tensors of 8 or 4 bits operators of a quantized model read."""
+    kinds = {2, 3, 21, 22, 25, 26}  # uint8, int8, uint4, int4, uint2, int2
+    names = {t.name for t in model.graph.initializer if t.data_type in kinds and math.prod(t.dims) > 1}
+    quantized = (node for node in model.graph.node if any(word in node.op_type for word in _OF_CODES))
+    return len({name for node in quantized for name in node.input if name in names})
+
+
+# DequantizeLinear, QLinearConv, MatMulInteger, MatMulNBits, QAttention and the like
+_OF_CODES = ("Quant", "QLinear", "Integer", "NBits", "QAttention", "QGemm", "QEmbed")
+
+
+def stored_floats(model: Any) -> str | None:
+    """Return the type of most of the floating weights: float32, float16, bfloat16, float64; None of none."""
+    kinds = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}
+    counts = Counter[str]()
+    for tensor in tensors_of(model):
+        if tensor.data_type in kinds:
+            counts[kinds[tensor.data_type]] += math.prod(tensor.dims)
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def parameters(model: Any) -> int:

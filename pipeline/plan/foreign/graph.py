@@ -5,7 +5,7 @@ The graph is opened in a process of its own, with limits of memory and time (`sm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,8 @@ from smelt.recipe.recipe import Recipe
 from smelt.runtime.text.sentence_files import MODULES, POOLINGS
 
 if TYPE_CHECKING:
+    from smelt.plan.plan import Step
+    from smelt.recipe.yaml_file import Where
     from smelt.runtime.foreign.signature import Signature
 
 # What a graph of each task gives.
@@ -73,6 +75,25 @@ def _one_graph(
         return model
     folder = _check_texts(recipe, model, mistakes)
     return None if folder is None else replace(model, texts=folder)
+
+
+def check_floats(
+    model: ForeignModel | None, steps: Sequence[Step], places: Mapping[str, Where], mistakes: Mistakes
+) -> None:
+    """Note the steps that change float32 weights where the graph has others: codes, or halves."""
+    facts = model.facts if model is not None else {}
+    codes, floats = facts.get("codes"), facts.get("floats")
+    if codes:
+        weights = f"{codes:,} weight{'s' * (codes > 1)} of 8 bits or fewer"
+        why = f"this file is quantized already: {weights}. Start from the float32 file"
+    elif floats in ("float16", "bfloat16"):
+        why = f"the weights of this file are {floats}. Start from the float32 file"
+    else:
+        return
+    for step in steps:
+        if getattr(step.cls, "needs_float", False):
+            told = f"{why}, or leave this step out; simplify, onnx runtimes and engines take it as it is."
+            mistakes.add(places[step.name], told, code="already-narrow")
 
 
 def fit_batches(recipe: Recipe, model: ForeignModel | None, mistakes: Mistakes) -> Recipe:

@@ -119,3 +119,20 @@ def test_a_graph_that_asks_for_too_much_when_it_is_run_leaves_nothing(here: Path
     graphs.save(graphs.bomb(), here / "m.onnx")
     assert "cannot run it on the first rows" in harness.smelt("run", recipe(here), code=2).output
     assert not list((here / "runs/.store/artifacts").glob("*"))
+
+
+@pytest.mark.parametrize("kind", ["codes", "float16"])
+def test_a_file_that_is_narrow_already_is_told_by_plan_and_init(here: Path, kind: str) -> None:
+    harness.smelt("run", recipe(here, "[{quantize: {}}]" if kind == "codes" else "[{fp16: {}}]"), code=0)
+    made = next((here / "runs/r/artifacts").glob("quantize*" if kind == "codes" else "fp16*"))
+    (here / "m.onnx").write_bytes((made / "model.onnx").read_bytes())
+    for stages in ("[{quantize: {}}]", "[simplify, {fp16: {}}]"):
+        with pytest.raises(InputError) as raised:
+            smelt.run(recipe(here, stages))
+        assert raised.value.code == "already-narrow"
+    harness.smelt("plan", recipe(here, "[simplify]"), code=0)
+    harness.smelt("init", "m.onnx", "--data", "test.npz", "--data", "calibration.npz", code=0)
+    assert "quantize" not in (here / "m.yaml").read_text().split("stages:")[1].split("score:")[0].replace(
+        "nothing to quantize", ""
+    )
+    harness.smelt("plan", here / "m.yaml", code=0)

@@ -28,7 +28,14 @@ def test_a_good_file_tells_inputs_outputs_and_what_it_is(tmp_path: Path) -> None
     assert found.signature is not None
     assert [v.described() for v in found.signature.inputs] == ["x float32 [N, 8]"]
     assert [v.described() for v in found.signature.outputs] == ["logits float32 [N, 4]"]
-    assert found.facts == {"opset": 17, "nodes": 6, "parameters": 8 * 16 + 16 + 16 * 4 + 4, "producer": ""}
+    assert found.facts == {
+        "opset": 17,
+        "nodes": 6,
+        "parameters": 8 * 16 + 16 + 16 * 4 + 4,
+        "producer": "",
+        "codes": 0,
+        "floats": "float32",
+    }
 
 
 def test_weights_beside_the_graph_are_named(tmp_path: Path) -> None:

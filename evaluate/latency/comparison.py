@@ -21,7 +21,7 @@ from smelt.core.data import Task
 from smelt.core.errors import InputError, RunError
 from smelt.core.stage import Progress, silent
 from smelt.evaluate.latency.job import Job, Timed
-from smelt.evaluate.latency.rounds import LEAST, MOST, Pair, Round, judge
+from smelt.evaluate.latency.rounds import FEWEST, MOST, Pair, Round, judge
 from smelt.evaluate.latency.settings import LatencySettings
 from smelt.evaluate.latency.summary import Lengths, Row
 from smelt.runtime.generate.settings import Generation
@@ -38,13 +38,15 @@ class Latency:
     """What was measured, by artifact name.
 
     rows: one per batch size, as report.json's `latency`. errors: why an artifact has no or too few rows.
-    peak_memory_bytes: of the artifact's process. runners: for example "onnxruntime 1.31.1".
+    peak_memory_bytes: of the artifact's process. runners: for example "onnxruntime 1.31.1". cut: whether
+    fewer texts were used than there would be with more time.
     """
 
     rows: dict[str, list[Row]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     runners: dict[str, str] = field(default_factory=dict)
+    cut: bool = False
 
 
 def measure(
@@ -84,7 +86,7 @@ def measure(
         told: called with what is known so far and the name of each artifact that has been timed.
         arrays: of the task `tensors`, the file with the rows; `texts` are their places in it.
         seconds: what all of it may take, None: as long as it needs. Each artifact and batch size has an
-            even share of what is left; where that is over no more rounds are taken than the fewest.
+            even share of what is left; where that is over no more than the fewest rounds are taken.
 
     Raises:
         InputError: no texts, or `baseline` is not among `artifacts`.
@@ -96,14 +98,16 @@ def measure(
         raise InputError(f"Latency: the baseline '{baseline}' is not among {names}.")
     others = [name for name in artifacts if name != baseline]
     parts = max(1, len(others)) * len(settings.batch_sizes)
+    asked = settings.seconds
     if seconds is not None:  # so few texts that the rounds asked for, and the baseline's, fit into a share
         settings = settings.model_copy(update={"seconds": min(settings.seconds, seconds / parts / 2)})
-    job = Job(settings, task, generation or Generation(), texts, pairs, device, dict(counts or {}), arrays)
+    generation = generation or Generation()
+    job = Job(settings, task, generation, texts, pairs, device, dict(counts or {}), arrays, asked)
     with ExitStack() as stack:
-        measurement = _Measurement(job, baseline, progress, parts, _Budget(seconds, parts))
+        measurement = _Measurement(job, baseline, progress, parts, _Budget(seconds))
         measurement.start_baseline(stack, artifacts[baseline])
-        for name in others:
-            measurement.time_artifact(name, artifacts[name])
+        for place, name in enumerate(others):
+            measurement.time_artifact(name, artifacts[name], len(others) - place)
             if told is not None:
                 told(measurement.result, name)
         return measurement.finish()
@@ -112,15 +116,14 @@ def measure(
 class _Budget:
     """The time that is left, shared out evenly among the parts that are left."""
 
-    def __init__(self, seconds: float | None, parts: int) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self._end = math.inf if seconds is None else time.monotonic() + seconds
-        self._parts, self._until = parts, math.inf
+        self._until = math.inf
 
-    def begin(self) -> None:
-        """Begin the next part."""
+    def begin(self, left: int) -> None:
+        """Begin the next of `left` parts."""
         now = time.monotonic()
-        self._until = now + (self._end - now) / max(1, self._parts)
-        self._parts -= 1
+        self._until = now + (self._end - now) / max(1, left)
 
     @property
     def is_over(self) -> bool:
@@ -147,17 +150,18 @@ class _Measurement:
         except RunError as error:
             self.result.errors[self._name] = str(error)
 
-    def time_artifact(self, name: str, path: Path) -> None:
-        """Time one artifact at every batch size; its process ends before the next one's begins."""
+    def time_artifact(self, name: str, path: Path, left: int) -> None:
+        """Time one of `left` artifacts at every batch size; its process ends before the next one's begins."""
         rows: list[Row] = []
-        self._budget.begin()  # starting the process is part of it
+        parts = left * len(self._job.settings.batch_sizes)
+        self._budget.begin(parts)  # starting the process is part of it
         with ExitStack() as stack:
             try:
                 timed = self._job.start(stack, path)
                 self.result.runners[name] = timed.runner
                 for at, size in enumerate(self._job.settings.batch_sizes):
                     if at:
-                        self._budget.begin()
+                        self._budget.begin(parts - at)
                     rows.append(self._time_batches(timed, name, size))
             except RunError as error:
                 self.result.errors[name] = str(error)
@@ -165,6 +169,7 @@ class _Measurement:
                 self._ask_memory(timed, name)
         if rows:
             self.result.rows[name] = rows
+        self.result.cut = self._job.cut
         self._sum_baseline_up()
 
     def _time_batches(self, timed: Timed, name: str, size: int) -> Row:
@@ -189,7 +194,8 @@ class _Measurement:
                 against_baseline, pairs = False, [Pair(pair.own, None) for pair in pairs]
             pairs.append(Pair(own, other))
             self._step(note, len(pairs) > wanted)
-            if len(pairs) >= LEAST and self._budget.is_over:
+            if len(pairs) >= FEWEST and self._budget.is_over:
+                self._total -= max(0, wanted - len(pairs))
                 return pairs
             if len(pairs) >= wanted:
                 base = self._base.place if self._base else timed.place
@@ -201,8 +207,8 @@ class _Measurement:
         if not self._pooled and self._base is not None:
             base = self._base
             try:
-                for size in self._job.settings.batch_sizes:
-                    self._budget.begin()
+                for at, size in enumerate(self._job.settings.batch_sizes):
+                    self._budget.begin(len(self._job.settings.batch_sizes) - at)
                     self._lengths[size] = self._job.prepare(base, size)
                     self._pooled[size] = self._pairs(base, False, f"{self._name}, batch {size}")
             except RunError as error:

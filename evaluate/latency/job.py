@@ -36,7 +36,11 @@ class Timed:
 
 @dataclass
 class Job:
-    """What is asked of every worker. counts: texts used, by batch size, once decided; arrays: `measure`'s."""
+    """What is asked of every worker.
+
+    counts: texts used, by batch size, once decided. arrays: `measure`'s. asked: what the settings' `seconds`
+    would be if all times might take as long as they need; cut: whether fewer texts are used for that.
+    """
 
     settings: LatencySettings
     task: Task
@@ -46,6 +50,8 @@ class Job:
     device: str
     counts: dict[int, int] = field(default_factory=dict)
     arrays: Path | None = None
+    asked: float | None = None
+    cut: bool = False
     _prompts_cut: bool = False
 
     def start(self, stack: ExitStack, path: Path) -> Timed:
@@ -88,8 +94,10 @@ class Job:
             # the first, the baseline, decides for all how many texts the time allows
             wanted = size * max(2, -(-self.settings.texts // size))
             answer = self._prepare(timed, size, wanted, limit_ms / 4)
-            calls = int(limit_ms / (self.settings.rounds * answer["call_ms"]))
-            self.counts[size] = min(wanted, max(1, calls) * size)
+            calls = limit_ms / (self.settings.rounds * answer["call_ms"])
+            self.counts[size] = min(wanted, max(1, int(calls)) * size)
+            longer = calls * (self.asked or self.settings.seconds) / self.settings.seconds
+            self.cut |= self.counts[size] < min(wanted, max(1, int(longer)) * size)
             if self.counts[size] == wanted and answer["whole"]:
                 return Lengths(answer["input_tokens"], answer["output_tokens"])
         answer = self._prepare(timed, size, self.counts[size], limit_ms)

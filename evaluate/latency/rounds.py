@@ -31,10 +31,8 @@ SPREAD = 0.10
 FEWEST = 3
 # So many times the rounds that are asked for are taken at most.
 MOST = 3
-# Where the time is up, so many rounds are taken all the same.
-LEAST = 2
 
-Cause = Literal["busy", "disagree", "time"]
+Cause = Literal["busy", "disagree"]
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,7 @@ class Verdict:
     """What the rounds so far are good for.
 
     counted: the places of those that count. settled: no more are needed. cause: why nothing may be claimed
-    from them, or None: other work (`busy`), the rounds (`disagree`), too few (`time` was up). reason: the
-    same in words.
+    from them, or None: other work (`busy`), the rounds (`disagree`). reason: the same in words.
     """
 
     counted: tuple[int, ...]
@@ -144,9 +141,6 @@ def judge(pairs: Sequence[Pair], own: Place, baseline: Place, wanted: int = FEWE
     lost = [pair.lost(own, baseline) for pair in pairs]
     calm = tuple(at for at, share in enumerate(lost) if share <= DISTURBED)
     if len(calm) < FEWEST:
-        if len(calm) == len(pairs):
-            taken = f"{len(pairs)} round{'s' * (len(pairs) > 1)}"
-            return Verdict(calm, False, "time", f"time was up after {taken} (score.latency.max_minutes)")
         many = sum(share > DISTURBED for share in lost)
         reason = (
             f"other work took the processor in {many} of {len(pairs)} rounds, up to {100 * max(lost):.0f} %"

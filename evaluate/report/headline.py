@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import Latency, Report, Step
+
+# Processor time tells no smaller difference: other work that shares caches makes some slower than others.
+_ALIKE = 0.10
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,25 @@ def headline(report: Report) -> Headline:
     rivals = [(s, r) for s, r in fit if r.stable is False and (not calm or _may_be_faster(r, row))]
     if rivals:
         known = [(step, row) for step, row in fit if row.cpu_speedup is not None]
-        best = max(known, key=lambda pair: pair[1].cpu_speedup or 0.0, default=None)
+        best = _smallest_of_the_fastest(known)
         told = [_tell(report, *best, by_processor=True)] if best else []
         return Headline(trial, withheld=" ".join([*told, _disturbed(rivals)]), likely=best and best[0])
     return Headline(trial, step, row)
+
+
+def _smallest_of_the_fastest(known: Sequence[tuple[Step, Latency]]) -> tuple[Step, Latency] | None:
+    """Return the smallest of the steps that processor time cannot tell from the fastest; None of none."""
+    if not known:
+        return None
+    _, fastest = max(known, key=lambda pair: pair[1].cpu_speedup or 0.0)
+    ratio = fastest.cpu_speedup or 0.0
+    low = min(ratio * (1 - _ALIKE), *(fastest.cpu_speedup_ci95 or (ratio,)))
+    alike = [
+        (step, row)
+        for step, row in known
+        if max(row.cpu_speedup or 0.0, *(row.cpu_speedup_ci95 or (0.0,))) >= low
+    ]
+    return min(alike, key=lambda pair: pair[0].size_bytes or 0)
 
 
 def _at_chance(step: Step) -> bool:
@@ -123,8 +141,9 @@ def _tell(report: Report, step: Step, times: Latency, by_processor: bool = False
         ratio, ends, how = times.cpu_speedup, times.cpu_speedup_ci95, " by processor time"
     else:
         ratio, ends, how = times.speedup, times.speedup_ci95, ""
+    fast = view.significant_digits(ratio, 2) if by_processor else view.number(ratio)
     parts = [
-        f"{step.name}, {'about ' * by_processor}{view.number(ratio)}× {view.interval(ends)}".rstrip()
+        f"{step.name}, {'about ' * by_processor}{fast}× {view.interval(ends)}".rstrip()
         + f"{how} at batch {times.batch_size}"
     ]
     metric = next(iter(view.metrics(report)), None)

@@ -125,7 +125,7 @@ class Latency(_Part):
     cpu_speedup_ci95: tuple[float, float] | None = None
     baseline_p50_ms: float | None = None
     stable: bool | None = None
-    cause: Literal["busy", "disagree", "time"] | None = None
+    cause: Literal["busy", "disagree"] | None = None
     reason: str | None = None
     parts: GenerationParts | ClassifierParts | None = None
     rounds_ms: list[float] | None = None

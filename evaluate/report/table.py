@@ -75,11 +75,7 @@ def _cells(step: Step, metric: str | None, sizes: list[int]) -> list[str]:
     return [
         view.number(score.value if score else None, view.digits(metric)),
         view.change(difference, metric) + mark,
-        *(
-            [view.significant_digits(latency.p50_ms if latency else None), view.speed(latency)]
-            if sizes
-            else []
-        ),
+        *([view.median(latency), view.speed(latency)] if sizes else []),
         view.megabytes(step.size_bytes),
     ]
 

@@ -158,6 +158,13 @@ def speed(row: Latency | None) -> str:
     return f"{number(row.speedup)}×{DOUBT if row.stable is False else ''}"
 
 
+def median(row: Latency | None) -> str:
+    """Return the p50 in ms as `14.2`, `14.2?` where it was disturbed."""
+    if row is None:
+        return MISSING
+    return significant_digits(row.p50_ms) + (DOUBT if row.stable is False else "")
+
+
 def cpu_speed(row: Latency) -> str:
     """Return the speed-up by processor time as `5.94×`."""
     return MISSING if row.cpu_speedup is None else f"{number(row.cpu_speedup)}×"

@@ -82,7 +82,7 @@ def _scores(origin: Origin) -> str:
     lines = [
         "## Scores",
         "",
-        "| metric | value [95 % interval] | n | the untouched model |",
+        "| metric | value [95 % interval] | n | the baseline |",
         "|---|---|---|---|",
     ]
     lines += [

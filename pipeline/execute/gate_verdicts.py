@@ -45,7 +45,8 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
         if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
             return found | {"reason": "the baseline was not scored, so there is nothing to drop from"}
         unscored = done and step["reason"] is not None
-        on_gpu = done and gate.metric == "cpu_speedup" and bool(step["latency"])
+        row = smallest_batch(step)
+        on_gpu = done and gate.metric == "cpu_speedup" and row is not None and row["speedup"] is not None
         missing = "processor time says nothing of a GPU's work" if on_gpu else "it was not measured"
         reason = step["reason"] or step["error"] or missing
         return found | {"passed": None if unscored or on_gpu else False, "reason": reason}

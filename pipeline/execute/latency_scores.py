@@ -87,7 +87,7 @@ class LatencyScores:
             for each in (name, baseline):  # the baseline's rounds lie beside each artifact's
                 if each in missing and (each in result.rows or each in result.errors):
                     kept[each] = _value(artifacts[each], result, each)
-                    if _is_good(kept[each]):
+                    if _is_good(kept[each], score.latency.rounds, result.cut):
                         self.store.write_score(keys[each], kept[each])
             told(kept)
 
@@ -159,9 +159,21 @@ def _value(artifact: Artifact, result: Latency, name: str) -> dict[str, Any]:
     }
 
 
-def _is_good(value: Mapping[str, Any]) -> bool:
-    """Say whether a later run may take these times for its own."""
-    return value["error"] is None and all(row["stable"] for row in value["rows"])
+def _is_good(value: Mapping[str, Any], rounds: int, cut: bool) -> bool:
+    """Say whether a later run may take these times for its own, however long it may take.
+
+    Args:
+        value: of an artifact.
+        rounds: that the recipe asks for.
+        cut: whether fewer texts were used for lack of time.
+    """
+    return (
+        value["error"] is None
+        and not cut
+        and all(
+            row["stable"] and sum(one["counted"] for one in row["rounds"]) >= rounds for row in value["rows"]
+        )
+    )
 
 
 def _counts(kept: Measured) -> dict[int, int]:

@@ -199,6 +199,10 @@ class _Run:
         return Result(self.report.data, self.folder)
 
     def _begin(self) -> None:
+        if name := self.place.replaced(self.plan):
+            self.display.line(
+                f"note: the report of '{name}' in {self.folder} is replaced; its artifacts stay in the store."
+            )
         try:
             self.place.begin(self.plan, self.store.root)
         except OSError as error:

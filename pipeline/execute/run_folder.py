@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.files import unfinished_in, write_atomically
+from smelt.core.files import load_json, unfinished_in, write_atomically
 from smelt.execute.store_runs import linked_keys
 
 if TYPE_CHECKING:
@@ -51,6 +51,14 @@ class RunFolder:
 
     path: Path
     earlier: dict[str, str] = field(default_factory=dict)
+
+    def replaced(self, plan: Plan) -> str | None:
+        """Return the name of the recipe whose report is to be replaced; None of none, and of the same."""
+        try:
+            name = load_json(self.path / "report.json")["recipe"]["name"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return name if isinstance(name, str) and name != plan.path.stem else None
 
     def begin(self, plan: Plan, store: Path) -> None:
         """Remove what earlier runs left, but what `--until` leaves out; write the recipe.

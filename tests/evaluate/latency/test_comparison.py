@@ -191,12 +191,13 @@ def test_rounds_end_when_their_share_of_the_time_is_over(fake, monkeypatch):
     assert row["cpu_speedup"] == pytest.approx(2, rel=0.01)
 
 
-def test_where_no_time_is_left_two_rounds_tell_the_processor_time(fake, monkeypatch):
+def test_where_no_time_is_left_the_fewest_rounds_tell_the_processor_time(fake, monkeypatch):
     monkeypatch.setattr(comparison.time, "monotonic", _Clock(fake))
+    fake.used = staticmethod(lambda folder, number: 0.5)
     result = _measure("base", "twice", "same", seconds=1.0)
     for name, ratio in (("twice", 2), ("same", 1)):
         (row,) = result.rows[name]
-        assert (len(row["rounds"]), row["stable"], row["cause"]) == (2, False, "time")
+        assert (len(row["rounds"]), row["stable"], row["cause"]) == (3, False, "busy")
         assert row["cpu_speedup"] == pytest.approx(ratio, rel=0.01)
         low, high = row["cpu_speedup_ci95"]
         assert low <= row["cpu_speedup"] <= high
@@ -204,10 +205,22 @@ def test_where_no_time_is_left_two_rounds_tell_the_processor_time(fake, monkeypa
     assert (base["cpu_speedup"], base["cpu_speedup_ci95"]) == (1.0, [1.0, 1.0])
 
 
+def test_an_artifact_that_fails_leaves_its_share_to_the_others(fake, monkeypatch):
+    monkeypatch.setattr(comparison.time, "monotonic", _Clock(fake))
+    fake.used = staticmethod(lambda folder, number: 0.5)
+    fake.fails = staticmethod(lambda folder, number: folder == "broken")
+    settings = SETTINGS.model_copy(update={"batch_sizes": (1, 4)})
+    result = _measure("base", "broken", "twice", settings=settings, seconds=40.0)
+    assert [len(row["rounds"]) for row in result.rows["twice"]] == [10, 10]  # of 40 s two shares
+
+
 def test_fewer_texts_are_taken_where_the_time_is_short(fake):
     slow = LatencySettings(batch_sizes=(4,), rounds=4)  # a call takes 20 ms
     assert _measure("base", settings=slow).rows["base"][0]["texts"] == 16
-    assert _measure("base", settings=slow, seconds=0.34).rows["base"][0]["texts"] == 8
+    assert not _measure("base", settings=slow).cut
+    cut = _measure("base", "twice", settings=slow, seconds=0.34)
+    assert (cut.rows["base"][0]["texts"], cut.cut) == (8, True)
+    assert not _measure("base", "twice", settings=slow, seconds=30.0).cut  # less time, and enough of it
 
 
 def test_an_artifact_is_as_fast_as_itself_when_the_machine_is_calm(fake):

@@ -161,6 +161,8 @@ def test_processor_time_is_judged_on_a_busy_machine_too():
     assert (sure["passed"], sure["bound"] < 2.8) == (False, True)
     row.update(cpu_speedup=None, cpu_speedup_ci95=None)  # on a GPU
     assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is None
+    row.update(speedup=None, speedup_ci95=None)  # the baseline was not timed
+    assert judge(gate("cpu_speedup", "min", 2.0), disturbed, EVIDENCE)["passed"] is False
 
 
 def test_what_is_missing_fails_and_what_cannot_be_scored_here_is_not_judged():

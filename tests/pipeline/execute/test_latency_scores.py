@@ -167,3 +167,17 @@ def test_timing_takes_no_longer_than_the_stages_took_or_the_recipe_says(home, mo
     _, report, _ = _run(home, "--set", "score.latency.rounds=4")
     assert given[2] == pytest.approx(sum(step["seconds"] for step in report["steps"]))
     assert given[2] > 0
+
+
+def test_times_that_a_short_budget_cut_are_shown_and_kept_for_nobody(home, monkeypatch):
+    fake = fake_workers.install(monkeypatch)
+    monkeypatch.setattr("smelt.execute.run._SHORTEST", 1e-9)
+    _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")
+    assert len(steps["two"]["latency"][0]["rounds"]) == 3
+    assert steps["two"]["latency"][0]["stable"]
+    fake.asked.clear()
+    _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=10")
+    assert len(_loads(fake)) == 3
+    assert len(steps["two"]["latency"][0]["rounds"]) == 9
+    _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")
+    assert _loads(fake) == []  # what was taken in full is for all

@@ -163,8 +163,11 @@ def test_times_of_a_kept_step_come_from_the_store_or_not_at_all(tmp_path, monkey
 
     def measure(folders, baseline, *rest, **more):
         asked.append(set(folders))
-        rows = {name: [{"batch_size": 1, "texts": 1, "stable": True}] for name in folders}
-        return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={})
+        rows = {
+            name: [{"batch_size": 1, "texts": 1, "stable": True, "rounds": [{"counted": True}] * 5}]
+            for name in folders
+        }
+        return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={}, cut=False)
 
     monkeypatch.setattr("smelt.evaluate.latency.measure", measure)
     recipe = parse_recipe(
@@ -227,3 +230,11 @@ def test_a_run_below_a_store_uses_it(home):
     report = json.loads((home / "runs" / "deep" / "er" / "r" / "report.json").read_text())
     assert {step["status"] for step in report["steps"]} == {"cached"}
     assert unused(home / "runs" / ".store").artifacts == ()
+
+
+def test_a_report_of_another_recipe_that_is_replaced_is_told(home):
+    harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune")
+    again = harness.smelt("run", home / "recipe.yaml", "--out", home / "runs" / "r", "--until", "prune")
+    (home / "other.yaml").write_text(RECIPE)
+    other = harness.smelt("run", home / "other.yaml", "--out", home / "runs" / "r", "--until", "prune")
+    assert ["'recipe'" in result.output for result in (again, other)] == [False, True]

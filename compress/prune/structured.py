@@ -14,6 +14,7 @@ from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import SIMILARITY, TASKS, Split, Task
 from smelt.core.stage import Context, Need
+from smelt.runtime.schemes.registry import OBSERVING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +78,7 @@ class Prune:
     def unfit_for_codes(cls, settings: PruneSettings, codes: CodesBefore) -> str | None:
         """Return why no unit can be taken from a quantized model, and what to do; None where it can."""
         if "channels" in settings.what:
-            chain = "`- prune: {what: [channels]}`, `- quantize: {scheme: int8-static}`"
+            chain = f"`- prune: {{what: [channels]}}`, `- quantize: {{scheme: {OBSERVING}}}`"
             return f"channels go from convolutions of floats. Put it before the codes: {chain}."
         return codes.units_held(cls.name)
 

@@ -79,10 +79,9 @@ def summary_lines(result: Result) -> Sequence[str]:
         place = shlex.quote(_short(result.folder / "artifacts" / step))
         if result.report["recipe"].get("task") == TENSORS:
             return [*lines, f"Try it: smelt predict {place} --data FILE.npz", f"Ship it: cp -rL {place} NEW"]
-        if result.report["recipe"].get("task") == IMAGES:
-            return [*lines, f"Try it: smelt predict {place} IMAGE.png", f"Ship it: cp -rL {place} NEW"]
+        what = "IMAGE.png" if result.report["recipe"].get("task") == IMAGES else '"TEXT"'
         lines += [
-            f'Try it: smelt predict {place} "TEXT"',
+            f"Try it: smelt predict {place} {what}",
             f"Ship it: smelt package {place}{_form(result.report, step)}",
         ]
     return lines

@@ -134,10 +134,10 @@ class Counting:
     def __init__(self, fails=()):
         self.ran, self.fails = [], fails
 
-    def key(self, stages, seed, train, beams):
+    def key(self, stages, seed, train, beams, as_run):
         return f"{stages}{seed}{train}{beams}"
 
-    def measure(self, stages, seed, train, beams):
+    def measure(self, stages, seed, train, beams, as_run):
         self.ran.append((stages[0][0], seed) if stages else ("model", seed))
         if seed in self.fails:
             raise RuntimeError("out of memory")

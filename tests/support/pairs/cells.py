@@ -57,7 +57,8 @@ def follows(first: Technique, second: Technique) -> bool:
     if schemes and (floats or {"masks", "sparsify"} & second.settings.keys()):
         return False
     if schemes and (unfit := getattr(load_stage(second.word), "unfit_for_codes", None)):
-        return unfit(None, _before(first, schemes)) is None
+        settings = load_stage(second.word).settings_type.model_validate(dict(second.settings))
+        return unfit(settings, _before(first, schemes)) is None
     return not (_splits(first) and "lora" in second.settings)
 
 

@@ -10,6 +10,7 @@ Shapes: B = batch, R = rows, S = tokens fed at once, P = tokens fed before, V = 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -77,7 +78,16 @@ class Backend(Protocol):
 
     @property
     def whole(self) -> frozenset[str]:
-        """Those of `Graphs.whole` that are there and are to be used now."""
+        """Those of `Graphs.whole` that are there."""
+
+    def using(self, graph: str) -> AbstractContextManager[bool]:
+        """Say whether one of `whole` is to be called inside of this context; if not, the steps do it.
+
+        Threads may ask at the same time: what was promised to one stays open for it until the context ends.
+
+        Raises:
+            InputError: it was closed, or the graph cannot be opened.
+        """
 
     @property
     def device(self) -> str:
@@ -130,6 +140,16 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free the memory and the runtime's threads."""
+
+
+class StepByStep:
+    """What a `Backend` says that has no graphs of whole generations."""
+
+    whole: frozenset[str] = frozenset()
+
+    def using(self, graph: str) -> AbstractContextManager[bool]:
+        """Say no."""
+        return nullcontext(False)
 
 
 class Opens(Protocol):

@@ -10,11 +10,13 @@ V = vocabulary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnxruntime
@@ -89,9 +91,11 @@ class OnnxBackend:
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only, of target ort-cuda. Export with"
                 " dtype: fp32 for this machine."
             )
-        self._whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
+        self.whole = frozenset(name for name in graphs.whole if (folder / f"{name}.onnx").is_file())
         self._large = sum(path.stat().st_size for path in folder.glob("*.onnx*")) >= _LARGE
         self._sessions: dict[str, Any] | None = {}
+        # closed, but for the calls that were promised them
+        self._leaving: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._inputs: dict[str, set[str]] = {}
         self._narrow: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()  # around the opening of graphs
@@ -102,25 +106,35 @@ class OnnxBackend:
         for graph in graphs.in_order:
             _require(folder, graph)
         # what is tried once the steps are open, told from the file alone
-        self.long_in_steps = bool(self._whole) and self._may_append and _is_fused(folder, graphs.main)
-        if not self._whole:  # else they wait until somebody asks for a single step
+        self.long_in_steps = bool(self.whole) and self._may_append and _is_fused(folder, graphs.main)
+        if not self.whole:  # else they wait until somebody asks for a single step
             self._open_steps()
 
-    @property
-    def whole(self) -> frozenset[str]:
-        """The graphs of whole generations that can run without a second copy of large weights.
+    @contextmanager
+    def using(self, graph: str) -> Iterator[bool]:
+        """Say whether a graph of a whole generation can run without a second copy of large weights.
 
         ONNX Runtime shares packed weights between sessions in its C API only, so the sessions of a greedy
         search, of a beam search and of single steps hold a copy each. Small models may. Of a large one the
         graph that was asked for first stays alone; once anything else is asked for, the graphs of a step do
         all.
         """
-        open_now = self._sessions
-        return self._whole & open_now.keys() if self._large and open_now else self._whole
+        # held until the call inside has ended, so that it finds it although others have closed it
+        session = self._alone(graph) if self._large else None
+        yield not self._large or session is not None
+
+    def _alone(self, graph: str) -> Any | None:
+        """Return the session of `graph`, opened now if none is; None where others are open."""
+        with self._lock:
+            open_now = self._sessions
+            if open_now and graph not in open_now:
+                return None
+            return self._there(graph)
 
     def _open_steps(self) -> None:
         """Open the graphs of a single step; others see them once all is known of them."""
         if self._large and self._sessions is not None:
+            self._leaving.update(self._sessions)
             self._sessions = {}  # their calls that are on the way end with them
         made = {g.name: self._open(g) for g in self._graphs.in_order}
         main = made[self._graphs.main.name]
@@ -226,10 +240,12 @@ class OnnxBackend:
         """Return what rows `rows` of all `parts`, one after another, hold.
 
         Args:
-            parts: as many calls old as each other.
+            parts: as many calls old as each other, with caches that do not grow in place.
             rows: int64 [R], counted through all parts.
             shared: what is to be shared, that of `parts` at the same rows if None.
         """
+        # in place there would be room behind what is used, in one part more than in another
+        assert not self._in_place
         caches = [_gathered([part.caches[i] for part in parts], rows) for i in range(len(self._past))]
         if shared is None:
             names = parts[0].shared
@@ -311,17 +327,25 @@ class OnnxBackend:
     def _session(self, graph: str) -> Any:
         """Return the session of a graph, opened now if it waited for that."""
         sessions = self._sessions
+        if sessions and graph in sessions:
+            return sessions[graph]
+        promised = self._leaving.get(graph)
+        if sessions is not None and promised is not None:
+            return promised
+        with self._lock:
+            return self._there(graph)
+
+    def _there(self, graph: str) -> Any:
+        """As `_session`, for who holds the lock."""
+        sessions = self._sessions
         if sessions is not None and graph not in sessions:
-            with self._lock:
-                sessions = self._sessions
-                if sessions is not None and graph not in sessions:
-                    sessions = self._open_late(graph)
+            sessions = self._open_late(graph)
         if sessions is None:
             raise InputError(f"{self._folder}: this model was closed.")
         return sessions[graph]
 
     def _open_late(self, graph: str) -> dict[str, Any] | None:
-        if graph not in self._whole:
+        if graph not in self.whole:
             self._open_steps()
             return self._sessions
         shape = Graph(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))

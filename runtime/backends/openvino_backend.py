@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
-from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, past_of, take_rows
+from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graph, Graphs, StepByStep, past_of, take_rows
 from smelt.runtime.backends.openvino_module import compile_graph, import_openvino, version_of
 from smelt.runtime.batch import Logits, Tokens
 from smelt.runtime.causal import KEEP
@@ -39,14 +39,13 @@ class Held:
     shared: dict[str, Any]
 
 
-class OpenvinoBackend:
+class OpenvinoBackend(StepByStep):
     """A `Backend` over models that OpenVINO has compiled for the CPU."""
 
     name = "openvino"
     device = "cpu"
     at_once = None
     in_all = None
-    whole: frozenset[str] = frozenset()
     long_in_steps = False
 
     def __init__(

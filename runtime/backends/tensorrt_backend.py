@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.core.errors import InputError
-from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graphs, past_of
+from smelt.runtime.backends.backend import PAST, PRESENT, Feeds, Graphs, StepByStep, past_of
 from smelt.runtime.backends.tensorrt_engine import DEVICE, Engine
 from smelt.runtime.backends.tensorrt_module import import_tensorrt
 from smelt.runtime.backends.torch_threads import TorchThreads
@@ -50,13 +50,12 @@ class Held:
     parts: list[Part]
 
 
-class TensorrtBackend:
+class TensorrtBackend(StepByStep):
     """A `Backend` over TensorRT engines."""
 
     name = "tensorrt"
     device = "cuda"
 
-    whole: frozenset[str] = frozenset()
     long_in_steps = False
 
     def __init__(

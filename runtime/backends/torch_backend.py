@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import InputError
-from smelt.runtime.backends.backend import Feeds, Graphs
+from smelt.runtime.backends.backend import Feeds, Graphs, StepByStep
 from smelt.runtime.backends.device import torch_device
 from smelt.runtime.backends.torch_threads import TorchThreads
 from smelt.runtime.batch import Logits, Tokens
@@ -37,7 +37,7 @@ class Held:
     mask: Tensor | None = None
 
 
-class TorchBackend:
+class TorchBackend(StepByStep):
     """A `Backend` over a model in float32, on the CPU or a CUDA device.
 
     Quantized layers compute as the CPU's runtime does, so a model with any stays on the CPU.
@@ -47,7 +47,6 @@ class TorchBackend:
     version = str(torch.__version__)
     at_once = None
     in_all = None
-    whole: frozenset[str] = frozenset()
     long_in_steps = False
 
     def __init__(

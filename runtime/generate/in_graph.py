@@ -32,13 +32,12 @@ def generate_in_graph(runner: Runner, batch: Batch, decoding: Decoding, part: in
 
     See `smelt.runtime.generate.loop.generate_with`, which does what no graph does.
     """
-    if (
-        not does(decoding)
-        or _is_long(runner, batch, decoding)
-        or graph_of(decoding) not in runner.backend.whole
-    ):
-        return generate_with(runner, batch, decoding, part, does(decoding))
-    return run_graph(runner, batch, decoding)
+    graph = graph_of(decoding)
+    if does(decoding) and graph in runner.backend.whole and not _is_long(runner, batch, decoding):
+        with runner.backend.using(graph) as promised:
+            if promised:
+                return run_graph(runner, batch, decoding)
+    return generate_with(runner, batch, decoding, part, does(decoding))
 
 
 def _is_long(runner: Runner, batch: Batch, decoding: Decoding) -> bool:

@@ -16,7 +16,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, RunError
-from smelt.runtime.backends.backend import Feeds, Graph, Graphs
+from smelt.runtime.backends.backend import Feeds, Graph, Graphs, StepByStep
 from smelt.runtime.backends.onnx_backend import Held as HeldPart
 from smelt.runtime.backends.onnx_backend import OnnxBackend, Opener
 from smelt.runtime.backends.onnx_session import MAKE_AGAIN
@@ -37,11 +37,10 @@ class Held:
     parts: list[HeldPart]
 
 
-class OrtTensorrtBackend:
+class OrtTensorrtBackend(StepByStep):
     """A `Backend`; on a machine without the provider its graphs run on the CPU, by ONNX Runtime itself."""
 
     name = "onnxruntime"
-    whole: frozenset[str] = frozenset()
     long_in_steps = False
 
     def __init__(

@@ -1,5 +1,10 @@
 import subprocess
 import sys
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import causal
 import counting as graphs
@@ -20,6 +25,7 @@ from smelt.export.stage.settings import OnnxSettings
 from smelt.runtime.backends import onnx_backend
 from smelt.runtime.backends.open_runner import open_folder
 from smelt.runtime.batch import Batch
+from smelt.runtime.generate import in_graph
 from smelt.runtime.generate.decoding import settle
 from smelt.runtime.generate.settings import Generation
 
@@ -150,7 +156,9 @@ def test_large_weights_are_packed_for_one_search_and_for_several_in_the_graphs_o
         assert search(runner, first) == expected[first]
         one = {"greedy": "generate", "beams": "generate_beams", "sampling": "model"}[first]
         assert list(runner.backend._sessions) == [one]
-        assert runner.backend.whole == {one} - {"model"}
+        for graph in ("generate", "generate_beams"):
+            with runner.backend.using(graph) as promised:
+                assert promised == (graph == one)
         for kind in (*SEARCHES, first):
             assert search(runner, kind) == expected[kind]
         assert list(runner.backend._sessions) == ["model"]
@@ -168,6 +176,62 @@ def test_a_graph_of_large_weights_that_is_asked_for_by_name_stays_for_that_call_
             found = {name: runner.backend.call(name, feeds) for name in ("generate", "generate_beams")}
             assert found["generate"]["sequences"][0, 4:].tolist() == greedy[0]
             assert list(runner.backend._sessions) == before
+
+
+class Alive:
+    """Counts the sessions of a backend: those that are alive, their peak, and all that were opened."""
+
+    def __init__(self, backend, delays):
+        self.now, self.peak, self.opened, self.begun = Counter(), Counter(), Counter(), Event()
+        self._open, self._delays = backend._open, delays
+        backend._open = self._counted
+
+    def _counted(self, graph):
+        session = self._open(graph)
+        self.now[graph.name] += 1
+        self.opened[graph.name] += 1
+        self.peak["all"] = max(self.peak["all"], self.now.total())
+        weakref.finalize(session, self.now.subtract, [graph.name])
+        if delay := self._delays.get(graph.name):
+            self.begun.set()
+            time.sleep(delay)
+        return session
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_threads_that_search_large_weights_in_several_ways_open_no_copy_of_their_own(warm, monkeypatch):
+    with opened(exported.artifact("writer")) as runner:
+        expected = {kind: search(runner, kind) for kind in SEARCHES}
+    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
+    with opened(exported.artifact("writer")) as runner, ThreadPoolExecutor(9) as pool:
+        slow = ["model"] if warm else ["generate", "generate_beams", "model"]
+        alive = Alive(runner.backend, dict.fromkeys(slow, 0.2))
+        kinds = [*SEARCHES] * 3
+        if warm:
+            search(runner, "greedy")
+            kinds, first = ["greedy"] * 8, pool.submit(search, runner, "sampling")
+            assert alive.begun.wait(60)
+        found = [*pool.map(lambda kind: search(runner, kind), kinds)]
+        assert found == [expected[kind] for kind in kinds]
+        assert not warm or first.result() == expected["sampling"]
+        assert alive.peak["all"] <= 2  # what was promised ends while the steps are opened
+        assert max(alive.opened.values()) == 1
+        assert list(runner.backend._sessions) == ["model"]
+
+
+def test_a_graph_that_was_promised_stays_until_its_call_has_ended_and_no_longer(monkeypatch):
+    monkeypatch.setattr(onnx_backend, "_LARGE", 1)
+    with opened(exported.artifact("writer")) as runner:
+        alive = Alive(runner.backend, {})
+        with runner.backend.using("generate") as promised:
+            sampled = search(runner, "sampling")
+            assert list(runner.backend._sessions) == ["model"]
+            greedy = in_graph.run_graph(runner, PROMPT, settle(Generation(max_new_tokens=6), runner))
+        assert promised
+        assert alive.opened == {"generate": 1, "model": 1}
+        assert +alive.now == {"model": 1}
+        assert (search(runner, "greedy"), search(runner, "sampling")) == (greedy, sampled)
+        assert alive.opened == {"generate": 1, "model": 1}
 
 
 MEMORY = """

@@ -1,5 +1,6 @@
 """What decoding asks for, as numbers; and who is asked: the graph, or the loop in Python."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,8 +79,9 @@ def test_a_text_is_cut_behind_its_end():
 class Noting:
     """A runner that notes what its graphs are asked."""
 
-    def __init__(self, whole=("generate", "generate_beams")):
-        self.backend, self.config, self.searches = SimpleNamespace(whole=whole), {"vocab_size": 12}, {}
+    def __init__(self, whole=("generate", "generate_beams"), promised=True):
+        self.backend = SimpleNamespace(whole=whole, using=lambda graph: nullcontext(promised))
+        self.config, self.searches = {"vocab_size": 12}, {}
         self.asked = []
 
     def sequences(self, graph, batch, feeds):
@@ -98,11 +100,16 @@ def test_beams_and_greedy_search_have_a_graph_each():
 
 
 @pytest.mark.parametrize(
-    ("whole", "more"), [(("generate",), {"beams": 2}), (("generate",), {"do_sample": True})]
+    ("whole", "promised", "more"),
+    [
+        (("generate",), True, {"beams": 2}),
+        (("generate",), True, {"do_sample": True}),
+        (("generate",), False, {}),
+    ],
 )
-def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, more):
+def test_the_loop_in_python_does_what_no_graph_does(monkeypatch, whole, promised, more):
     monkeypatch.setattr(in_graph, "generate_with", lambda *given: ("python", given[-1]))
-    runner = Noting(whole)
+    runner = Noting(whole, promised)
     assert generate_in_graph(runner, BATCH, Decoding(**WISHES, **more)) == (
         "python",
         not more.get("do_sample"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import socket
 import sys
@@ -10,8 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
@@ -22,7 +25,11 @@ from smelt.export.package.standalone.parts.packaged_model import IMAGES, Package
 
 PATHS = {"/": "GET", "/health": "GET", "/metrics": "GET", "/predict": "POST"}
 AGAIN = {"Retry-After": "1"}  # seconds
-MOST_CONNECTIONS, IDLE_S, BODY_S, DRAIN_S = 512, 30, 60, 2
+MOST_CONNECTIONS, SPARE_CONNECTIONS = 512, 16  # the spare ones are for /health, /metrics and refusals
+# HEAD_S: from the last answer until the head of the next request is whole; IDLE_S: with nothing sent
+IDLE_S, HEAD_S, BODY_S, DRAIN_S = 30, 60, 60, 2
+MOST_HEAD = 65536  # bytes
+HEADER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*\r?\n")
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -52,9 +59,11 @@ class Service(ThreadingHTTPServer):
         )
         self.address_family, address = found[0][0], found[0][4]
         self.options, self.measures = options, Measures()
-        self.room, self.decoding = threading.Semaphore(MOST_CONNECTIONS), threading.Semaphore(options.workers)
+        self.decoding = threading.Semaphore(options.workers)
         self.idle = threading.Condition()
-        self.busy = 0
+        self.busy = self.held = 0  # held: bytes of bodies
+        self.lock = threading.Lock()
+        self.waiting: dict[Any, float] = {}  # connection -> since when its next request is waited for, or inf
         super().__init__((str(address[0]), int(address[1])), Handler)
 
     def server_bind(self) -> None:
@@ -65,14 +74,16 @@ class Service(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread, where there are not too many."""
-        if not self.room.acquire(blocking=False):
+        if not self.has_room(MOST_CONNECTIONS + SPARE_CONNECTIONS - 1):
             request.sendall(BUSY)
             self.shutdown_request(request)
             return
+        with self.lock:
+            self.waiting[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except Exception:  # no thread can be started
-            self.room.release()
+            self.forget(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -80,7 +91,48 @@ class Service(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.room.release()
+            self.forget(request)
+
+    def has_room(self, most: int) -> bool:
+        """Say whether at most `most` connections are open, where need be after idle ones were closed."""
+        with self.lock:
+            while len(self.waiting) > most:
+                oldest = min(self.waiting, key=self.waiting.__getitem__)
+                if self.waiting[oldest] == math.inf:
+                    return False
+                self.cut(oldest)
+            return True
+
+    def service_actions(self) -> None:
+        """Close connections whose next request did not come in time; called by the loop that accepts."""
+        with self.lock:
+            late = time.monotonic() - HEAD_S
+            for request in [request for request, since in self.waiting.items() if since < late]:
+                self.cut(request)
+
+    def cut(self, request: Any) -> None:
+        """End a connection, under the lock; its thread then reads no more and ends."""
+        del self.waiting[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def waits(self, request: Any, since: float) -> bool:
+        """Note since when a connection waits for its next request; False: it was closed meanwhile."""
+        with self.lock:
+            if there := request in self.waiting:
+                self.waiting[request] = since
+            return there
+
+    def forget(self, request: Any) -> None:
+        """Count a connection no more."""
+        with self.lock:
+            self.waiting.pop(request, None)
+
+    def hold(self, count: int) -> bool:
+        """Count bytes of bodies; False: they are too many."""
+        with self.idle:
+            self.held += count
+            return bool(self.held <= max(self.options.max_bodies, self.options.max_body))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what went wrong; that a client went away is none of it."""
@@ -114,17 +166,69 @@ class Service(ThreadingHTTPServer):
             self.measures.observe("smelt_batch_seconds", time.perf_counter() - begin)
 
 
+class Head(io.BufferedIOBase):
+    """The lines of headers, kept as they are read.
+
+    The parser of the standard library ends at a line that is no header, and at a carriage return alone. What
+    follows is lost, its Content-Length too, so that a body would be read as the next request.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.lines = stream, [b""]
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Return the next line."""
+        self.lines.append(self.stream.readline(size))
+        if sum(map(len, self.lines)) > MOST_HEAD:
+            raise LineTooLong("head")
+        return self.lines[-1]
+
+    def whole(self) -> bool:
+        """Say whether all lines are headers, and the last one is empty."""
+        *headers, last = self.lines[1:]
+        return last in (b"\r\n", b"\n") and all(map(HEADER.fullmatch, headers))
+
+
 class Handler(BaseHTTPRequestHandler):
     """The requests of one connection."""
 
     protocol_version, server_version, sys_version = "HTTP/1.1", "smelt", ""
     timeout, disable_nagle_algorithm, wbufsize = IDLE_S, True, -1
     server: Service
-    unread = 0  # bytes of the body
+    unread = held = 0  # bytes of the body: still to come, read
     expecting = False  # the client sends its body only when it is told to
+
+    def handle_one_request(self) -> None:
+        """Answer the next request, if it comes in time."""
+        self.server.waits(self.connection, time.monotonic())
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        """Read the head of a request; one that others may understand in another way is refused."""
+        stream, head = self.rfile, Head(self.rfile)
+        self.rfile = head
+        try:
+            found = super().parse_request()
+        finally:
+            self.rfile = stream
+        if found and not head.whole():
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return False
+        if not self.server.waits(self.connection, math.inf):
+            self.close_connection = True
+            return False
+        return found
 
     def respond(self) -> None:
         """Answer a request of any method."""
+        try:
+            self.respond_measured()
+        finally:
+            self.server.hold(-self.held)
+            self.held = 0
+
+    def respond_measured(self) -> None:
+        """Answer a request, and measure how long that takes."""
         begin, path = time.perf_counter(), self.path.partition("?")[0]
         with self.server.at_work():
             try:
@@ -162,6 +266,8 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(503, "stopping" if server.stopping else "the model is being loaded", AGAIN)
         if path == "/health":
             return self.json({"status": "ok"})
+        if not server.has_room(MOST_CONNECTIONS):
+            raise RefusedError(503, "too many connections; ask again", AGAIN)
         return self.json({"outputs": self.predict(server.model, server.batcher)})
 
     def predict(self, model: PackagedModel, batcher: Batcher) -> list[Any]:
@@ -246,6 +352,9 @@ class Handler(BaseHTTPRequestHandler):
                     break
                 found += part
                 self.unread -= len(part)
+                self.held += len(part)
+                if not self.server.hold(len(part)):
+                    raise RefusedError(503, "too many bodies at the same time; ask again", AGAIN)
         except TimeoutError:
             pass
         if self.unread:

@@ -82,6 +82,8 @@ class PackagedModel:
 
 
 def shown(value: Any) -> str:
-    """Return `value`, in short, as JSON has it."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    """Return `value`, in short; of lists and objects, which may be large and deep, only what they are."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    cut = isinstance(value, str) and len(value) > 60
+    return f"{json.dumps(value[:60])}..." if cut else json.dumps(value)

@@ -69,6 +69,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
     add("max-wait", 0, seconds, "seconds that an input waits for others, also where the model is free")
     add("max-waiting", 256, at_least(1), "inputs that may wait, and of a request; more get 503")
     add("max-body", 16 * 2**20, at_least(1), "bytes of a request")
+    add("max-bodies", 256 * 2**20, at_least(1), "bytes of all requests on their way; more get 503")
     add("timeout", 60, seconds, "seconds until an input that waits gets 503")
     add("grace", 8, seconds, "seconds for requests on their way after SIGTERM")
     about = "ask the service that runs there whether it is ready, and end with 0 or 1"

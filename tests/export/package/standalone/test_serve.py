@@ -128,6 +128,8 @@ def waiting(service, folder, *texts):
         ("BREW", "/predict", {}, None, 501),
         ("GET", "/" + "a" * 70_000, {}, None, 414),
         ("GET", "/health", {"X-Long": "a" * 70_000}, None, 431),
+        ("GET", "/health", {f"X-{n}": "a" * 30_000 for n in range(3)}, None, 431),
+        ("POST", "/predict", {"Content-Type": "multipart/form-data; boundary=x"}, "--x--", 415),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_request_is_said_by_its_status(service, method, path, headers, body, status):
@@ -160,6 +162,45 @@ def test_what_no_http_is_gets_an_answer_in_words(service):
             answer = b"".join(iter(lambda line=line: line.recv(4096), b""))
         assert re.match(rb"HTTP/1.1 (400|505) ", answer)
         assert b"Traceback" not in answer
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["no header", "Name : a", ": a", "X: a\r\r", "X: a\rY: b", " folded", "X: \0", "Content-Length : {}"],
+)
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+def test_no_body_is_the_next_request_whatever_stands_among_the_headers(service, line, end):
+    body = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    told = [
+        "POST /nothing HTTP/1.1",
+        "Host: x",
+        line.format(len(body)),
+        f"Content-Length: {len(body)}",
+        "",
+        body,
+    ]
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as sender:
+        sender.sendall(end.join(told).encode())
+        sender.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(ConnectionError):  # what was not read of it
+            while part := sender.recv(4096):
+                answer += part
+    assert re.findall(rb"HTTP/1.1 (\d+) ", answer) == [b"400"]
+
+
+def test_a_head_that_ends_too_soon_is_no_request(service):
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as line:
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        line.shutdown(socket.SHUT_WR)
+        assert line.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_json_of_any_depth_is_refused_as_what_it_is(service):
+    for depth in range(900, 1000):  # around the limit of Python
+        body = "[" * depth + "]" * depth
+        for sent in (body, f'{{"inputs": [{body}]}}'):
+            assert service.ask("POST", "/predict", sent, JSON)[0] in (400, 422)
 
 
 def test_a_connection_serves_many_requests_also_behind_a_refused_one(service):

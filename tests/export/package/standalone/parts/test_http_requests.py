@@ -1,8 +1,10 @@
 """What bounds the connections of a service, in this process."""
 
 import http.client
+import math
 import socket
 import threading
+import time
 from argparse import Namespace
 from contextlib import contextmanager
 
@@ -11,6 +13,8 @@ import pytest
 from smelt.export.package.standalone.parts import http_requests
 from smelt.export.package.standalone.parts.batcher import Batcher
 from smelt.export.package.standalone.parts.http_requests import Handler, Service
+
+JSON = {"Content-Type": "application/json"}
 
 
 class Model:
@@ -26,8 +30,9 @@ class Model:
 @contextmanager
 def serving():
     options = Namespace(
-        host="127.0.0.1", port=0, workers=1, task="translation", max_body=1000, max_waiting=8, timeout=60
-    )
+        host="127.0.0.1", port=0, workers=1, task="translation", max_body=1000, max_bodies=1000,
+        max_waiting=8, timeout=60,
+    )  # fmt: skip
     service = Service(options)
     service.model = Model()
     service.batcher = Batcher(service.call, 4, 0, 8, 1)
@@ -49,18 +54,97 @@ def asked(service):
     return connection, answer
 
 
-def test_of_too_many_connections_the_next_is_told_to_come_again(monkeypatch):
+@contextmanager
+def sending(service, body=b"", length=14):
+    """A connection that has sent a part of a body, which is being read."""
+    with socket.create_connection(("127.0.0.1", service.server_port), timeout=60) as line:
+        head = f"Content-Type: application/json\r\nContent-Length: {length}"
+        line.sendall(f"POST /predict HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+        wait_for(lambda: (service.busy, service.held) == (1, len(body)))
+        yield line
+
+
+def wait_for(true):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_of_too_many_connections_the_next_is_told_to_come_again_and_health_answers(monkeypatch):
+    monkeypatch.setattr(http_requests, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(http_requests, "DRAIN_S", 60)
+    with serving() as service, sending(service) as first:
+        connection, answer = asked(service)
+        assert answer.status == 200
+        # a client that sends more than the buffers of sockets hold reads its answer only when all is sent
+        connection.request("POST", "/predict", b" " * 16_000_000, JSON)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+        answer.read()
+        connection.close()
+        wait_for(lambda: len(service.waiting) == 1)
+        monkeypatch.setattr(http_requests, "SPARE_CONNECTIONS", 0)
+        connection, answer = asked(service)
+        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+        connection.close()
+        first.sendall(b'{"inputs": []}')
+        assert first.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_request_closes_idle_connections_where_too_many_are_open(monkeypatch):
     monkeypatch.setattr(http_requests, "MOST_CONNECTIONS", 1)
     with serving() as service:
-        first, answer = asked(service)
-        assert answer.status == 200
-        second, answer = asked(service)
-        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
-        second.close()
-        first.close()
-        while (found := asked(service))[1].status == 503:  # until the first one's thread has ended
-            found[0].close()
-        found[0].close()
+        idle = [asked(service)[0] for _ in range(3)]
+        wait_for(lambda: max(service.waiting.values()) < math.inf)
+        connection, _ = asked(service)
+        connection.request("POST", "/predict", b'{"inputs": []}', JSON)
+        assert connection.getresponse().status == 200
+        assert [one.sock.recv(4096) for one in idle] == [b""] * 3
+        for one in (connection, *idle):
+            one.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: a"])
+def test_a_connection_that_waits_for_its_request_makes_room_for_the_next(sent, monkeypatch):
+    monkeypatch.setattr(http_requests, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(http_requests, "SPARE_CONNECTIONS", 0)
+    with serving() as service:
+        kept, answer = asked(service)
+        kept.sock.sendall(sent)
+        for _ in range(3):
+            wait_for(lambda: max(service.waiting.values()) < math.inf)  # it asks no more
+            other, answer = asked(service)
+            assert answer.status == 200
+            assert kept.sock.recv(4096) == b""
+            kept.close()
+            kept = other
+        kept.close()
+
+
+def test_a_head_that_comes_byte_by_byte_has_an_end(monkeypatch):
+    monkeypatch.setattr(Handler, "timeout", 600)  # it is not the pause between two bytes that ends it
+    with serving() as service:
+        line, _ = asked(service)
+        line.sock.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        monkeypatch.setattr(http_requests, "HEAD_S", 0)
+        assert line.sock.recv(4096) == b""
+        line.close()
+        wait_for(lambda: not service.waiting)
+
+
+def test_what_is_read_of_all_bodies_is_bounded():
+    with serving() as service, sending(service, b" " * 600, 1000) as first:
+        line = http.client.HTTPConnection("127.0.0.1", service.server_port, timeout=60)
+        for count, status in ((500, 503), (300, 200), (300, 200)):
+            line.request("POST", "/predict", b'{"inputs": []}'.ljust(count), JSON)
+            answer = line.getresponse()
+            assert answer.status == status
+            answer.read()
+        line.close()
+        first.sendall(b'{"inputs": []}'.ljust(400))
+        assert first.recv(4096).startswith(b"HTTP/1.1 200 ")
+        wait_for(lambda: not service.held)
 
 
 @pytest.mark.parametrize("limit", ["BODY_S", "timeout"])

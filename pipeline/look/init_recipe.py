@@ -204,7 +204,8 @@ def recipe_text(
     """Return the recipe as YAML with comments; `base` is the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
     train = "train" in splits
-    rows = _count(data) if data and train and fast and seen.task in TEXT_TO_TEXT else ENOUGH
+    decides = seen.task in TEXT_TO_TEXT if fast else seen.task == CLASSES
+    rows = _count(data) if data and train and decides else ENOUGH
     judge = _leading_metric(seen, data) if "validation" in {*splits, *(data.shares if data else ())} else ""
     wanted = (
         coded_steps(seen, machine, train) if seen.coded else steps(seen, machine, train, fast, rows, judge)

@@ -14,6 +14,9 @@ from smelt.runtime.schemes.registry import DEFAULT
 # Training rows from which a list of likely words is proposed: from 2,000 rows it cost a translator 2.4 BLEU,
 # from 29,000 (docs/shortlist.md) little; between them nothing was measured.
 ENOUGH = 10_000
+# Training rows from which a first recipe distils a pruned classifier: of 1,000 and 2,000 rows (SST-2, MiniLM)
+# one pass of it gained nothing over what pruning had left, which lost 0 and 1 points.
+_WORTH_DISTILLING = 5_000
 CLASSES: Task = "text-classification"
 # The parts of the loss of `distill`, where they are not those of logits.
 _PARTS = {"sentence-similarity": "embedding: 1.0, similarity: 1.0"}
@@ -62,7 +65,7 @@ def steps(
         judge: the metric that chooses checkpoints of a long training; empty where no rows are there for it.
     """
     plain = blockless(seen.config) is not None  # convolutions stay float
-    trained = _fast(seen, rows, judge) if fast and not plain else _trained(seen)
+    trained = _fast(seen, rows, judge) if fast and not plain else _trained(seen, rows)
     whole = "" if plain else "tuned" if train and seen.new_head else "model"
     wanted = [*(trained if train else _untrained(plain)), *_leaving(machine, plain, whole)]
     for step in wanted:
@@ -86,7 +89,7 @@ def _teacher(seen: ModelLook) -> str:
     return "teacher: tuned, " if seen.new_head else ""
 
 
-def _trained(seen: ModelLook) -> Iterator[Step]:
+def _trained(seen: ModelLook, rows: int) -> Iterator[Step]:
     yield from _tuned(seen)
     teacher = _teacher(seen)
     if blockless(seen.config):
@@ -96,7 +99,11 @@ def _trained(seen: ModelLook) -> Iterator[Step]:
         return
     # by magnitude, where the rows may have no scores to make a loss of
     how = ", importance: magnitude" if seen.task == SIMILARITY else ""
-    yield Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes")
+    few = seen.task == CLASSES and rows < _WORTH_DISTILLING
+    name = "small" if few else ""
+    yield Step("prune", f"{{what: [ffn], keep: 0.75{how}}}", "a quarter of the FFN neurons goes", name)
+    if few:
+        return
     how = f"{{{teacher}{_losses(seen.task)}, epochs: 1}}"
     yield Step("distill", how, "recovers what that lost", "small")
 

@@ -117,7 +117,10 @@ def test_a_language_model_keeps_four_layers_of_five(models, count, said):
     ("family", "task", "labels"),
     [("llama", "language-modeling", 0), ("t5", "summarization", 0), ("bert", "text-classification", 0.5)],
 )
-def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(tmp_path, models, family, task, labels):
+def test_a_first_recipe_of_texts_learns_from_the_teacher_alone(
+    tmp_path, models, monkeypatch, family, task, labels
+):
+    monkeypatch.setattr(init_stages, "_WORTH_DISTILLING", 1)
     model = for_init.model_for(models, family, task)
     _, path = init_recipe(str(model), [rows(tmp_path / "rows", task)], str(tmp_path / "r.yaml"), task)
     settings = load_plan(path).step("small").settings

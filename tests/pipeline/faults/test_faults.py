@@ -372,8 +372,8 @@ def test_errors_name_places_of_the_user_and_not_of_the_store(home, tmp_path, mon
     assert _run(home, tmp_path).exit_code == 1
     said = _steps(tmp_path)[1]["prune"]["error"]
     assert "artifacts/model/config.json" in said
-    assert ".store" not in said
-    copied = of_the_user(
-        RunError(f"{tmp_path}/.store/tmp/ab12/out/x.json: wrong", code="a"), tmp_path / ".store", home, {}
-    )
+    store = tmp_path / "s"
+    assert str(store) not in said
+    place = store / "tmp" / "ab12" / "out" / "x.json"
+    copied = of_the_user(RunError(f"{place}: wrong", code="a"), store, home, {})
     assert (str(copied), copied.code, type(copied)) == (f"{home}/x.json: wrong", "a", RunError)

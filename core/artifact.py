@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, sha256_of
+from smelt.core.messages import Message
 from smelt.core.text import printable
 
 Format = Literal["torch", "onnx", "tensorrt"]
@@ -51,7 +52,7 @@ class Manifest(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     key: str
     format: Format
     task: str
@@ -62,7 +63,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     files: dict[str, FileRecord] = Field(default_factory=dict)
     facts: dict[str, Any] = Field(default_factory=dict)
-    warnings: list[str] = Field(default_factory=list)
+    warnings: list[Message] = Field(default_factory=list)
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import Split, Task
 from smelt.core.files import placed
+from smelt.core.messages import Message, warning
 
 Need = Literal["train", "unlabelled", "validation", "calibration", "cuda", "tensorrt"]
 
@@ -211,8 +212,12 @@ class Context:
     unfinished: Callable[[], Path | None] = lambda: None
     logs: Path | None = None
     say: Callable[[str], None] = unheard
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Message] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def warn(self, code: str, message: str, *, setting: str | None = None, file: str | None = None) -> None:
+        """Add a warning about this step, for the report."""
+        self.warnings.append(warning(code, message, setting=setting, file=file))
 
 
 SettingsT_contra = TypeVar("SettingsT_contra", bound=Settings, contravariant=True)

@@ -133,7 +133,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
         reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, stay, ctx)
     if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
-        ctx.warnings.append(told)
+        ctx.warn("attention-not-fused", told)
     require_room(model, settings)
     facts, homes = write_all(graphs, settings, reference, ctx)
     kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)
@@ -167,5 +167,7 @@ def _batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch:
     batch, real = rows_for(parent, folder, ctx.data, ctx.task)
     if not real:
         what = "images" if ctx.task == IMAGES else "token ids"
-        ctx.warnings.append(f"parity was checked on made-up {what}: there is no train or validation data")
+        ctx.warn(
+            "made-up-inputs", f"parity was checked on made-up {what}: there is no train or validation data"
+        )
     return batch

@@ -76,8 +76,8 @@ def run(
 
     changes = [f"{k}={json.dumps(v)}" for k, v in set.items()] if isinstance(set, Mapping) else _list(set)
     plan = load_plan(recipe, changes, until)
-    for warning in () if quiet else plan.warnings:
-        warnings.warn(warning, stacklevel=2)
+    for message in () if quiet else plan.warnings:
+        warnings.warn(str(message), stacklevel=2)
     anew = ["*"] if fresh is True else _list(fresh or ())
     options = Options(
         out=None if out is None else Path(out),

@@ -92,9 +92,10 @@ def _numbers(
             raise InputError(f"depth: {name}: {wanted}: one of each kind stays, which makes {kinds}.")
         numbers[name] = max(kinds, wanted)
         if numbers[name] == len(there) and said is None and fraction_kept(settings) < 1:
-            ctx.warnings.append(
+            ctx.warn(
+                "nothing-to-remove",
                 f"depth: keep {fraction_kept(settings):g} of the {len(there)} {' and '.join(settings.parts)}"
-                f" of {name} is, to the nearest whole number and one of each kind, all of them; none goes."
+                f" of {name} is, to the nearest whole number and one of each kind, all of them; none goes.",
             )
     left = {(part.stack, part.kind) for there in stacks.values() for part in there if part not in told}
     for name, there in stacks.items():

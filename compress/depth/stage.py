@@ -12,6 +12,7 @@ from smelt.compress.train.run import scores_lacking
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need
 from smelt.families.registry import FAMILIES, family_of
 
@@ -150,8 +151,11 @@ def _choose(
         else:
             found = by_influence(model, stacks, numbers, src, settings, ctx)
         ctx.warnings.extend(
-            f"depth: {name}: {len(found[name])} layers stay, and not {count}: an earlier step took parts out"
-            " of layers, and one of each kind has to be left. Take layers away before their parts."
+            warning(
+                "minimum-kept",
+                f"depth: {name}: {len(found[name])} layers stay, and not {count}: an earlier step took parts"
+                " out of layers, and one of each kind has to be left. Take layers away before their parts.",
+            )
             for name, count in numbers.items()
             if len(found[name]) > count
         )
@@ -159,7 +163,7 @@ def _choose(
     return kept | {name: _by_place(count, there[name], settings, ctx) for name, count in numbers.items()}
 
 
-def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: DepthSettings) -> list[str]:
+def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: DepthSettings) -> list[Message]:
     """Say where `keep` is below 1 and yet all layers stay."""
     keep = fraction_kept(settings)
     told = [name for name in STACKS if getattr(settings, name) is not None]
@@ -167,8 +171,12 @@ def _nothing_goes(wanted: dict[str, Layers], there: dict[str, int], settings: De
     if keep == 1:
         return []
     return [
-        f"depth: keep {keep:g} of the {there[name]} {name} is, to the nearest whole number and at least one,"
-        " all of them; none goes."
+        warning(
+            "nothing-to-remove",
+            f"depth: keep {keep:g} of the {there[name]} {name} is, to the nearest whole number and at least"
+            " one, all of them; none goes.",
+            setting="keep",
+        )
         for name in whole
     ]
 

@@ -24,6 +24,7 @@ from smelt.compress.train.settings import (
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import IMAGES, SIMILARITY, TASKS, TEXT_TO_TEXT, Split, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.core.stage import Context, Need
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def _train(
     from smelt.compress.train.extension import Extension
 
     told: list[Any] = []
-    warned: list[list[str]] = []
+    warned: list[list[Message]] = []
     trainings = [training.without_noise() for training in settings.trainings()]
     inners = [inner_of(model, teacher, training, ctx.seed) for training in trainings]  # refuse before work
     for training, inner in zip(trainings, inners, strict=True):
@@ -287,12 +288,13 @@ def _random(settings: DistillSettings, src: Artifact, ctx: Context) -> bool:
     return starts_random(src, ctx)
 
 
-def _of_phases(warned: Sequence[Sequence[str]]) -> list[str]:
+def _of_phases(warned: Sequence[Sequence[Message]]) -> list[Message]:
     """Return the warnings of all phases: once what all say, who read the same rows; else with the phase."""
-    found: dict[str, None] = {}
-    for number, texts in enumerate(warned, 1):
-        for text in texts:
-            shared = all(text in others for others in warned)
-            head = f"{Distill.name}: "
-            found[text if shared else f"{head}phase {number}: {text.removeprefix(head)}"] = None
+    found: dict[Message, None] = {}
+    head = f"{Distill.name}: "
+    for number, messages in enumerate(warned, 1):
+        for one in messages:
+            text = f"{head}phase {number}: {one.message.removeprefix(head)}"
+            shared = all(one in others for others in warned)
+            found[one if shared else one.model_copy(update={"message": text})] = None
     return list(found)

@@ -97,14 +97,14 @@ def make_other(student: StudentSettings, src: Artifact, teacher: Any, space: Pat
             task=ctx.task, seed=ctx.seed, labels=labels, problem=problem, sentences=sentences,
         )  # fmt: skip
         copy_tokenizer(src.path, space)  # what lies beside it too: shortlist, words that stayed
-        ctx.warnings.extend(f"distill: student: {note}" for note in notes)
+        ctx.warnings.extend(note.prefixed("distill: student: ") for note in notes)
         return
     source = Path(student.model or "")
     if ctx.task != IMAGES:
         require_same_words(source, src.path, "student")
     notes = import_model(source, space, labels or None, ctx.seed, problem, sentences)
     copy_tokenizer(src.path, space)
-    ctx.warnings.extend(f"distill: student: {note}" for note in notes)
+    ctx.warnings.extend(note.prefixed("distill: student: ") for note in notes)
 
 
 def require_same_words(own: Path, other: Path, whose: str) -> None:

@@ -52,7 +52,10 @@ def taught_rows(teacher: Artifact, settings: SequenceSettings, ctx: Context) -> 
     chosen = [taught[i] for i in sorted(draw.sample(range(len(taught)), written))]
     ctx.facts["sequences"] = {"written_by_the_teacher": written, "with_their_own_target": own}
     if lost := len(split) - len(taught):
-        ctx.warnings.append(f"distill: sequences: the teacher wrote nothing for {lost} of {len(split)} rows")
+        ctx.warn(
+            "empty-teacher-outputs",
+            f"distill: sequences: the teacher wrote nothing for {lost} of {len(split)} rows",
+        )
     return Split(split.origin, (*chosen, *kept))
 
 

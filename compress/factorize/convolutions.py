@@ -49,9 +49,10 @@ def factorize_convolutions(
     """
     layers = dict(candidates(model, settings))
     if not layers and (thin := sum(isinstance(module, LowRankConv) for module in model.modules())):
-        ctx.warnings.append(
+        ctx.warn(
+            "already-factorized",
             f"factorize: left the model alone: include {settings.include}, exclude {settings.exclude} choose"
-            f" no convolution but those that are thin ones already ({thin} in the model)"
+            f" no convolution but those that are thin ones already ({thin} in the model)",
         )
         return
     if not layers:
@@ -78,9 +79,10 @@ def factorize_convolutions(
     ctx.facts["operations_after"] = operations_of(model, size)
     ctx.facts["parameters_after"] = stored_parameters(model)
     if not ranks:
-        ctx.warnings.append(
+        ctx.warn(
+            "no-rank-saves",
             f"factorize: left all {len(layers)} convolutions alone, because no rank saves"
-            f" {_SAVED[settings.aim]} at these settings; lower energy, rank or ratio"
+            f" {_SAVED[settings.aim]} at these settings; lower energy, rank or ratio",
         )
 
 

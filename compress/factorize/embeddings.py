@@ -69,11 +69,15 @@ def factorize_tables(
         errors[tables[0]] = round(float((squares[rank:].sum() / squares.sum().clamp(min=1e-300)).sqrt()), 4)
     ctx.facts.update(ranks=ranks, relative_error=errors, left_alone=alone)
     if thin:
-        ctx.warnings.append(f"factorize: left {', '.join(thin)} alone: a thin table and a product already")
+        ctx.warn(
+            "already-factorized",
+            f"factorize: left {', '.join(thin)} alone: a thin table and a product already",
+        )
     if alone and not ranks:
-        ctx.warnings.append(
+        ctx.warn(
+            "no-rank-saves",
             "factorize: left the embeddings alone, because no rank saves values at these settings: "
-            + "; ".join(f"{name}: {why}" for name, why in alone.items())
+            + "; ".join(f"{name}: {why}" for name, why in alone.items()),
         )
 
 
@@ -83,10 +87,11 @@ def _counts(settings: FactorizeSettings, ctx: Context) -> bool:
         return settings.by_frequency
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None or not len(split):
-        ctx.warnings.append(
+        ctx.warn(
+            "no-calibration-data",
             "factorize: there are no rows, so all tokens of the embedding count alike and much more is lost."
             " Name some with data: {calibration: FILE} or data: {train: FILE}; by_frequency: false says that"
-            " it is meant."
+            " it is meant.",
         )
         return False
     return True

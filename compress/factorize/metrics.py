@@ -133,9 +133,10 @@ def warn_of_few(few: Mapping[str, tuple[int, int]], rows: CalibrationRows, ctx: 
     """Say where a layer has more inputs than tokens were seen: what it lacks was never fed to it."""
     if few:
         first, (tokens, width) = next(iter(few.items()))
-        ctx.warnings.append(
+        ctx.warn(
+            "few-calibration-tokens",
             f"factorize: {rows.origin}: the rows that it looked at ({rows.rows}) have fewer tokens than"
             f" layers have inputs ({first}: {tokens} of {width}, and so"
             f" {len(few)} layers), so other texts may lose more. Raise rows, or name more rows with"
-            " data: {calibration: FILE}."
+            " data: {calibration: FILE}.",
         )

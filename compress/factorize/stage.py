@@ -202,9 +202,10 @@ def _chosen(model: Any, settings: FactorizeSettings, ctx: Context) -> dict[nn.Li
     chosen = dict(candidates(model, settings))
     thin = 0 if chosen else _thin(model, settings)
     if thin:
-        ctx.warnings.append(
+        ctx.warn(
+            "already-factorized",
             f"factorize: left all {thin} layers that include and exclude choose alone, because they are"
-            " two thin ones already"
+            " two thin ones already",
         )
     elif not chosen:
         raise InputError(
@@ -225,7 +226,7 @@ def _tell(
     alone = {n: _reason(layers[n], rank, limits[n]) for n, rank in ranks.items() if rank >= limits[n]}
     ctx.facts["left_alone"] = alone | dict.fromkeys(unseen, "no row reaches it")
     if len(alone) == len(ranks):
-        ctx.warnings.append(_none_gains(len(layers), settings))
+        ctx.warn("no-rank-saves", _none_gains(len(layers), settings))
 
 
 def _replace(

@@ -26,6 +26,7 @@ from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.train.objective import label_objective
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.families.registry import family_of
 from smelt.runtime.images.processor import USUAL_SIDE, read_processor
@@ -208,15 +209,20 @@ def _kept(
 
 def _not_as_asked(
     model: Any, groups: Sequence[ChannelGroup], kept: Mapping[str, int], settings: PruneSettings
-) -> list[str]:
+) -> list[Message]:
     """Say where all channels stay though some were to go: so few cannot be divided so."""
     whole = [g.count(model) for g in groups if kept[g.name] == g.count(model)]
     if settings.scope == "global" or settings.keep == 1 or not whole:
         return []
     few = " or ".join(map(str, sorted(set(whole))))
     return [
-        f"prune: keep {settings.keep:g} of {few} channels, rounded to a multiple of {settings.round_to}, is"
-        f" all of them, so nothing goes in {len(whole)} of {len(groups)} layers; say a smaller round_to."
+        warning(
+            "nothing-to-remove",
+            f"prune: keep {settings.keep:g} of {few} channels, rounded to a multiple of {settings.round_to},"
+            f" is all of them, so nothing goes in {len(whole)} of {len(groups)} layers; say a smaller"
+            " round_to.",
+            setting="keep",
+        )
     ]
 
 

@@ -94,8 +94,9 @@ def cut_units(
             fed.append((found.tokens, len(kept)))
             del found, whole  # before the next ones are made
     if few := few_tokens(fed, rows):
-        ctx.warnings.append(
-            f"prune: {few} that are refitted; raise rows, or name more with data: {{calibration: FILE}}"
+        ctx.warn(
+            "few-calibration-tokens",
+            f"prune: {few} that are refitted; raise rows, or name more with data: {{calibration: FILE}}",
         )
     return left
 

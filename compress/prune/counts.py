@@ -7,6 +7,7 @@ from typing import Any
 
 from smelt.compress.prune.groups import AttentionGroup, FeedForwardGroup
 from smelt.compress.prune.settings import PruneSettings
+from smelt.core.messages import Message, warning
 
 
 def heads_kept(count: int, settings: PruneSettings) -> int:
@@ -27,7 +28,7 @@ def _nearest(wanted: float) -> int:
 
 def not_as_asked(
     model: Any, attentions: list[AttentionGroup], blocks: list[FeedForwardGroup], settings: PruneSettings
-) -> list[str]:
+) -> list[Message]:
     """Say where everything stays, or twice as much as `keep` asks for: so few units cannot be divided so."""
     keep = {"heads": settings.keep_heads or settings.keep, "ffn": settings.keep_ffn or settings.keep}
     sizes = {
@@ -42,9 +43,13 @@ def not_as_asked(
         least = [count for count, kept in counts if 2 * count * keep[kind] <= kept < count]
         if least:
             found.append(
-                f"prune: keep {keep[kind]:g} of {' or '.join(map(str, sorted(set(least))))} {word} would be"
-                f" fewer than {step}, the least of a layer; that is what stays in {len(least)} of"
-                f" {len(counts)} layers."
+                warning(
+                    "minimum-kept",
+                    f"prune: keep {keep[kind]:g} of {' or '.join(map(str, sorted(set(least))))} {word} would"
+                    f" be fewer than {step}, the least of a layer; that is what stays in {len(least)} of"
+                    f" {len(counts)} layers.",
+                    setting="keep",
+                )
             )
         if keep[kind] == 1 or not whole:
             continue
@@ -52,7 +57,12 @@ def not_as_asked(
         most = max(whole)
         less = f" keep_{kind}: {(most - step) / most:.3g} takes {step} of {most}." if most > step else ""
         found.append(
-            f"prune: keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, is all of them, so"
-            f" nothing goes in {sum(kept == count for count, kept in counts)} of {len(counts)} layers.{less}"
+            warning(
+                "nothing-to-remove",
+                f"prune: keep {keep[kind]:g} of {few} {word}, rounded to a multiple of {step}, is all of"
+                f" them, so nothing goes in {sum(kept == count for count, kept in counts)} of {len(counts)}"
+                f" layers.{less}",
+                setting="keep",
+            )
         )
     return found

@@ -9,6 +9,7 @@ from typing import Any
 from smelt.compress.prune.settings import PruneSettings
 from smelt.core.data import SIMILARITY, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless, find_family
 from smelt.runtime.text.limits import position_limit
@@ -86,7 +87,7 @@ def width_is_fixed(config: Mapping[str, Any], task: Task) -> str | None:
     return OF_VECTORS if task == SIMILARITY else None
 
 
-def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
     """Return what to tell of heads that were to go and cannot; what and config as in `check_units`.
 
     Raises:
@@ -95,7 +96,7 @@ def heads_that_stay(what: Sequence[str], config: Mapping[str, Any]) -> list[str]
     for _, message in check_units(what, config):
         raise InputError(f"prune: {message}")
     reason = _fixed_heads(config)
-    return [f"prune: {reason} They stay."] if reason and "heads" in what else []
+    return [warning("heads-kept", f"prune: {reason} They stay.")] if reason and "heads" in what else []
 
 
 def _fixed_heads(config: Mapping[str, Any]) -> str:

@@ -16,10 +16,11 @@ def rows_to_fit(model: Any, src: Artifact, settings: PruneSettings, ctx: Context
         return None
     split = ctx.data.get("calibration") or ctx.data.get("train")
     if split is None or not len(split):
-        ctx.warnings.append(
+        ctx.warn(
+            "no-calibration-data",
             "prune: there are no rows, so what stays is not refitted (compensate) and quality falls further."
             " Name some with data: {calibration: FILE} or data: {train: FILE}; compensate: false says that"
-            " it is meant."
+            " it is meant.",
         )
         return None
     return calibration_rows(model, src, settings.rows, ctx, "prune", padded=True)

@@ -25,6 +25,7 @@ from smelt.compress.quantize.planned import (
 )
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.core.artifact import Artifact
+from smelt.core.messages import Message
 from smelt.core.stage import Context
 from smelt.families.walk import Block, blocks_of
 from smelt.runtime.backends.device import torch_device
@@ -100,7 +101,7 @@ class _Work:
     streamed: StreamedModel
     layers: Sequence[Planned]
     settings: QuantizeSettings
-    warnings: list[str]
+    warnings: list[Message]
     edits: list[dict[str, Any]] = field(default_factory=list)
     gptq: GptqWork | None = None
     faint: dict[str, Tensor] = field(default_factory=dict)

@@ -104,7 +104,7 @@ def _fold(
 
     enough = _ENOUGH_IMAGES if "pixel_values" in rows.batches[0] else ENOUGH_TOKENS
     if (settings.observes or settings.smooth is not None) and rows.tokens < enough:
-        ctx.warnings.append(_too_few(rows, settings))
+        ctx.warn("few-calibration-tokens", _too_few(rows, settings))
     kind = stored_types(src.path).of
     if settings.smooth is not None:
         from smelt.compress.quantize.smooth import smooth
@@ -133,7 +133,7 @@ def _observe(
     )
     unseen = [layer.name for layer in found.layers if layer.observes and layer.weight not in found.ranges]
     if unseen:
-        ctx.warnings.append(f"quantize: no row reaches {', '.join(unseen)}, which stay float")
+        ctx.warn("uncalibrated-layers", f"quantize: no row reaches {', '.join(unseen)}, which stay float")
         found.layers = [layer for layer in found.layers if layer.name not in unseen]
 
 
@@ -222,9 +222,10 @@ def coders(settings: QuantizeSettings, codes: Mapping[int, Codes]) -> Callable[[
 def _warn_of_few(rows: CalibrationRows, what: str, which: str, ctx: Context) -> None:
     """Warn where `what` is measured on next to nothing; `which` settings ask for more."""
     if rows.tokens < (_FEW_IMAGES if "pixel_values" in rows.batches[0] else _FEW_TOKENS):
-        ctx.warnings.append(
+        ctx.warn(
+            "few-calibration-tokens",
             f"quantize: {what} measured on {count(rows.tokens, 'token')} of {rows.origin}, which tells"
-            f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}"
+            f" {_TOLD[what]} apart badly; raise {which}, or name more rows with data: {{calibration: FILE}}",
         )
 
 

@@ -38,6 +38,7 @@ from smelt.compress.quantize.planned import Planned, output_layer
 from smelt.compress.quantize.settings import LowRank, QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.runtime.schemes.registry import find
 from smelt.runtime.schemes.scheme import Codes, Options, Scheme
@@ -215,7 +216,7 @@ def facts_of_pairs(layers: Sequence[Planned], made: Mapping[int, Joint], rank: i
 
 def pairs_that_save_nothing(
     layers: Sequence[Planned], made: Mapping[int, Joint], coded_bits: float, stored_bits: int
-) -> list[str]:
+) -> list[Message]:
     """Return a warning where a pair in its stored type takes what coding its layer saves.
 
     Args:
@@ -234,7 +235,11 @@ def pairs_that_save_nothing(
     if not vain:
         return []
     return [
-        f"low_rank: the pairs beside {len(vain)} of {len(made)} layers take what their codes save"
-        f" ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); lower the rank, or name them"
-        " in skip, which leaves them float"
+        warning(
+            "no-size-reduction",
+            f"low_rank: the pairs beside {len(vain)} of {len(made)} layers take what their codes save"
+            f" ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); lower the rank, or name"
+            " them in skip, which leaves them float",
+            setting="low_rank",
+        )
     ]

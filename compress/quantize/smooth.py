@@ -29,6 +29,7 @@ from smelt.compress.calibration.observe import observe
 from smelt.compress.calibration.rows import CalibrationRows
 from smelt.compress.quantize.planned import Planned
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context
 from smelt.families.norms import NormFeed, norm_feeds
 from smelt.families.registry import family_of
@@ -185,7 +186,7 @@ def _outliers(largest: Tensor) -> float:
     return round(float(largest.max()) / middle, 2) if middle else 0.0
 
 
-def _left(feeds: Sequence[NormFeed], smoothed: Collection[str]) -> list[str]:
+def _left(feeds: Sequence[NormFeed], smoothed: Collection[str]) -> list[Message]:
     """Return what to say of the norms that were left as they are."""
     reasons: dict[str, list[str]] = {}
     for feed in feeds:
@@ -198,9 +199,19 @@ def _left(feeds: Sequence[NormFeed], smoothed: Collection[str]) -> list[str]:
                 why = "something else reads what they give (in post-norm blocks the sum that follows)"
             reasons.setdefault(why, []).append(feed.norm)
     if not feeds:
-        return ["smooth: no norm is known that feeds a quantized product; nothing was smoothed"]
+        return [
+            warning(
+                "nothing-smoothed",
+                "smooth: no norm is known that feeds a quantized product; nothing was smoothed",
+                setting="smooth",
+            )
+        ]
     return [
-        f"smooth: {len(norms)} of {len(feeds)} norms are left as they are, because {why}: {_some(norms)}"
+        warning(
+            "norms-not-smoothed",
+            f"smooth: {len(norms)} of {len(feeds)} norms are left as they are, because {why}: {_some(norms)}",
+            setting="smooth",
+        )
         for why, norms in reasons.items()
     ]
 

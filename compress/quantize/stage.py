@@ -10,6 +10,7 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need, Settings
 from smelt.families.registry import CODED_CONVOLUTIONS, blockless
 from smelt.runtime.schemes.registry import SCHEMES
@@ -124,9 +125,10 @@ class Quantize:
         if of_convolutions(model):
             edits += fold_batch_norms(model)
             if floats := len(separated(model)):
-                ctx.warnings.append(
+                ctx.warn(
+                    "convolutions-kept-float",
                     f"quantize: the {floats} convolutions that `factorize: {{method: cp}}` made stay float,"
-                    " for one scale does not fit their channels; tucker makes some that become int8"
+                    " for one scale does not fit their channels; tucker makes some that become int8",
                 )
         layers = plan_layers(model, settings)
         with threads(ctx.threads):
@@ -139,7 +141,7 @@ class Quantize:
             raise InputError(f"quantize: the patterns in skip {settings.skip} leave no layer to quantize.")
         kept = unused_patterns(model, settings.patterns)
         if kept:
-            ctx.warnings.append(f"skip: no layer is named {', '.join(kept)}")
+            ctx.warn("unknown-layer", f"skip: no layer is named {', '.join(kept)}")
         used = {edit["scheme"] for edit in new if edit["op"] == "quantize"}
         ctx.warnings.extend(two_bits(used) if settings.method == "hqq" else [])
         stored = stored_types(src.path).common.itemsize
@@ -227,7 +229,7 @@ def facts_of(model: Any, stored: int) -> dict[str, Any]:
     }
 
 
-def codes_that_save_nothing(model: Any, stored: int) -> list[str]:
+def codes_that_save_nothing(model: Any, stored: int) -> list[Message]:
     """Return a warning where codes and scales of a matrix take what its weights took.
 
     That is where rows are much shorter than the group that each of them fills up.
@@ -250,9 +252,12 @@ def codes_that_save_nothing(model: Any, stored: int) -> list[str]:
     if not vain:
         return []
     return [
-        f"the codes of {len(vain)} of {len(places)} matrices save nothing, for their rows are shorter than a"
-        f" group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); take smaller groups,"
-        " another scheme, or name them in skip, which leaves them float"
+        warning(
+            "no-size-reduction",
+            f"the codes of {len(vain)} of {len(places)} matrices save nothing, for their rows are shorter"
+            f" than a group ({', '.join(vain[:_NAMED])}{', ...' if len(vain) > _NAMED else ''}); take smaller"
+            " groups, another scheme, or name them in skip, which leaves them float",
+        )
     ]
 
 

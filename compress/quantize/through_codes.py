@@ -194,7 +194,8 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
     model, edits = load_model(src.path)
     if not adapters and any(edit.get("op") == "quantize" for edit in edits):
         kept, doubt = read_latents(src.path, _shapes(model))
-        ctx.warnings.extend([] if doubt is None else [doubt])
+        if doubt is not None:
+            ctx.warn("master-weights-lost", doubt)
         if kept is not None:
             ctx.facts["latent_weights"] = "kept"
             put_latent(model, None, kept)
@@ -223,7 +224,8 @@ def float_weights(model: nn.Module, src: Artifact, ctx: Context, of_parent: bool
         None where they are not known.
     """
     kept, doubt = read_latents(src.path, _shapes(model))
-    ctx.warnings.extend([] if doubt is None else [doubt])
+    if doubt is not None:
+        ctx.warn("master-weights-lost", doubt)
     parent = _float_parent(src, ctx.ancestors) if kept is None and of_parent else None
     floats = load_model(parent[1].path)[0] if parent else None
     if kept is None and floats is None:

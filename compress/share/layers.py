@@ -10,6 +10,7 @@ from smelt.compress.share.settings import ShareSettings
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import TASKS, Task
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, blockless, family_of
@@ -109,7 +110,7 @@ class Share:
 
 def share_layers(
     model: Any, edits: list[Edit], settings: ShareSettings, lost: dict[str, float] | None = None
-) -> tuple[dict[str, list[list[int]]], list[str]]:
+) -> tuple[dict[str, list[list[int]]], list[Message]]:
     """Share weights among the layers of `model` in place; append what changed to `edits`.
 
     lost: is told, by the first name of each product, what part of the squared distances from the mean of a
@@ -137,19 +138,27 @@ def share_layers(
         if settings.stacks is None or block.stack.name in settings.stacks:
             stacks.setdefault(block.stack.name, []).append(block)
     shared: dict[str, list[list[int]]] = {}
-    notes: list[str] = []
+    notes: list[Message] = []
     for name, blocks in stacks.items():
         together = [g for g in grouped(len(blocks), settings) if len(g) > 1]
         shared[name] = [[blocks[at].number for at in group] for group in together]
         if not together:
-            notes.append(f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.")
+            notes.append(
+                warning(
+                    "not-shared",
+                    f"share: the {len(blocks)} {name} stay apart: no two of them fall into one group.",
+                )
+            )
         for group in together:
             there = _parts([blocks[at] for at in group], settings)
             if not there:
                 said = ", ".join(str(blocks[at].number) for at in group)
                 notes.append(
-                    f"share: the {name} {said} stay apart: no two of them have a part in common that"
-                    f" what: {settings.what} names, since 'depth' took some out."
+                    warning(
+                        "not-shared",
+                        f"share: the {name} {said} stay apart: no two of them have a part in common that"
+                        f" what: {settings.what} names, since 'depth' took some out.",
+                    )
                 )
             for parts in there:
                 notes.extend(_share(model, edits, parts, settings, {} if lost is None else lost))
@@ -193,16 +202,21 @@ def _share(
     parts: list[tuple[str, ...]],
     settings: ShareSettings,
     lost: dict[str, float],
-) -> list[str]:
+) -> list[Message]:
     """Share the products of one part of several blocks, all or none; return why not."""
     from smelt.runtime.models.structure import replace_layer
 
     take = settings.take
     reason = _reason(model, parts, settings)
     if reason is not None:
-        return [f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}."]
+        return [warning("not-shared", f"share: {parts[0][0]} ... {parts[-1][-1]} stay apart: {reason}.")]
     if all(len({id(model.get_submodule(name)) for name in names}) == 1 for names in zip(*parts, strict=True)):
-        return [f"share: {parts[0][0]} ... {parts[-1][-1]} share already; nothing changes there."]
+        return [
+            warning(
+                "already-shared",
+                f"share: {parts[0][0]} ... {parts[-1][-1]} share already; nothing changes there.",
+            )
+        ]
     for names in zip(*parts, strict=True):
         if settings.difference is not None:
             _divide(model, edits, names, settings, lost)

@@ -88,22 +88,25 @@ class ShortlistStage:
         shortlist = learned(rows, model.config.to_dict(), _always(src, tokenizer), settings, ctx.progress)
         ctx.facts.update(rows=len(rows), **_sizes(shortlist, model.config.to_dict()))
         if len(rows) < _MEAGRE:
-            ctx.warnings.append(
+            ctx.warn(
+                "limited-rows",
                 f"the shortlist was learned from {count(len(rows), 'row')}, and lacks what they lack: its"
-                " score says little. A run with --limit learns from those rows alone"
+                " score says little. A run with --limit learns from those rows alone",
             )
         if "validation" not in ctx.data:
-            ctx.warnings.append(
+            ctx.warn(
+                "no-validation-data",
                 "there are no validation rows, so what the shortlist lacks is not known; name some with data:"
-                " {validation: FILE}"
+                " {validation: FILE}",
             )
         else:
             seen = _pairs(model.config, tokenizer, ctx, "validation", _SEEN)
             ctx.facts["validation"] = found = coverage(shortlist, seen, model.config.to_dict())
             if found["covered"] < _FEW:
-                ctx.warnings.append(
+                ctx.warn(
+                    "tokens-not-covered",
                     f"the shortlist lacks {1 - found['covered']:.1%} of the words of the validation"
-                    " references; give a larger per_token or frequent, or more training rows"
+                    " references; give a larger per_token or frequent, or more training rows",
                 )
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path))
         write_shortlist(shortlist, ctx.out)
@@ -191,7 +194,9 @@ def _pairs(config: Any, tokenizer: Any, ctx: Context, split: str, most: int | No
     total = sum(map(pair_count, pairs))
     if total > _MOST_PAIRS:
         kept = spread_out(len(pairs), max(1, len(pairs) * _MOST_PAIRS // total), ctx.seed)
-        ctx.warnings.append(f"{split}: {len(kept)} of {len(pairs)} rows are looked at: their texts are long")
+        ctx.warn(
+            "rows-left-out", f"{split}: {len(kept)} of {len(pairs)} rows are looked at: their texts are long"
+        )
         pairs = [pairs[at] for at in kept]
     return pairs
 

@@ -112,16 +112,24 @@ class Sparsifier:
         ctx.facts["sparsity"] = round(share, 4)
         ctx.facts["zeros"] = self._counts[0]
         ctx.facts["sparsity_by_layer"] = self._zeros
-        ctx.warnings.append(
+        ctx.warn(
+            "zeros-not-faster",
             f"sparsify: {share:.1%} of the weights of {len(self._zeros)} layers are zero; they are stored and"
-            " multiplied as others are, so no runtime of smelt is faster and no file smaller for it"
+            " multiplied as others are, so no runtime of smelt is faster and no file smaller for it",
         )
         if self._odd:
-            ctx.warnings.append(
+            ctx.warn(
+                "pattern-does-not-fit",
                 f"sparsify: {len(self._odd)} layers stay whole, because their inputs are no multiple of"
-                f" {self._pattern.group}: {', '.join(self._odd[:3])}"
+                f" {self._pattern.group}: {', '.join(self._odd[:3])}",
             )
         if self._unreached:
-            ctx.warnings.append(f"sparsify: no row reaches {', '.join(self._unreached)}, which stay whole")
+            ctx.warn(
+                "uncalibrated-layers",
+                f"sparsify: no row reaches {', '.join(self._unreached)}, which stay whole",
+            )
         if rows is not None and self._method.looks == "moments" and (few := few_tokens(self._fed, rows)):
-            ctx.warnings.append(f"sparsify: {few}; raise rows, or name more with data: {{calibration: FILE}}")
+            ctx.warn(
+                "few-calibration-tokens",
+                f"sparsify: {few}; raise rows, or name more with data: {{calibration: FILE}}",
+            )

@@ -127,15 +127,17 @@ class Gradual:
         ctx.facts["zeros"] = zeros
         ctx.facts["sparsity_by_layer"] = by_layer
         if not zeros:
-            ctx.warnings.append(
+            ctx.warn(
+                "no-zeros",
                 f"{stage}: sparsify: no weight became zero; raise sparsify.penalty, sparsify.threshold or"
-                " sparsify.scores_learning_rate, or give it more updates"
+                " sparsify.scores_learning_rate, or give it more updates",
             )
             return
-        ctx.warnings.append(
+        ctx.warn(
+            "zeros-not-faster",
             f"{stage}: sparsify: {zeros / weights:.1%} of the weights of {len(by_layer)} layers are zero;"
             " they are stored and multiplied as others are, so no runtime of smelt is faster and no"
-            " file smaller for it"
+            " file smaller for it",
         )
 
     @contextlib.contextmanager

@@ -43,6 +43,7 @@ from smelt.compress.train.terms import (
 )
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
+from smelt.core.messages import warning
 from smelt.core.stage import Context
 from smelt.runtime.backends.device import torch_device
 
@@ -197,9 +198,12 @@ def run_training(
             "device": args.device.type,
             **keeper.facts(steps),
         }
-        warning = keeper.gave_nothing(settings.select)
-        doubt = disagreement(keeper, len(validation or ()), ctx)
-        warnings = [f"{stage}: {text}" for text in (warning, doubt, keeper.learned_nothing()) if text]
+        doubts = {
+            "no-improvement": keeper.gave_nothing(settings.select),
+            "loss-disagrees": disagreement(keeper, len(validation or ()), ctx),
+            "worse-than-random": keeper.learned_nothing(),
+        }
+        warnings = [warning(code, f"{stage}: {text}") for code, text in doubts.items() if text]
         ctx.warnings.extend(warnings)
         resume.finish(steps, ctx.facts["training"], warnings)
 

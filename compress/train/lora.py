@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from smelt.compress.train.settings import PEFT, LoraSettings
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.packages import require
 from smelt.families.walk import blocks_of, head_of
 from smelt.runtime.layers.adapted import AdaptedLinear, adapted
@@ -179,7 +180,7 @@ class Adapters:
             "optimizer_bytes_of_all_weights": _MOMENTS * self.whole,
         }
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Message]:
         """Say where adapters have more weights than the layers beside them, so that nothing is saved."""
         bases = {name: layer.get_base_layer() for name, layer in self.layers.items()}
         shapes = {name: (base.out_features, base.in_features) for name, base in bases.items()}
@@ -190,8 +191,12 @@ class Adapters:
         least = min(math.ceil(rows * columns / (rows + columns)) for rows, columns in shapes.values())
         less = f"; below {least} every adapter is smaller than its layer" if least > 1 else ""
         return [
-            f"lora: rank {rank} gives {len(wide)} of {len(shapes)} layers adapters that have no fewer weights"
-            f" than they ({', '.join(wide[:3])}), so that nothing is saved there{less}"
+            warning(
+                "no-size-reduction",
+                f"lora: rank {rank} gives {len(wide)} of {len(shapes)} layers adapters that have no fewer"
+                f" weights than they ({', '.join(wide[:3])}), so that nothing is saved there{less}",
+                setting="lora.rank",
+            )
         ]
 
     @contextlib.contextmanager

@@ -191,8 +191,8 @@ def _tell(rounding: Rounding, ctx: Context, stage: str) -> None:
         return
     share = rounding.share()
     ctx.facts["training"]["rounding"] = round(share, 5)
-    if warning := rounding.warning(share):
-        ctx.warnings.append(f"{stage}: {warning}")
+    if text := rounding.warning(share):
+        ctx.warn("lost-in-rounding", f"{stage}: {text}")
 
 
 def _while_training(

@@ -103,13 +103,15 @@ class Vocabulary:
             parameters_before=before, parameters_after=stored_parameters(model),
         )  # fmt: skip
         if len(kept) == size:
-            ctx.warnings.append(
+            ctx.warn(
+                "nothing-to-trim",
                 f"vocabulary: nothing goes: all {size:,} tokens come in the training rows, or must stay so"
-                " that nothing becomes unknown"
+                " that nothing becomes unknown",
             )
         elif ctx.task == "language-modeling":
-            ctx.warnings.append(
-                "vocabulary: perplexity counts by token, and tokens are others now; compare bits_per_byte."
+            ctx.warn(
+                "perplexity-by-token",
+                "vocabulary: perplexity counts by token, and tokens are others now; compare bits_per_byte.",
             )
         again = load_tokenizer(ctx.out)
         for name, ids in rows.items():
@@ -152,7 +154,8 @@ def _tell(
         )
     share = found.changed / max(1, found.texts)
     if name == "validation" and share > _MANY:
-        ctx.warnings.append(
+        ctx.warn(
+            "tokens-changed",
             f"vocabulary: {share:.1%} of the validation texts are cut into other tokens than before; give"
-            " more training rows, or a larger size or coverage."
+            " more training rows, or a larger size or coverage.",
         )

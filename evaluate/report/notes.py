@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
+from smelt.core.messages import Message
 from smelt.evaluate.report import view
 from smelt.evaluate.report.schema import Gate, Latency, Report, Step
 
-# how a stage that reads texts, and a score, say that some were too long
-_CUT = re.compile(r"\btexts?\b.* (was|were) cut( at \d+ tokens)?$")
+# of stages and scores that read texts which were too long
+_TRUNCATED = "truncated-texts"
 
 
-def grave_first(warnings: Iterable[str]) -> list[str]:
-    """Return warnings with those about texts that were cut last: what a step made is of more weight."""
-    return sorted(warnings, key=lambda text: bool(_CUT.search(text)))
+def grave_first(warnings: Iterable[Message]) -> list[Message]:
+    """Return warnings with those about truncated texts last: what a step made is of more weight."""
+    return sorted(warnings, key=lambda found: found.code == _TRUNCATED)
 
 
 def notes(report: Report) -> list[tuple[str, str, str]]:
@@ -22,7 +22,10 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
 
     What concerns the whole run comes first, under the step's name `run`.
     """
-    found = [("run", "warning", text) for text in (*report.warnings, *on_test(report))]
+    found: list[tuple[str, str, str]] = [
+        ("run", message.severity, message.message) for message in report.warnings
+    ]
+    found += [("run", "warning", text) for text in on_test(report)]
     found += [("run", "disturbed", text) for text in disturbed(report)]
     for step in report.steps:
         said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
@@ -35,7 +38,7 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
         found += [
             (step.name, "warning", few_text(gate, step)) for gate in step.gates if gate.n_needed is not None
         ]
-        found += [(step.name, "warning", text) for text in grave_first(step.warnings)]
+        found += [(step.name, one.severity, one.message) for one in grave_first(step.warnings)]
         if step.earlier:
             found.append((step.name, "kept", "from an earlier run in this folder; this one left it out"))
     return found

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from smelt.core.errors import InputError
+from smelt.core.messages import Message
 from smelt.evaluate import frontier
 
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
@@ -217,7 +218,7 @@ class Step(_Part):
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
-    warnings: Annotated[list[str], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
+    warnings: Annotated[list[Message], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
     quality: Annotated[dict[str, Quality], BeforeValidator(_none_is_empty)] = Field(default_factory=dict)
     latency: Annotated[list[Latency], BeforeValidator(_none_is_no_rows)] = Field(default_factory=list)
     against_baseline: Differences = Field(default_factory=dict)
@@ -248,16 +249,16 @@ ENTRY_KEYS = ("name", "from", "optional")  # of a recipe's step, beside its stag
 
 
 class Report(_Part):
-    """A whole report.json, version 1."""
+    """A whole report.json, version 2."""
 
     model_config = ConfigDict(**{**Strict, "serialize_by_alias": True})
-    schema_version: Literal[1] = Field(alias="schema")
+    schema_version: Literal[2] = Field(alias="schema")
     recipe: dict[str, Any]
     environment: dict[str, Any]
     status: RunStatus
     baseline: str | None = None
     judged_on: Literal["validation", "test"] = "test"
-    warnings: list[str] = Field(default_factory=list)
+    warnings: list[Message] = Field(default_factory=list)
     steps: list[Step]
     frontier: list[str] = Field(default_factory=list)
 
@@ -313,5 +314,5 @@ def validate_report(report: Mapping[str, Any]) -> Report:
             read = repr(found["input"])
             lines.append(f"  {where}: {found['msg']}; read {read if len(read) <= 80 else read[:77] + '...'}")
         raise InputError(
-            "Not a report.json that this version of smelt reads (schema 1):\n" + "\n".join(lines)
+            "Not a report.json that this version of smelt reads (schema 2):\n" + "\n".join(lines)
         ) from error

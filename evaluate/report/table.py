@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from smelt.core.messages import Message
 from smelt.evaluate.report import notes, view
 from smelt.evaluate.report.headline import lines as headline_lines
 from smelt.evaluate.report.schema import Report, Step, validate_report
@@ -107,13 +108,13 @@ def _warned(report: Report) -> list[str]:
 
     Those about texts that were cut come after all others.
     """
-    about: dict[str, list[str]] = {}
+    about: dict[Message, list[str]] = {}
     for step in report.steps:
-        for text in step.warnings:
-            about.setdefault(text, []).append(f"'{step.name}'")
+        for found in step.warnings:
+            about.setdefault(found, []).append(f"'{step.name}'")
     ordered = notes.grave_first(about)
-    said = [f"warning: {', '.join(about[text])}: {text}" for text in ordered]
-    left = dict.fromkeys(name for text in ordered[_MOST_WARNINGS:] for name in about[text])
+    said = [f"warning: {', '.join(about[found])}: {found}" for found in ordered]
+    left = dict.fromkeys(name for found in ordered[_MOST_WARNINGS:] for name in about[found])
     more = len(said) - _MOST_WARNINGS
     return said[:_MOST_WARNINGS] + (
         [f"the report has {more} more warning{'s' * (more > 1)}, about {', '.join(left)}"] if left else []

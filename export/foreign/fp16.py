@@ -86,7 +86,7 @@ class Fp16:
         carry(src, ctx)
         feeds, real = rows_of(src, ctx, settings.rows)
         if not real:
-            ctx.warnings.append("values were looked at on made-up rows: there are none but test")
+            ctx.warn("made-up-inputs", "values were looked at on made-up rows: there are none but test")
         always = {*_always_float32(), *settings.keep}
         kept, got, wanted, fed = 0, [], [], []
         for path, model in models.items():
@@ -165,8 +165,9 @@ def _too_large(model: Any, name: str, feeds: list[Any], ctx: Context) -> set[str
         worst = sorted(found, key=lambda name: -found[name])
         told = ", ".join(f"{calls[name]} ({found[name]:,.0f})" for name in worst[:_NAMED])
         more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
-        ctx.warnings.append(
+        ctx.warn(
+            "kept-float32",
             f"fp16: {len(found)} node{'s stay' if len(found) > 1 else ' stays'} float32, with values that"
-            f" float16 (at most 65,504) cannot hold with room to spare: {told}{more}"
+            f" float16 (at most 65,504) cannot hold with room to spare: {told}{more}",
         )
     return set(found)

@@ -134,7 +134,9 @@ class QuantizeGraph:
         _tell([read_graph(ctx.out / path.name, values=False) for path in paths], settings, ctx)
         note_parity(ctx, some, got, wanted)
         if not real:
-            ctx.warnings.append("the quantized graph was tried on made-up rows: there are none but test")
+            ctx.warn(
+                "made-up-inputs", "the quantized graph was tried on made-up rows: there are none but test"
+            )
         ctx.facts.update(scheme=settings.scheme, target=settings.target)
 
 
@@ -166,10 +168,11 @@ def _of_one_scale(opset: int, settings: QuantizeGraphSettings, ctx: Context) -> 
     """Return `settings` as the opset allows: its DequantizeLinear may know no scales by output."""
     if opset >= BY_OUTPUT or not settings.observes or not settings.per_channel:
         return settings
-    ctx.warnings.append(
+    ctx.warn(
+        "per-tensor-weights",
         f"weights have one scale for a matrix, since operators of opset {opset} know no more, and onnx does"
         f" not convert this model; export it with opset {BY_OUTPUT} or newer, and each output gets a scale of"
-        " its own"
+        " its own",
     )
     return settings.model_copy(update={"per_channel": False})
 
@@ -263,7 +266,8 @@ def _tell(models: list[Any], settings: QuantizeGraphSettings, ctx: Context) -> N
     if _CODED & set(operators):
         return
     more = f"; {OBSERVING} quantizes Conv" if "Conv" in operators and not settings.observes else ""
-    ctx.warnings.append(
+    ctx.warn(
+        "nothing-quantized",
         f"nothing was quantized: none of its operators ({', '.join(list(operators)[:6])}) is one that"
-        f" {settings.scheme} quantizes, or none has constant weights{more}."
+        f" {settings.scheme} quantizes, or none has constant weights{more}.",
     )

@@ -218,12 +218,14 @@ def note_parity(ctx: Context, feeds: list[Feeds], got: list[Feeds], expected: li
     rows = sum(rows_in(one) for one in feeds)
     ctx.facts["parity"] = {"rows": rows, "relative": off if np.isfinite(off) else None}
     if not np.isfinite(off):
-        ctx.warnings.append(
-            f"on {rows} rows an output has another shape than before, or is not finite where it was"
+        ctx.warn(
+            "outputs-changed",
+            f"on {rows} rows an output has another shape than before, or is not finite where it was",
         )
     if share:
-        ctx.warnings.append(
-            f"on {rows} rows {100 * share:.2g} % of the whole numbers or texts that it gives are others"
+        ctx.warn(
+            "outputs-changed",
+            f"on {rows} rows {100 * share:.2g} % of the whole numbers or texts that it gives are others",
         )
 
 

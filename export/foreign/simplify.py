@@ -76,7 +76,7 @@ class Simplify:
                             file.rename(ctx.out / file.name)
             if reason is not None:
                 which = f"{path.stem}: " if len(paths) > 1 else ""
-                ctx.warnings.append(f"{which}not simplified: {reason}")
+                ctx.warn("not-simplified", f"{which}not simplified: {reason}")
         before, after = (
             sum(len(read_graph(folder / path.name, values=False).graph.node) for path in paths)
             for folder in (src.path, ctx.out)
@@ -98,8 +98,9 @@ class Fed:
         if not self._rows:
             self._rows, real = rows_of(self.src, self.ctx, _ROWS)
             if not real:
-                self.ctx.warnings.append(
-                    "the simplified graph was compared on made-up rows: there are none but test"
+                self.ctx.warn(
+                    "made-up-inputs",
+                    "the simplified graph was compared on made-up rows: there are none but test",
                 )
         return [*self._rows[name], *other_batch(self.src, self._rows[name][0])]
 

@@ -36,9 +36,10 @@ def rows_looked_at(parent: Any, folder: Path, ctx: Context) -> list[Reference]:
 
     batch, real = rows_for(parent, folder, ctx.data, ctx.task, ROWS, LENGTH)
     if not real:
-        ctx.warnings.append(
+        ctx.warn(
+            "made-up-inputs",
             "fp16: which blocks overflow was looked at on made-up token ids, whose values may be smaller than"
-            " those of real texts; name some with data: {calibration: FILE}"
+            " those of real texts; name some with data: {calibration: FILE}",
         )
     return [as_deployed(parent, piece) for piece in pieces(batch)]
 
@@ -85,8 +86,8 @@ def narrow_graphs(
         write_graph(model, path)
         chosen[graph.name] = wide
     ctx.facts["float32"] = _facts(chosen)
-    if (warning := warning_of(chosen)) is not None:
-        ctx.warnings.append(warning)
+    if (text := warning_of(chosen)) is not None:
+        ctx.warn("kept-float32", text)
     return {name: {*wide.norms, *wide.blocks} for name, wide in chosen.items()}
 
 

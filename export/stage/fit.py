@@ -25,9 +25,10 @@ def require_runtime(settings: OnnxSettings, ctx: Context) -> None:
 
     import_openvino()
     if settings.dtype == "bf16" and not has_bf16():
-        ctx.warnings.append(
+        ctx.warn(
+            "no-bf16",
             "this processor has no bf16, as OpenVINO says, so it chooses another precision here: parity,"
-            " scores and times of this artifact say nothing of a processor that has it"
+            " scores and times of this artifact say nothing of a processor that has it",
         )
 
 

@@ -64,7 +64,7 @@ def _write(
     write_graph(model, path)
     del model  # simplifying holds two graphs of its own
     if settings.simplify and (reason := simplify_file(path, tokens)) is not None:
-        ctx.warnings.append(f"{graph.name}: not simplified: {reason}")
+        ctx.warn("not-simplified", f"{graph.name}: not simplified: {reason}")
     spell_out_file(path)
     if settings.target == "ort-cpu":
         join_biases_file(path)
@@ -83,7 +83,9 @@ def tell_of_tensorrt(target: str, graphs: Iterable[str], ctx: Context) -> None:
     from smelt.export.tensorrt.preflight import load_graph, preflight
 
     paths = [ctx.out / f"{name}.onnx" for name in graphs]
-    ctx.warnings.extend(problem.text for path in paths for problem in preflight(load_graph(path), path))
+    for path in paths:
+        for problem in preflight(load_graph(path), path):
+            ctx.warn("tensorrt-preflight", problem.text, file=path.name)
 
 
 def checked(path: Path) -> dict[str, Any]:

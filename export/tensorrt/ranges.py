@@ -104,9 +104,10 @@ def _of_texts(
     longer = sum(n > most for n in lengths)
     if longer:
         are = "is" if longer == 1 else "are"
-        ctx.warnings.append(
+        ctx.warn(
+            "longer-than-engine",
             f"{longer:,} of {len(lengths):,} texts looked at {are} longer than the {most} tokens"
-            f" that the engine takes and would be cut; see {under % 'length_percentile, lengths'}"
+            f" that the engine takes and would be cut; see {under % 'length_percentile, lengths'}",
         )
     return made
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact, Format
 from smelt.core.data import EVERY_TASK, Task
 from smelt.core.errors import InputError, RunError
+from smelt.core.messages import Message, warning
 from smelt.core.stage import Context, Need, Settings
 from smelt.export.tensorrt.build import BuildOptions, build_engine, timing_cache_path
 from smelt.export.tensorrt.foreign import foreign_ranges, foreign_shapes
@@ -80,7 +81,8 @@ class TensorrtStage:
             target_path.write_bytes(plan)
             write_sidecar(target_path, _sidecar(trt, path, plan, shapes, options))
             note_built(target_path)
-            ctx.warnings.extend(f"{path.name}: TensorRT: {line[:300]}" for line in said[:5])
+            for line in said[:5]:
+                ctx.warn("tensorrt", f"{path.name}: TensorRT: {line[:300]}", file=path.name)
             if options.weights == "outside":
                 copy_graph(path, ctx.out)
         _copy_the_rest(src.path, ctx.out)
@@ -99,7 +101,7 @@ def plan_graphs(
     folder: Path,
     profiles: Sequence[Mapping[str, Range]],
     limit: int | None,
-    warnings: list[str],
+    warnings: list[Message],
     shapes_for: Callable[[Any, Mapping[str, Range], str], Shapes] = shapes_of,
 ) -> dict[Path, list[Shapes]]:
     """Return the shapes to build each ONNX graph for, by profile, after all have passed the preflight.
@@ -119,7 +121,7 @@ def plan_graphs(
         problems += [problem._replace(graph=path.name) for problem in dict.fromkeys(found)]
     if not graphs:
         raise RunError(f"{folder}: no .onnx file in this folder.")
-    warnings.extend(p.text for p in problems if p.severity == "warning")
+    warnings.extend(warning("tensorrt-preflight", p.text) for p in problems if p.severity == "warning")
     errors = [p.text for p in problems if p.severity == "error"]
     if errors:
         shown = errors[:20] + [f"... and {len(errors) - 20} more"] * (len(errors) > 20)

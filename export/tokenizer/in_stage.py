@@ -14,4 +14,6 @@ def add_tokenizer(folder: Path, ctx: Context) -> None:
     found = export_tokenizer(load_tokenizer(folder), folder, ctx.out, ctx.data)
     ctx.facts["tokenizer"] = found.reader
     if found.reason:
-        ctx.warnings.append(f"texts are read by transformers, which takes seconds to import: {found.reason}")
+        ctx.warn(
+            "slow-tokenizer", f"texts are read by transformers, which takes seconds to import: {found.reason}"
+        )

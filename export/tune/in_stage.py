@@ -37,9 +37,10 @@ def choose_operators(
         ctx: of the stage; facts and warnings are added.
     """
     if any(isinstance(module, BinaryInputs) for module in parent.backend.model.modules()):
-        ctx.warnings.append(
+        ctx.warn(
+            "operators-fixed",
             "tune: layers with one-bit inputs keep their operators: another one sums in another order, and an"
-            " input near its shift becomes the other value"
+            " input near its shift becomes the other value",
         )
         return reference
     size = use.batch_size
@@ -50,7 +51,7 @@ def choose_operators(
     found = choose_forms(graphs, rows, threads, [m.matrix for m in stay if hasattr(m, "matrix")])
     forms = [times.keys() - {"chosen", DEFAULT} for times in found["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
-        ctx.warnings.append("tune: no layer of this model can leave as more than one operator")
+        ctx.warn("operators-fixed", "tune: no layer of this model can leave as more than one operator")
     _compare(found["microseconds_by_graph"], steps, use, ctx)
     told = {"batch_size": size, "beams": use.beams, "input_tokens": length, "threads": threads}
     ctx.facts["tune"] = told | found
@@ -72,10 +73,11 @@ def _compare(by_graph: Mapping[str, Mapping[str, float]], steps: str, use: Tune,
         beams = f" and {use.beams} beams" if use.beams > 1 else ""
         once = " and ".join(graph for graph in by_graph if graph != steps)
         often = f"; for each text {steps} runs once a token, {once} once" if steps and once else ""
-        ctx.warnings.append(
+        ctx.warn(
+            "slower-than-default",
             f"tune: with batches of {use.batch_size}{beams} the products of these codes take longer on this"
             f" machine than those of {DEFAULT}: {', '.join(slower)}{often}. A branch with scheme:"
-            f" {DEFAULT} shows which is faster in all"
+            f" {DEFAULT} shows which is faster in all",
         )
 
 
@@ -94,7 +96,9 @@ def write_threads(
     """
     if isinstance(threads, int):
         if threads > cores():
-            ctx.warnings.append(f"threads: {threads}, and this process may use {cores()} cores")
+            ctx.warn(
+                "more-threads-than-cores", f"threads: {threads}, and this process may use {cores()} cores"
+            )
         ctx.facts["threads"] = threads
         return
     generates = reference.tokens is not None
@@ -102,7 +106,8 @@ def write_threads(
     ctx.facts.update(threads=count, threads_ms=times)
     chosen_for = ctx.facts.get("tune", {}).get("threads", count)
     if chosen_for != count:
-        ctx.warnings.append(
+        ctx.warn(
+            "tuned-for-other-threads",
             f"operators were chosen for {chosen_for} thread, and the artifact takes {count}; for operators"
-            f" chosen for that give threads: {count} beside tune"
+            f" chosen for that give threads: {count} beside tune",
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import CLASSIFICATION, SIMILARITY, Split
 from smelt.core.labels import ProblemType
+from smelt.core.messages import Message
 from smelt.plan.labels import settle_labels
 from smelt.plan.sentences import sentence_rules, settle_sentences
 from smelt.plan.text_rules import text_rules
@@ -48,7 +49,7 @@ class Settled:
     folder: Path
     head: Head
     metrics: Sequence[str]
-    doubts: Sequence[str] = ()
+    doubts: Sequence[Message] = ()
 
 
 def settle_head(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) -> Settled:
@@ -66,7 +67,7 @@ def settle_head(plan: Plan, data: Mapping[str, Split], metrics: Sequence[str]) -
     ready = isinstance(model, str)
     folder = plan.model_folder if isinstance(model, str) else recipe.base / model.config
     file = folder / "config.json" if isinstance(model, str) else config_file(model, recipe.base)
-    labels, sentences, doubts = None, None, list[str]()
+    labels, sentences, doubts = None, None, list[Message]()
     if recipe.task in CLASSIFICATION:
         labels, metrics = settle_labels(recipe, file, data, plan.problem)
     elif recipe.task == SIMILARITY:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
 from smelt.core.files import load_json
+from smelt.core.messages import Message, as_json, warning
 from smelt.execute.gate_verdicts import Evidence, judge
 
 if TYPE_CHECKING:
@@ -44,13 +45,13 @@ class ReportBuilder:
         self.on_test: dict[str, dict[str, Any]] = {}
         rows = {name: len(split) for name, split in data.items()}
         self.data: dict[str, Any] = {
-            "schema": 1,
+            "schema": 2,
             "recipe": {"name": plan.path.stem, **plan.recipe_dict(), "rows": rows, "limit": limit},
             "environment": environment(),
             "status": self.status,
             "baseline": None,
             "judged_on": plan.judged_on,
-            "warnings": list(plan.warnings),
+            "warnings": as_json(plan.warnings),
             "steps": [_blank("model", "model", None, {})]
             + [_blank(s.name, s.stage, s.parent, s.settings.meant()) for s in plan.steps],
             "frontier": [],
@@ -63,10 +64,11 @@ class ReportBuilder:
         if self.plan.recipe.baseline in self._steps:
             self.data["baseline"] = self.plan.recipe.baseline
 
-    def warn(self, text: str) -> bool:
+    def warn(self, warning: Message) -> bool:
         """Add a warning about the whole run; return whether it is new."""
-        new = text not in self.data["warnings"]
-        self.data["warnings"] += [text] if new else []
+        (found,) = as_json([warning])
+        new = found not in self.data["warnings"]
+        self.data["warnings"] += [found] if new else []
         return new
 
     def done(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
@@ -76,7 +78,7 @@ class ReportBuilder:
             _of_artifact(name, artifact, cached),
             runner=score["runner"].split()[0],
             device=score.get("device"),
-            warnings=[*artifact.manifest.warnings, *score["warnings"]],
+            warnings=[*as_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
         )
         self.statistics[name] = score["statistics"]
@@ -95,7 +97,9 @@ class ReportBuilder:
             "against_baseline": against,
             "gates": [],
         }
-        self._steps[name]["warnings"] += [f"on test: {text}" for text in score["warnings"]]
+        self._steps[name]["warnings"] += [
+            found | {"message": f"on test: {found['message']}"} for found in score["warnings"]
+        ]
 
     def untested(self, name: str, message: str) -> None:
         """Record that a step could not be scored on test."""
@@ -192,8 +196,11 @@ class ReportBuilder:
                 others.setdefault(step["float_dtype"], []).append(step["name"])
         for dtype, names in others.items():
             self.warn(
-                f"sizes: what is no code is {base} in '{self.data['baseline']}' and {dtype} in"
-                f" {', '.join(names)}, so their sizes are not compared like with like."
+                warning(
+                    "sizes-differ-in-dtype",
+                    f"Sizes are not directly comparable: unquantized weights are {base} in"
+                    f" '{self.data['baseline']}' and {dtype} in {', '.join(names)}.",
+                )
             )
 
     def _evidence(self, step: Mapping[str, Any]) -> Evidence:
@@ -280,7 +287,7 @@ def _of_artifact(name: str, artifact: Artifact, cached: bool) -> dict[str, Any]:
         "size_bytes": artifact.size_bytes,
         "float_dtype": float_dtype(artifact),
         "seconds": manifest.seconds,
-        "warnings": list(manifest.warnings),
+        "warnings": as_json(manifest.warnings),
         "facts": {k: v for k, v in manifest.facts.items() if k not in ("parameters", "target")},
     }
 

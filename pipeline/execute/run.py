@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.data import TENSORS, Split
 from smelt.core.errors import InputError, SmeltError, panics_explained
+from smelt.core.messages import Message
 from smelt.core.shares import limited
 from smelt.core.store.locks import lock
 from smelt.core.store.store import Store
@@ -165,11 +166,11 @@ class _Run:
         self.kept: dict[str, Artifact] = {}
         self.report = ReportBuilder(plan, data, options.limit)
 
-    def warn(self, texts: Sequence[str]) -> None:
+    def warn(self, found: Sequence[Message]) -> None:
         """Take what a person should know into the report; say what the plan could not."""
-        for text in texts:
-            if self.report.warn(text):
-                self.display.line(f"warning: {text}")
+        for message in found:
+            if self.report.warn(message):
+                self.display.line(f"{message.severity}: {message}")
 
     def go(self) -> Result:
         """Work through the tree; whatever happens, the report tells it."""

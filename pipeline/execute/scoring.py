@@ -21,6 +21,7 @@ from smelt.core.data import (
 from smelt.core.errors import InputError
 from smelt.core.files import hash_of
 from smelt.core.labels import class_names, problem_type
+from smelt.core.messages import Message, as_json, warning
 from smelt.core.rows.targets import check_labels
 from smelt.core.stage import Progress, silent
 from smelt.core.store.store import Store
@@ -34,7 +35,7 @@ from smelt.runtime.generate.settings import Generation
 from smelt.runtime.text.rules import read_text_rules
 
 # Raised whenever the same artifact and data would give another score or other statistics.
-VERSION = 8
+VERSION = 9
 # Outputs that did not end by themselves are warned of from this share on.
 CUT_SHARE = 0.01
 
@@ -92,13 +93,12 @@ class Scorer:
             value["artifact"] = artifact.key
             for scored in value["quality"].values():
                 scored["signature"] += f"|device:{runner.device}"
-        warnings = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
+        warnings: list[Message] = [*value.get("warnings", ()), *_of_device(artifact, value["device"])]
         if too_long:
             were = "was" if too_long == 1 else "were"
-            warnings.insert(
-                0, f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} cut"
-            )
-        value["warnings"] = warnings
+            text = f"{too_long} of {len(split)} texts {were} longer than the model's limit and {were} cut"
+            warnings.insert(0, warning("truncated-texts", text))
+        value["warnings"] = as_json(warnings)
         self.store.write_score(self._key(artifact, split), value)
         return value
 
@@ -204,8 +204,11 @@ class Scorer:
         }
         if reference is not None and reference.vectors.shape != vectors.shape:
             value["warnings"] = [
-                f"{AGREEMENT}: vectors of {vectors.shape[1]} numbers cannot be compared with the baseline's"
-                f" of {reference.vectors.shape[1]}"
+                warning(
+                    "vectors-not-comparable",
+                    f"{AGREEMENT}: vectors of {vectors.shape[1]} numbers cannot be compared with the"
+                    f" baseline's of {reference.vectors.shape[1]}",
+                )
             ]
         return value
 
@@ -224,7 +227,11 @@ class Scorer:
         require_numbers(got, self.vectors[key], split.arrays.values)
         scores = score_outputs(self.metrics, got, self.vectors[key], self.reference.key, split.fingerprint)
         why = why_low(got, self.vectors[key], split.arrays.values)
-        return {**_dump(scores), "predictions": [], "warnings": [why] if why else []}
+        return {
+            **_dump(scores),
+            "predictions": [],
+            "warnings": [warning("non-finite-outputs", why)] if why else [],
+        }
 
     def _reference_outputs(self, reference: Artifact, split: Split, progress: Progress) -> Any:
         """Return the outputs of the untouched graph, which an earlier run scored."""
@@ -277,26 +284,33 @@ def _dump(scores: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[str]:
+def _of_lengths(stopped: Sequence[tuple[int, int]], texts: int) -> list[Message]:
     """Say how many outputs were cut; fewer than one in a hundred change no score that is worth a word."""
     cut = sum(count for count, _ in stopped)
     if cut < max(1, CUT_SHARE * texts):
         return []
     longest = max(tokens for _, tokens in stopped)
     return [
-        f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
-        " (max_new_tokens) and were cut"
+        warning(
+            "outputs-not-ended",
+            f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
+            " (max_new_tokens) and were cut",
+            setting="score.generation.max_new_tokens",
+        )
     ]
 
 
-def _of_device(artifact: Artifact, device: str) -> list[str]:
+def _of_device(artifact: Artifact, device: str) -> list[Message]:
     """Say where a graph was not scored on what it was made for."""
     facts = artifact.manifest.facts
     target = facts.get("target")
     if device == "cpu" and target in PROVIDERS:
         return [
-            "this graph is for TensorRT and was run on the CPU, without it: scores and times of its engines"
-            " may be others"
+            warning(
+                "other-device",
+                "this graph is for TensorRT and was run on the CPU, without it: scores and times of its"
+                " engines may be others",
+            )
         ]
     if device != "cpu" or target != "ort-cuda":
         return []
@@ -304,7 +318,11 @@ def _of_device(artifact: Artifact, device: str) -> list[str]:
     how = ", where ONNX Runtime computes most of its float16 in float32" if half else ""
     why = f" ({NO_PROVIDER})" if cuda_devices() else ""
     return [
-        f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be others{why}"
+        warning(
+            "other-device",
+            f"this graph is for CUDA and was run on the CPU{how}: scores and times on a GPU may be"
+            f" others{why}",
+        )
     ]
 
 

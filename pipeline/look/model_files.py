@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.files import load_json
+from smelt.core.messages import Message, warning
 from smelt.families.registry import FAMILIES, find_family
 from smelt.families.walk import is_word_table
 from smelt.runtime.models.weight_files import weight_tensors
@@ -39,7 +40,7 @@ def damaged_tensor(header: Mapping[str, Any]) -> str | None:
     return None
 
 
-def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[Message]]:
     """Compare tokenizer, config and embedding of the model in `folder`.
 
     Returns:
@@ -65,8 +66,11 @@ def misfits(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], list[st
         )
     if not problems and count < rows // 2:
         return [], [
-            f"the tokenizer knows {count} tokens and the embedding has {rows} rows; does it belong to this"
-            " model?"
+            warning(
+                "tokenizer-much-smaller",
+                f"the tokenizer knows {count} tokens and the embedding has {rows} rows; does it belong to"
+                " this model?",
+            )
         ]
     return problems, []
 

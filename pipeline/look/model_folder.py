@@ -16,6 +16,7 @@ from smelt.core.errors import InputError, nearest
 from smelt.core.files import is_there, load_json, placed
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import CLASSIFIERS
+from smelt.core.messages import Message, warning
 from smelt.core.text import article
 from smelt.families.registry import BY_TASK, FAMILIES, find_family
 from smelt.look.codes import codes_problems
@@ -82,7 +83,7 @@ def not_given(model: str, lack: str | None, error: Exception) -> InputError:
 
 def check_model_folder(
     folder: Path, task: Task | None, is_baseline: bool = True, texts: bool = True
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[Message]]:
     """Look at the files of `folder`: config, weights, tokenizer.
 
     Args:
@@ -211,14 +212,18 @@ def _weights(folder: Path) -> list[str]:
     return problems
 
 
-def _two_models(folder: Path) -> list[str]:
+def _two_models(folder: Path) -> list[Message]:
     """Say which weights are taken where a folder holds them twice: saving in shards leaves the old file."""
     if not ((folder / WEIGHTS).is_file() and (folder / INDEX).is_file()):
         return []
     taken = {path.name for path in find_weights(folder).files}
     other = INDEX if WEIGHTS in taken else WEIGHTS
     return [
-        f"{folder} holds weights in {WEIGHTS} and in shards; {other} is left aside, as transformers does."
+        warning(
+            "weights-stored-twice",
+            f"{folder} holds weights in {WEIGHTS} and in shards; {other} is left aside, as transformers"
+            " does.",
+        )
     ]
 
 
@@ -285,9 +290,14 @@ def _processor(folder: Path) -> list[str]:
     return []
 
 
-def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[str]:
+def _warnings(config: dict[str, Any], task: Task | None, is_baseline: bool) -> list[Message]:
     named: list[str] = config.get("architectures") or []
     if task in CLASSIFICATION and named and not any(n.endswith(CLASSIFIERS) for n in named):
         advice = "; begin with a finetune step and take that as the baseline" if is_baseline else ""
-        return [f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}."]
+        return [
+            warning(
+                "new-classifier",
+                f"the model ({named[0]}) has no classifier yet; one with random weights is added{advice}.",
+            )
+        ]
     return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smelt.core.data import SIMILARITY, Split
+from smelt.core.messages import warning
 from smelt.plan.order.checks import Checker
 from smelt.plan.plan import PlannedGate
 from smelt.plan.warnings import FEWEST_ROWS
@@ -45,13 +46,20 @@ def gates(checker: Checker, kept: list[str]) -> tuple[PlannedGate, ...]:
             if not checker.may_be(name):
                 checker.mistakes.add(("gates", metric, "at"), checker.no_step(name))
         if metric in SPEEDS and checker.recipe.score.latency is None:
-            checker.warnings.append(f"the gate on {metric} is not judged, because latency is switched off.")
+            checker.warnings.append(
+                warning(
+                    "gate-not-judged", f"the gate on {metric} is not judged, because latency is switched off."
+                )
+            )
             continue
         steps = tuple(name for name in at or last if name in (ROOT, *kept))
         left = [name for name in at or last if name in checker.names and name not in (ROOT, *kept)]
         if left and (at or not steps):
             checker.warnings.append(
-                f"the gate on {metric} is not judged at {', '.join(left)}, which --until leaves out."
+                warning(
+                    "gate-not-judged",
+                    f"the gate on {metric} is not judged at {', '.join(left)}, which --until leaves out.",
+                )
             )
         limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
         if checker.recipe.baseline not in (ROOT, *kept):
@@ -109,9 +117,13 @@ def baseline(checker: Checker, kept: list[str]) -> None:
         return
     if name in kept:
         if reason := checker.drafts[name].unscored:
-            checker.warnings.append(f"nothing is compared with the baseline '{name}': {reason}")
+            checker.warnings.append(
+                warning("no-comparison", f"nothing is compared with the baseline '{name}': {reason}")
+            )
         return
     if name in checker.names:
-        checker.warnings.append(f"the baseline '{name}' is left out, so nothing is compared with it.")
+        checker.warnings.append(
+            warning("no-comparison", f"the baseline '{name}' is left out, so nothing is compared with it.")
+        )
     elif not checker.may_be(name):
         checker.mistakes.add(("baseline",), checker.no_step(name))

@@ -8,6 +8,7 @@ from pathlib import Path
 from smelt.core.data import Split, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
+from smelt.core.messages import Message, info
 from smelt.core.scripts import bleu_tokenizer
 from smelt.families.registry import BY_TASK
 from smelt.look.machine import cuda_lacks
@@ -25,7 +26,7 @@ _OF_TEXTS = ("data.prefix", "data.source_language", "data.target_language")
 
 
 def check_model(
-    recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[str], notes: list[str]
+    recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[Message], notes: list[Message]
 ) -> Path | None:
     """Check the model's folder; return it, or None for an id on the hub.
 
@@ -43,7 +44,9 @@ def check_model(
     try:
         folder = local_folder(model, recipe.base)
         if folder is None:
-            notes.append(f"'{model}' is no folder here; the run fetches it from the hub.")
+            notes.append(
+                info("from-the-hub", f"'{model}' is no folder here; the run fetches it from the hub.")
+            )
             return None
         task = None if touches(bad, "task") else recipe.task
         problems, advice = check_model_folder(folder, task, recipe.baseline == ROOT)
@@ -51,7 +54,7 @@ def check_model(
         problems, advice, folder = [f"cannot be read: {error}."], [], None
     for problem in problems:
         mistakes.add(("model",), problem)
-    warnings += [f"model: {line}" for line in advice]
+    warnings += [doubt.prefixed("model: ") for doubt in advice]
     if folder is not None and not touches(bad, "task", *_OF_TEXTS) and _has_family(folder, recipe.task):
         try:
             text_rules(recipe, folder)

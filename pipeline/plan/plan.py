@@ -11,6 +11,7 @@ from smelt.core.artifact import Format
 from smelt.core.data import Split
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.labels import ProblemType
+from smelt.core.messages import Message
 from smelt.core.shares import limited
 from smelt.core.stage import Need, Settings, Stage
 from smelt.look.foreign import ForeignModel
@@ -91,8 +92,8 @@ class Plan:
     local_model: Path | None
     text: str
     splits: Mapping[str, Split] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[Message, ...] = ()
     until: str | None = None
     rest: tuple[Step, ...] = ()
     order: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from smelt.core.data import SIMILARITY, Split
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.recipe.errors import Mistakes, touches
 from smelt.recipe.problem import AGREEMENT, SCORE_METRICS, VECTOR_METRICS
 from smelt.recipe.recipe import Recipe
@@ -19,7 +20,7 @@ from smelt.runtime.text.sentence_files import MODULES, POOLINGS, SentenceRules, 
 _WORDS = {"mean": "the mean of the tokens", "cls": "the first token", "max": "the largest of all tokens"}
 
 
-def sentence_rules(recipe: Recipe, folder: Path | None) -> tuple[SentenceRules, list[str]]:
+def sentence_rules(recipe: Recipe, folder: Path | None) -> tuple[SentenceRules, list[Message]]:
     """Return how the model in `folder` is to make vectors, and what a person should know of that.
 
     folder: None for a model that is made from its config.
@@ -30,17 +31,25 @@ def sentence_rules(recipe: Recipe, folder: Path | None) -> tuple[SentenceRules, 
     own = None if folder is None else read_sentence_rules(folder)
     said = recipe.embedding.model_dump(exclude_none=True)
     rules = (own or SentenceRules()).model_copy(update=said)
-    doubts = []
+    doubts: list[Message] = []
     if own is None and "pooling" not in said:
         doubts.append(
-            f"the model has no {MODULES}, which would say how it makes vectors: {_WORDS[rules.pooling]} is"
-            f" taken. Choose with embedding: {{pooling: ...}}: {', '.join(POOLINGS)}."
+            warning(
+                "pooling-assumed",
+                f"the model has no {MODULES}, which would say how it makes vectors: {_WORDS[rules.pooling]}"
+                f" is taken. Choose with embedding: {{pooling: ...}}: {', '.join(POOLINGS)}.",
+                setting="embedding.pooling",
+            )
         )
     for name in ("pooling", "normalize") if own is not None else ():
         if name in said and said[name] != getattr(own, name):
             doubts.append(
-                f"embedding: {name} is {said[name]}, and the model was made with {getattr(own, name)}"
-                f" ({MODULES}): its vectors will be others than those it was trained to make."
+                warning(
+                    "embedding-differs",
+                    f"embedding: {name} is {said[name]}, and the model was made with {getattr(own, name)}"
+                    f" ({MODULES}): its vectors will be others than those it was trained to make.",
+                    setting=f"embedding.{name}",
+                )
             )
     return rules, doubts
 
@@ -57,7 +66,7 @@ def check_sentences(
     splits: Mapping[str, Split],
     mistakes: Mistakes,
     bad: set[str],
-    warnings: list[str],
+    warnings: list[Message],
 ) -> Recipe:
     """Check an embedder's folder and metrics as far as model and data are at hand.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.data import CLASSIFICATION, IMAGES, TENSORS, TEXT_TO_TEXT, Example, Split, Task
 from smelt.core.files import load_json
 from smelt.core.labels import MULTI, SINGLE, decide_problem, spelled_alike
+from smelt.core.messages import Message, warning
 from smelt.core.text import article
 from smelt.evaluate.metrics import WINDOW_METRICS
 
@@ -26,7 +27,7 @@ _LEAST_CHARACTERS = 80
 _NAMED = 3
 
 
-def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> list[str]:
+def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> list[Message]:
     """Return what is doubtful about the rows that were read.
 
     Args:
@@ -34,14 +35,17 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
         trains: a step learns from the training rows.
         splits: as far as they were read, before `--limit` cuts them.
     """
-    found: list[str] = []
+    found: list[Message] = []
     test = splits.get("test")
     if test is not None:
         # of running text the rows say nothing of how much there is
         if recipe.task != "language-modeling" and len(test) < FEWEST_ROWS:
             found.append(
-                f"test has {_rows(len(test))}; below {FEWEST_ROWS} the intervals are too wide to tell most"
-                " steps apart."
+                warning(
+                    "few-test-rows",
+                    f"test has {_rows(len(test))}; below {FEWEST_ROWS} the intervals are too wide to tell"
+                    " most steps apart.",
+                )
             )
         for name in ("train", "validation") if trains else ():
             if name in splits:
@@ -53,19 +57,22 @@ def data_warnings(recipe: Recipe, trains: bool, splits: Mapping[str, Split]) -> 
     return found
 
 
-def kept_last(recipe: Recipe, steps: Iterable[Step]) -> list[str]:
+def kept_last(recipe: Recipe, steps: Iterable[Step]) -> list[Message]:
     """Return that trainings have no rows to choose their weights by."""
     names = [step.name for step in steps if hasattr(step.settings, "select")]
     if not names or "validation" in recipe.data.splits():
         return []
     keep = "keep their" if len(names) > 1 else "keeps its"
     return [
-        f"there are no validation rows: {', '.join(names)} {keep} last weights, the best ones or not."
-        " Give data: validation, or data: {split: {validation: 0.1}}."
+        warning(
+            "no-validation-data",
+            f"there are no validation rows: {', '.join(names)} {keep} last weights, the best ones or not."
+            " Give data: validation, or data: {split: {validation: 0.1}}.",
+        )
     ]
 
 
-def _swallowed(split: Split, name: str) -> list[str]:
+def _swallowed(split: Split, name: str) -> list[Message]:
     """Name the rows whose text holds a line end and a tab: most likely several rows in one pair of quotes."""
     rows = [
         e.line or e.row or at + 1
@@ -75,12 +82,17 @@ def _swallowed(split: Split, name: str) -> list[str]:
     if not rows or not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
         return []
     return [
-        f"{name}: {_rows(len(rows))} with a text that has a line end and a tab (line {rows[0]}): a quote"
-        " that is not closed may join several rows. Double the quotes of texts, or remove them."
+        warning(
+            "unclosed-quote",
+            f"{_rows(len(rows))} with a text that has a line end and a tab: a quote"
+            " that is not closed may join several rows. Double the quotes of texts, or remove them.",
+            file=split.origin,
+            line=rows[0],
+        )
     ]
 
 
-def few_windows(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list[str]:
+def few_windows(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list[Message]:
     """Return that a text has few windows, from which intervals and tests draw.
 
     Args:
@@ -89,14 +101,17 @@ def few_windows(statistics: Mapping[str, Mapping[str, Any]], split: str) -> list
     """
     counts = {len(found["rows"]) for metric, found in statistics.items() if metric in WINDOW_METRICS}
     return [
-        f"{split} has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to tell"
-        " most steps apart. Give more text, or shorter windows (data: windows: length)."
+        warning(
+            "few-windows",
+            f"{split} has {many} window{'s' * (many > 1)}; below {FEWEST_ROWS} the intervals are too wide to"
+            " tell most steps apart. Give more text, or shorter windows (data: windows: length).",
+        )
         for many in counts
         if many < FEWEST_ROWS
     ]
 
 
-def _copies(test: Split, other: Split, name: str, task: Task) -> list[str]:
+def _copies(test: Split, other: Split, name: str, task: Task) -> list[Message]:
     """Compare the rows of `test` with those of the split `name`, on which something is decided."""
     seen: dict[tuple[str, str | None], set[object]] = {}
     for example, text in zip(other.examples, other.contents, strict=True):
@@ -122,7 +137,7 @@ def _copies(test: Split, other: Split, name: str, task: Task) -> list[str]:
             else f"{more:,} of {len(rows):,} test rows{long} {unlike}"
         )
     why = "that was learned" if name == "train" else "that chose the checkpoint"
-    return [f"{text}. A score on what {why} says less of new {one}s."]
+    return [warning("test-rows-in-other-split", f"{text}. A score on what {why} says less of new {one}s.")]
 
 
 def _answers(example: Example) -> set[object]:
@@ -133,19 +148,26 @@ def _answers(example: Example) -> set[object]:
     }
 
 
-def _spellings(splits: Mapping[str, Split]) -> list[str]:
+def _spellings(splits: Mapping[str, Split]) -> list[Message]:
     """Name the labels that only case or blanks tell apart."""
     labels = [e.label for split in splits.values() for e in split.examples if e.label is not None]
     if decide_problem(None, labels) not in (SINGLE, MULTI):
         return []
     groups = spelled_alike(labels)
     found = [
-        "labels that only case or blanks tell apart are different classes: "
-        f"{_counted(group)}; write them alike."
+        warning(
+            "labels-spelled-alike",
+            "labels that only case or blanks tell apart are different classes: "
+            f"{_counted(group)}; write them alike.",
+        )
         for group in groups[:_NAMED]
     ]
     more = len(groups) - _NAMED
-    return found + ([f"{more:,} more groups of labels differ only in case or blanks."] if more > 0 else [])
+    if more > 0:
+        found.append(
+            warning("labels-spelled-alike", f"{more:,} more groups of labels differ only in case or blanks.")
+        )
+    return found
 
 
 def _counted(group: Mapping[str, int]) -> str:
@@ -156,7 +178,7 @@ def _rows(number: int) -> str:
     return f"{number:,} row{'' if number == 1 else 's'}"
 
 
-def decoding_warnings(recipe: Recipe, folder: Path) -> list[str]:
+def decoding_warnings(recipe: Recipe, folder: Path) -> list[Message]:
     """Compare how the model in `folder` asks to generate with how it is scored.
 
     What the recipe says of `beams` and `do_sample`, be it their defaults, is meant.
@@ -174,13 +196,21 @@ def decoding_warnings(recipe: Recipe, folder: Path) -> list[str]:
         and not said & {"beams", "do_sample"}
     ):
         return [
-            f"the model's generation config asks for {beams} beams, and greedy search is scored and timed."
-            f" Choose with score: {{generation: {{beams: {beams}}}}}, or say beams: 1."
+            warning(
+                "generation-config-differs",
+                f"the model's generation config asks for {beams} beams, and greedy search is scored and"
+                f" timed. Choose with score: {{generation: {{beams: {beams}}}}}, or say beams: 1.",
+                setting="score.generation.beams",
+            )
         ]
     if sampled is True and not said & {"beams", "do_sample"}:
         return [
-            "the model's generation config asks for sampling, and greedy search is scored and timed."
-            " Choose with score: {generation: {do_sample: true}}, or say do_sample: false."
+            warning(
+                "generation-config-differs",
+                "the model's generation config asks for sampling, and greedy search is scored and timed."
+                " Choose with score: {generation: {do_sample: true}}, or say do_sample: false.",
+                setting="score.generation.do_sample",
+            )
         ]
     return []
 

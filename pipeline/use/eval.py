@@ -95,8 +95,8 @@ def evaluate_artifact(
             reference=None if baseline is None else _open(baseline),
         )
         score = scorer.score(artifact, split)
-    for warning in score["warnings"]:
-        say(f"warning: {warning}")
+    for found in score["warnings"]:
+        say(f"{found['severity']}: {found['message']}")
     quality: dict[str, Any] = score["quality"]
     return quality
 

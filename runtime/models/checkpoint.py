@@ -15,6 +15,7 @@ from torch import Tensor
 from smelt.core.artifact import is_known_kind
 from smelt.core.errors import InputError
 from smelt.core.files import read_json
+from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
 from smelt.runtime.layers.quantized import matrix_types
@@ -92,7 +93,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def save_model(model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep") -> list[str]:
+def save_model(
+    model: Any, edits: list[Edit], out: Path, src: Path, dtype: StoredDtype = "keep"
+) -> list[Message]:
     """Write `model` into `out`: config, edits, weights; the tokenizer's files are copied from `src`.
 
     Tensors that share memory are stored once, under the first of their names. Codes and scales of

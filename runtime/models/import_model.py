@@ -14,6 +14,7 @@ from smelt.core.artifact import MANIFEST, is_known_kind
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
 from smelt.core.labels import CLASSIFIERS, SINGLE, ProblemType
+from smelt.core.messages import Message, warning
 from smelt.families.registry import FAMILIES, reads_images
 from smelt.runtime.models.checkpoint import TOKENIZER_SUFFIXES, load_model, save_model
 from smelt.runtime.models.coded.said import coding_of, no_other_head
@@ -42,7 +43,7 @@ def import_model(
     seed: int = 0,
     problem: ProblemType | None = None,
     sentences: SentenceRules | None = None,
-) -> list[str]:
+) -> list[Message]:
     """Copy the Hugging Face model folder `src` into `out`, as the first artifact of a run.
 
     Where `labels` are given and the checkpoint is a bare encoder, it gets a new classification head,
@@ -64,7 +65,7 @@ def import_model(
         return _with_new_head(src, out, labels, seed, problem)
     if bare:
         return add_tied_head(src, out)
-    notes: list[str] = []
+    notes: list[Message] = []
     if coding is not None:
         beside = [path for path in source_files(src) if path.suffix != ".safetensors"]
         notes = take_codes(src, out, coding, [path for path in beside if path.name != "config.json"])
@@ -130,7 +131,7 @@ def source_files(src: Path) -> list[Path]:
 
 def _with_new_head(
     src: Path, out: Path, labels: list[str], seed: int, problem: ProblemType | None
-) -> list[str]:
+) -> list[Message]:
     names, config = dict(enumerate(labels)), load_config(src)
     torch.manual_seed(seed)
     with quiet():
@@ -155,6 +156,9 @@ def _with_new_head(
         (out / POOLING_FOLDER).rmdir()
     return [
         *notes,
-        f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
-        f" label{'s' * (len(labels) != 1)} was added",
+        warning(
+            "new-classifier",
+            f"the checkpoint has no classification head: a new, untrained one for {len(labels)}"
+            f" label{'s' * (len(labels) != 1)} was added",
+        ),
     ]

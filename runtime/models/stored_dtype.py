@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smelt.core.messages import Message, warning
 from smelt.core.stage import StoredDtype
 from smelt.runtime.models.weight_files import find_weights, has_weights, values_in, weight_tensors
 
@@ -86,7 +87,7 @@ def _as_now(found: re.Match[str]) -> str:
 
 def narrowed(
     tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]
-) -> tuple[dict[str, Tensor], list[str]]:
+) -> tuple[dict[str, Tensor], list[Message]]:
     """Return `tensors` rounded to their `types` (others as they are), and what the user should know.
 
     A tensor with a value beyond its type's range stays float32.
@@ -101,8 +102,12 @@ def narrowed(
         return out, []
     more = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
     return out, [
-        f"values beyond the range of 16 bits are stored as float32: {beyond[0]}{more}; `dtype: fp32` stores"
-        " all weights so"
+        warning(
+            "beyond-16-bits",
+            f"values beyond the range of 16 bits are stored as float32: {beyond[0]}{more}; `dtype: fp32`"
+            " stores all weights so",
+            setting="dtype",
+        )
     ]
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from smelt.core.files import write_json
+from smelt.core.messages import Message
 from smelt.core.stage import StoredDtype
 from smelt.families.registry import family_of
 from smelt.families.walk import Block, blocks_of, head_of
@@ -44,7 +45,7 @@ class StreamedModel:
         self, model: Any, edits: list[Edit], places: dict[str, Path], src: Path, out: Path, dtype: StoredDtype
     ) -> None:
         self.model, self.edits = model, edits
-        self._notes: list[str] = []
+        self._notes: list[Message] = []
         self._places, self._src, self._out = places, src, out
         self._types = stored_types(src, dtype)
         self._files: dict[str, str] = {}
@@ -72,7 +73,7 @@ class StreamedModel:
             names = {f"{place}.{name}": f"{place}.{name}" for name, tensor in named if tensor.is_meta}
             _assign(self.model, names, self._places)
 
-    def finish(self, edits: list[Edit]) -> list[str]:
+    def finish(self, edits: list[Edit]) -> list[Message]:
         """Write what is in no block, and all that lies beside the weights; every block has to be written.
 
         Of that, layers that became codes are written as they are now, and all others as they were.

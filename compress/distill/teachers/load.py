@@ -91,7 +91,7 @@ def _of_folder(said: TeacherSettings, src: Artifact, space: Path, ctx: Context) 
     space.mkdir(parents=True)
     rules = read_sentence_rules(folder) or read_sentence_rules(src.path) if ctx.task == SIMILARITY else None
     notes = import_model(folder, space, sentences=rules)
-    ctx.warnings.extend(f"distill: teacher {folder.name}: {note}" for note in notes)
+    ctx.warnings.extend(note.prefixed(f"distill: teacher {folder.name}: ") for note in notes)
     try:
         model, _ = load_model(space)
     except InputError as error:  # under the name that was given

@@ -177,14 +177,16 @@ class LearnedMasks:
         ctx.facts["masks"] = {"keep": self.settings.keep, "kept": round(left, 4), **facts}
         asked = f"{self.settings.keep:.1%}"
         if left > self.settings.keep + 0.05:
-            ctx.warnings.append(
+            ctx.warn(
+                "more-kept-than-asked",
                 f"{stage}: masks: {left:.1%} of the units' parameters stay where {asked} were asked for; give"
-                " the masks more updates or a higher learning rate (masks.learning_rate)"
+                " the masks more updates or a higher learning rate (masks.learning_rate)",
             )
         elif left < self.settings.keep - 0.05:
-            ctx.warnings.append(
+            ctx.warn(
+                "fewer-kept-than-asked",
                 f"{stage}: masks: {left:.1%} of the units' parameters stay, fewer than the {asked} that were"
-                " asked for; give the masks more updates or a lower learning rate (masks.learning_rate)"
+                " asked for; give the masks more updates or a lower learning rate (masks.learning_rate)",
             )
 
     @contextlib.contextmanager

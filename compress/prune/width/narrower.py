@@ -50,14 +50,16 @@ def prune_width(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
             codes.narrowed(keep.tolist())
         edits = say_width_in_config(model, edits, edit)
     else:
-        ctx.warnings.append(
+        ctx.warn(
+            "nothing-to-remove",
             f"prune: keep {settings.keep:g} of {width} channels, rounded to a multiple of"
-            f" {settings.round_to}, is all of them, so nothing goes."
+            f" {settings.round_to}, is all of them, so nothing goes.",
         )
     if 2 * width * settings.keep <= kept < width:
-        ctx.warnings.append(
+        ctx.warn(
+            "minimum-kept",
             f"prune: keep {settings.keep:g} of {width} channels would be fewer than {kept}, the least that"
-            f" stays; so {kept} stay."
+            f" stays; so {kept} stay.",
         )
     ctx.facts["width_after"] = kept
     ctx.facts["parameters_after"] = stored_parameters(model)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from smelt.compress.quantize.planned import Planned
+from smelt.core.messages import Message, warning
 from smelt.runtime.schemes.registry import SCHEMES
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def faint(layers: Collection[Planned]) -> dict[str, Tensor]:
     return found
 
 
-def faint_warnings(layers: Collection[Planned], weights: Mapping[str, Tensor]) -> list[str]:
+def faint_warnings(layers: Collection[Planned], weights: Mapping[str, Tensor]) -> list[Message]:
     """Return a warning for each matrix whose scales are float16 and have too few digits there, or none.
 
     weights: what `faint` found before any method worked: methods move weights to what their codes stand for.
@@ -42,9 +43,12 @@ def faint_warnings(layers: Collection[Planned], weights: Mapping[str, Tensor]) -
             said.setdefault(layer.weight, []).append(layer.name)
             largest[layer.weight] = float(weights[layer.name].abs().max())
     return [
-        f"quantize: {', '.join(names)}: the largest weight is {largest[weight]:g}, and scales are float16,"
-        " which hold few digits of such small steps, or none: the codes may be far off, or all zero."
-        f" Leave it float: skip: {json.dumps(names)}"
+        warning(
+            "scale-underflow",
+            f"quantize: {', '.join(names)}: the largest weight is {largest[weight]:g}, and scales are"
+            " float16, which hold few digits of such small steps, or none: the codes may be far off, or all"
+            f" zero. Leave it float: skip: {json.dumps(names)}",
+        )
         for weight, names in said.items()
     ]
 

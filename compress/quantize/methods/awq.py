@@ -143,11 +143,13 @@ def _tell(places: Sequence[Place], names: Sequence[str], found: dict[str, Found]
 
 def _warn(fed: list[tuple[int, int]], unreached: list[str], rows: CalibrationRows, ctx: Context) -> None:
     if unreached:
-        ctx.warnings.append(
-            f"quantize: no row reaches {', '.join(unreached)}, whose weights are rounded to nearest"
+        ctx.warn(
+            "uncalibrated-layers",
+            f"quantize: no row reaches {', '.join(unreached)}, whose weights are rounded to nearest",
         )
     if few := few_tokens(fed, rows):
-        ctx.warnings.append(
+        ctx.warn(
+            "few-calibration-tokens",
             f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on others;"
-            " raise rows, or name more with data: {calibration: FILE}"
+            " raise rows, or name more with data: {calibration: FILE}",
         )

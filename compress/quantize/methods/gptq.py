@@ -261,18 +261,21 @@ class GptqWork:
             self.ctx.facts["gptq_unfed"] = self.unfed
         if self.damped:
             most = max(self.damped, key=lambda name: self.damped[name])
-            self.ctx.warnings.append(
+            self.ctx.warn(
+                "more-damping",
                 f"quantize: gptq: the second moments of {len(self.damped)} layers could be inverted only with"
-                f" more damping (most: {self.damped[most]:g} of the mean diagonal, {most}); more rows help"
+                f" more damping (most: {self.damped[most]:g} of the mean diagonal, {most}); more rows help",
             )
         if self.unreached:
-            self.ctx.warnings.append(
-                f"quantize: no row reaches {', '.join(self.unreached)}, whose weights are rounded to nearest"
+            self.ctx.warn(
+                "uncalibrated-layers",
+                f"quantize: no row reaches {', '.join(self.unreached)}, whose weights are rounded to nearest",
             )
         if few := few_tokens(self.fed, self.rows):
-            self.ctx.warnings.append(
+            self.ctx.warn(
+                "few-calibration-tokens",
                 f"quantize: {few}: what is chosen may fit these rows alone, and be worse than nearest on"
-                " others; raise rows, or name more with data: {calibration: FILE}"
+                " others; raise rows, or name more with data: {calibration: FILE}",
             )
 
 

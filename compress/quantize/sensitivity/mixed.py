@@ -162,10 +162,11 @@ def _within_drop(
 
     low, high = -1, len(found) - 1
     if not good(high):
-        ctx.warnings.append(
+        ctx.warn(
+            "max-drop-exceeded",
             f"quantize: bits: even the choice that does the least damage ({found[high].cost / total:.3g} bits"
             f" a weight) loses more than max_drop {asked.max_drop:g} of {trial.metric} on validation data; it"
-            " was taken"
+            " was taken",
         )
         return found[high]
     while high - low > 1 and found[high].cost - found[max(low, 0)].cost > _FINE * total:

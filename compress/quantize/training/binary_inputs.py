@@ -87,9 +87,10 @@ def binarize_first(
             edit["signed"] = found[edit["module"]].signed
     ctx.facts[_FACTS] = {"begun": len(found), "rows": rows.rows}
     if unseen:
-        ctx.warnings.append(
+        ctx.warn(
+            "uncalibrated-layers",
             f"{stage}: codes: activations: no row of {rows.origin} reaches {len(unseen)} layers"
-            f" ({min(unseen)}{' and others' if len(unseen) > 1 else ''}), whose scale begins as 1"
+            f" ({min(unseen)}{' and others' if len(unseen) > 1 else ''}), whose scale begins as 1",
         )
 
 

@@ -78,7 +78,8 @@ class LearnedSteps:
             facts["ranges"] = len(ranges)
         ctx.facts["learned_scales"] = facts
         for scheme, names in self.left.items():
-            ctx.warnings.append(
+            ctx.warn(
+                "scales-not-learned",
                 f"{stage}: codes: scales of {scheme} cannot be learned and follow the weights as ever, in"
-                f" {len(names)} layers ({names[0]}{' and others' if len(names) > 1 else ''})"
+                f" {len(names)} layers ({names[0]}{' and others' if len(names) > 1 else ''})",
             )

@@ -28,6 +28,7 @@ from smelt.compress.train.keeper import Keeper
 from smelt.compress.train.settings import TrainingSettings
 from smelt.core.errors import InputError
 from smelt.core.files import flush, hash_of, read_json, sha256_of, write_json
+from smelt.core.messages import Message, as_json
 from smelt.core.stage import Context
 
 NOTE = "checkpoint.json"
@@ -50,9 +51,9 @@ class Checkpoint:
         return found
 
     @property
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Message]:
         """What it warned of."""
-        return list(self.told.get("warnings", ()))
+        return [Message.model_validate(found) for found in self.told.get("warnings", ())]
 
     def of(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of a kind by their own names."""
@@ -223,11 +224,11 @@ class Resume(transformers.TrainerCallback):  # type: ignore[misc]
         }
         self._write(state.global_step, tensors, told)
 
-    def finish(self, step: int, facts: Mapping[str, Any], warnings: list[str]) -> None:
+    def finish(self, step: int, facts: Mapping[str, Any], warnings: list[Message]) -> None:
         """Save the weights of a long training that has come to its end: what follows may still be stopped."""
         long = self.minutes is not None and time.monotonic() - self._began >= 60 * self.minutes
         if self.folder is not None and (long or self.saved is not None):
-            told = {"total": step, "facts": dict(facts), "warnings": warnings}
+            told = {"total": step, "facts": dict(facts), "warnings": as_json(warnings)}
             self._write(step, self._named(_WEIGHT, self._changing()), told)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
+from smelt.core.messages import Message
 from smelt.execute.head import settle_head
 from smelt.execute.lengths import require_lengths
 from smelt.execute.roots.foreign import begin_with_graph
@@ -38,7 +39,7 @@ def begin(
     data: Mapping[str, Split],
     shop: Workshop,
     scorer: Scorer,
-    warn: Callable[[Sequence[str]], None],
+    warn: Callable[[Sequence[Message]], None],
     fresh: bool,
 ) -> Begun:
     """Bring what the recipe of `plan` begins with into the store.

@@ -10,6 +10,7 @@ from smelt.core.artifact import MANIFEST, Artifact, Manifest
 from smelt.core.data import Split
 from smelt.core.files import hash_of, read_json, sha256_of, write_json
 from smelt.core.labels import SINGLE
+from smelt.core.messages import Message, warning
 
 if TYPE_CHECKING:
     from smelt.execute.head import Head
@@ -135,7 +136,7 @@ def _hashes(model: ForeignModel) -> dict[str, str]:
 
 def _take_texts(
     model: ForeignModel, head: Head, data: Mapping[str, Split], out: Path, facts: dict[str, Any]
-) -> list[str]:
+) -> list[Message]:
     """Copy config and tokenizer into `out`, made so that all after it reads texts as the task wants."""
     import shutil
 
@@ -157,4 +158,4 @@ def _take_texts(
     found = export_tokenizer(load_tokenizer(model.texts), model.texts, out, data)
     facts["tokenizer"] = found.reader
     slow = f"texts are read by transformers, which takes seconds to import: {found.reason}"
-    return [slow] if found.reason else []
+    return [warning("slow-tokenizer", slow)] if found.reason else []

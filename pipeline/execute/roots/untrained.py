@@ -12,6 +12,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import hash_of, sha256_of, write_json
 from smelt.core.hub import cache_alone, hub_lacks
 from smelt.core.labels import class_names
+from smelt.core.messages import Message
 from smelt.execute.head import Head
 from smelt.execute.steps import Workshop
 from smelt.look.model_folder import local_folder
@@ -75,7 +76,7 @@ def _make(
     words: Path,
     out: Path,
     head: Head,
-) -> list[str]:
+) -> list[Message]:
     """Write the model into `out`, its tokenizer trained into the folder `words` before, if it is to be."""
     from smelt.runtime.models.making.new_model import make_model
     from smelt.runtime.text.limits import position_limit
@@ -114,7 +115,7 @@ def _commit(
     tokenizer: str | NewTokenizer | None,
     rules: TextRules,
     out: Path,
-    notes: list[str],
+    notes: list[Message],
     fresh: bool,
 ) -> Artifact:
     from smelt.runtime.models.places.parameters import count_parameters

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from smelt.core.data import SIMILARITY, TENSORS, Task
 from smelt.core.errors import InputError
 from smelt.core.files import placed
+from smelt.core.messages import Message, warning
 from smelt.families.registry import FAMILIES
 from smelt.look.foreign import ForeignModel, examined, find_graph, is_onnx, texts_beside
 from smelt.look.model_folder import check_tokenizer, read_config
@@ -34,7 +35,7 @@ _OF_TEXTS = ("prefix", "source_language", "target_language")
 
 
 def check_foreign(
-    recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[str]
+    recipe: Recipe, mistakes: Mistakes, bad: set[str], warnings: list[Message]
 ) -> ForeignModel | None:
     """Check the ONNX graph that `recipe` starts from; return what it is, None where it is none or is wrong.
 
@@ -56,7 +57,7 @@ def check_foreign(
 
 
 def _one_graph(
-    recipe: Recipe, path: Path, mistakes: Mistakes, bad: set[str], warnings: list[str]
+    recipe: Recipe, path: Path, mistakes: Mistakes, bad: set[str], warnings: list[Message]
 ) -> ForeignModel | None:
     """Check the graph that `path`, a file or a folder, means; as `check_foreign`."""
     try:
@@ -123,7 +124,7 @@ def _not_onnx(recipe: Recipe, mistakes: Mistakes, bad: set[str]) -> None:
 
 
 def _check_arrays(
-    recipe: Recipe, model: ForeignModel, mistakes: Mistakes, bad: set[str], warnings: list[str]
+    recipe: Recipe, model: ForeignModel, mistakes: Mistakes, bad: set[str], warnings: list[Message]
 ) -> None:
     """Compare the arrays of every split with the graph's inputs, by their headers."""
     from smelt.core.rows.arrays import shapes_in
@@ -151,7 +152,10 @@ def _check_arrays(
         unread = model.signature.unread(list(shapes))
         if unread:
             warnings.append(
-                f"{origin}: not read, since they are no inputs of the graph: {', '.join(unread)}."
+                warning(
+                    "unread-arrays",
+                    f"{origin}: not read, since they are no inputs of the graph: {', '.join(unread)}.",
+                )
             )
 
 

@@ -9,6 +9,7 @@ from smelt.core.artifact import Format
 from smelt.core.data import CLASSIFICATION, IMAGES, SIMILARITY
 from smelt.core.errors import nearest
 from smelt.core.files import is_there, placed
+from smelt.core.messages import Message
 from smelt.core.stage import Settings, needs_of
 from smelt.look.machine import unavailable_reason, unscored_reason
 from smelt.look.model_folder import check_model_folder, read_config
@@ -36,8 +37,8 @@ class Checker:
     ) -> None:
         self.recipe, self.mistakes, self.bad = recipe, mistakes, bad
         self._begins_as: Format = begins_as
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
+        self.warnings: list[Message] = []
+        self.notes: list[Message] = []
         self.drafts: dict[str, Draft] = {}
         self._given = step_names(list(recipe.stages))
         self._unread = _unread_names(recipe) if "stages" in bad else set()

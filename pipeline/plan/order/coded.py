@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smelt.compress.behind_codes import BEHIND_QUANTIZE, IN_TRAINING, CodesBefore
+from smelt.core.messages import Message, warning
 from smelt.look.coded_model import CodedModel
 from smelt.plan.order.targets import RUNTIMES
 from smelt.plan.plan import Step
@@ -49,7 +50,7 @@ def coded_mistakes(steps: Sequence[Step], coded: CodedModel | None) -> Iterator[
             )
 
 
-def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[str]:
+def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[Message]:
     """Yield which steps lose what the checkpoint's tool chose with care: those that decide codes anew.
 
     Args:
@@ -65,10 +66,12 @@ def codes_lost(steps: Sequence[Step], config: Mapping[str, Any]) -> Iterator[str
             continue
         learned = getattr(getattr(settings, "codes", None), "scales", None) == "lsq"
         if getattr(settings, "moves_codes", False) and not learned:
-            yield (
-                f"{step.name}: training with scales that follow the weights starts from the nearest codes in"
+            yield warning(
+                "quantized-weights-lost",
+                f"training with scales that follow the weights starts from the nearest codes in"
                 f" scales of its own, and those that {coding.method} chose with care are lost; codes:"
-                " {scales: lsq} starts from these, and lora leaves them as they are."
+                " {scales: lsq} starts from these, and lora leaves them as they are.",
+                step=step.name,
             )
         else:
             kept.add(step.name)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from smelt.compress.quantize.from_schemes.two_bits import two_bits
+from smelt.core.messages import Message
 from smelt.plan.plan import Step
 
 
-def unfit_methods(steps: Sequence[Step]) -> Iterator[str]:
+def unfit_methods(steps: Sequence[Step]) -> Iterator[Message]:
     """Yield a note for each step whose method is not for its codes; the run warns of those that were made.
 
     Nothing of `bits`, whose widths are chosen when the step works.
@@ -17,4 +18,4 @@ def unfit_methods(steps: Sequence[Step]) -> Iterator[str]:
     for step in steps:
         settings: Any = step.settings
         if getattr(settings, "method", None) == "hqq" and getattr(settings, "bits", None) is None:
-            yield from (f"{step.name}: {text}" for text in two_bits(settings.schemes()))
+            yield from (found.prefixed(f"{step.name}: ") for found in two_bits(settings.schemes()))

@@ -7,13 +7,16 @@ from typing import Any
 
 from smelt.compress.train.rates import What, learning_rate_of, lost_layers
 from smelt.compress.train.settings import TrainingSettings
+from smelt.core.messages import Message, info
 from smelt.look.coded_model import CodedModel
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import SCHEMES
 
 
-def unsaid_rates(steps: Sequence[Step], config: Mapping[str, Any], coded: CodedModel | None) -> Iterator[str]:
+def unsaid_rates(
+    steps: Sequence[Step], config: Mapping[str, Any], coded: CodedModel | None
+) -> Iterator[Message]:
     """Yield a note on the trainings that say no learning rate, with the one that each takes.
 
     Nothing where that is known when the step begins, and told by the log then: below a step that makes the
@@ -40,7 +43,7 @@ def unsaid_rates(steps: Sequence[Step], config: Mapping[str, Any], coded: CodedM
         if isinstance(settings, TrainingSettings) and _says_none(settings):
             told.append(f"{step.name} {_rate(settings, after, codes, lost_layers(after, config))}")
     if told:
-        yield f"learning rate where none is said: {'; '.join(told)}"
+        yield info("default-learning-rate", f"learning rate where none is said: {'; '.join(told)}")
 
 
 def _says_none(settings: Any) -> bool:

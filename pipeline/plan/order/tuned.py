@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from smelt.core.messages import Message, warning
 from smelt.plan.plan import Step
 from smelt.recipe.stages import ROOT
 from smelt.runtime.schemes.registry import SCHEMES
 from smelt.runtime.schemes.scheme import Options
 
 
-def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[str]:
+def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[Message]:
     """Yield where `tune` has nothing to choose from, and what to do.
 
     Args:
@@ -30,16 +31,20 @@ def idle_tune(steps: Sequence[Step], floats: bool) -> Iterator[str]:
         tunes = step.stage == "onnx" and getattr(settings, "tune", False) and "tune" not in step.wrong
         if not tunes or step.name in unknown:
             continue
-        where = f"line {step.line}: {step.name}: tune"
+        at: Any = {"step": step.name, "setting": "tune", "line": step.line}
         if step.name not in codes:
-            yield (
-                f"{where} chooses between operators of codes, and nothing is quantized before it: products in"
-                " float have one operator. Leave tune out, or put `quantize` before it."
+            yield warning(
+                "nothing-to-tune",
+                "tune chooses between operators of codes, and nothing is quantized before it: products in"
+                " float have one operator. Leave tune out, or put `quantize` before it.",
+                **at,
             )
             continue
         maker, schemes = codes[step.name]
         if all(len(SCHEMES[name].forms(options)) < 2 for name, options in schemes.items()):
-            yield (
-                f"{where}: codes of {' and '.join(schemes)} as '{maker}' makes them leave as one operator"
-                " alone; nothing is chosen."
+            yield warning(
+                "nothing-to-tune",
+                f"tune: codes of {' and '.join(schemes)} as '{maker}' makes them leave as one operator"
+                " alone; nothing is chosen.",
+                **at,
             )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json, write_json
+from smelt.core.messages import Message, warning
 from smelt.runtime.models.checkpoint import load_model
 from smelt.runtime.models.coded.headers import PARTS, coded_layers, missing, own_group, require_parts
 from smelt.runtime.models.coded.said import SAID, Coding
@@ -33,7 +34,7 @@ from smelt.runtime.schemes.scheme import Codes
 _MIDDLE = 8  # the zero point of symmetric 4-bit codes
 
 
-def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list[str]:
+def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list[Message]:
     """Write the model of `src` into `out`, its codes as they are; return what the user should know.
 
     Args:
@@ -71,8 +72,11 @@ def take_codes(src: Path, out: Path, coding: Coding, beside: list[Path]) -> list
     except InputError as error:
         raise InputError(str(error).replace(str(out), str(src))) from error
     return [
-        f"the model's own {coding.method} codes are taken as they are: {len(coded)} layers of scheme"
-        f" {TAKEN}; what is compared with is this model, not the one that it was quantized from"
+        warning(
+            "already-quantized",
+            f"the model's own {coding.method} codes are taken as they are: {len(coded)} layers of scheme"
+            f" {TAKEN}; what is compared with is this model, not the one that it was quantized from",
+        )
     ]
 
 

@@ -12,6 +12,7 @@ import transformers
 from smelt.core.data import IMAGES, TEXT_TO_TEXT, Task
 from smelt.core.errors import InputError
 from smelt.core.labels import ProblemType
+from smelt.core.messages import Message, warning
 from smelt.core.text import article
 from smelt.families.registry import FAMILIES, family_of
 from smelt.runtime.generate.shortlist import FILE as SHORTLIST
@@ -34,7 +35,7 @@ def make_model(
     labels: Sequence[str] = (),
     problem: ProblemType | None = None,
     sentences: SentenceRules | None = None,
-) -> list[str]:
+) -> list[Message]:
     """Write a model with the weights that its class draws with `seed` into `out`, and its tokenizer.
 
     A model of images has an image processor in its place. Vocabulary and special tokens in the config become
@@ -86,7 +87,7 @@ def make_model(
     if sentences is not None:
         make_embedder(out, sentences)
     return [
-        f"{name} is {value}, as in the tokenizer; the config said {values[name]}"
+        warning("config-changed", f"{name} is {value}, as in the tokenizer; the config said {values[name]}")
         for name, value in agreed.items()
         if values.get(name) not in (None, value)
     ]

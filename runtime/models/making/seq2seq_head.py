@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, warning
 from smelt.core.text import article
 
 
@@ -18,7 +19,7 @@ def lacks_head(config: Mapping[str, Any]) -> bool:
     return bare and bool(config.get("is_encoder_decoder"))
 
 
-def add_tied_head(src: Path, out: Path) -> list[str]:
+def add_tied_head(src: Path, out: Path) -> list[Message]:
     """Write the model of `src` into `out` with its word embedding as its output head; return a note.
 
     Raises:
@@ -52,5 +53,8 @@ def add_tied_head(src: Path, out: Path) -> list[str]:
     notes = save_model(model, [], out, src)
     return [
         *notes,
-        "the checkpoint has no output head; the word embedding is taken for it, as its config says",
+        warning(
+            "tied-output-head",
+            "the checkpoint has no output head; the word embedding is taken for it, as its config says",
+        ),
     ]

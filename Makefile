@@ -7,6 +7,7 @@
 #                                                                  make clean   remove what was built
 # make matrix       every two techniques one behind the other, on every family: 70 minutes,
 #                   goes on where it was stopped; build/matrix/pairs.jsonl tells of each pair
+# make messages   the pages that list every message with its code, written anew
 # make golden       what each stage makes of fixed input, written anew; refused where no version was raised
 #
 # make PYTHON=python3.12 ...   takes another Python for a new environment
@@ -26,7 +27,7 @@ DEV_READY := $(VENV)/.smelt-dev
 # setuptools warns of folders with data, which are named on purpose, and new versions of pip print it all.
 PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help environment quickstart test peers lint types bench matrix golden clean
+.PHONY: help environment quickstart test peers lint types bench matrix golden messages clean
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +63,9 @@ bench: $(DEV_READY)
 
 matrix: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/pairs $(BIN)/python tests/support/pairs/every_pair.py $(ARGS)
+
+messages: $(DEV_READY)
+	$(BIN)/python tools/list_messages.py
 
 golden: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support:tests/support/models:tests/support/graphs:tests/support/goldens $(BIN)/python tests/support/goldens/golden.py $(ARGS)

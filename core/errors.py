@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from smelt.core.messages import Message
+
+UNNAMED = "error"  # the code of an error of no particular kind
 _LINE, _LINES = 2_000, 200  # characters and lines of a message
 
 
@@ -20,13 +23,39 @@ class SmeltError(Exception):
         message: what is wrong, what was read, and how to fix it.
         code: a slug that names the kind of error, such as `unknown-label`. Code and tests compare it,
             never the message.
+        setting, file, line: where it applies, where that is known.
+        found: of an error that reports several mistakes together, each of them.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, *message: object, code: str = "") -> None:
-        super().__init__(*(_short(part) if isinstance(part, str) else part for part in message))
+    def __init__(
+        self,
+        message: object = "",
+        *,
+        code: str = "",
+        setting: str | None = None,
+        file: str | None = None,
+        line: int | None = None,
+        found: Iterable[Message] = (),
+    ) -> None:
+        text = _short(str(message))
+        super().__init__(text)
         self.code = code
+        self.setting, self.file, self.line = setting, file, line
+        self.found = tuple(found)
+
+    def as_message(self, step: str | None = None) -> Message:
+        """Return the error as data, for a report."""
+        return Message(
+            code=self.code or UNNAMED,
+            severity="error",
+            message=str(self),
+            step=step,
+            setting=self.setting,
+            file=self.file,
+            line=self.line,
+        )
 
 
 def _short(message: str) -> str:
@@ -75,6 +104,19 @@ def panics_explained() -> Iterator[None]:
 
 class ParityError(RunError):
     """An exported graph does not compute what its parent computes."""
+
+
+class SettingError(ValueError):
+    """A setting that is refused by a validator of its settings class; pydantic passes it on.
+
+    Args:
+        message: what is wrong, what was read, and how to fix it.
+        code: a slug that names the kind of mistake.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class MissingDependencyError(InputError):

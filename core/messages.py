@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-Severity = Literal["info", "warning"]
+Severity = Literal["info", "warning", "error"]
 
 
 class Message(BaseModel):
-    """A warning or a piece of information about a run, a step or a plan.
+    """A warning, an error or a piece of information about a run, a step or a plan.
 
     code: a slug that names the kind of message, such as `few-calibration-tokens`. Code and tests compare it,
         never the text.
-    severity: info, or warning where results may be worse than they look.
+    severity: info; warning, where results may be worse than they look; error.
     message: what happened, the values, what to do.
     step, setting, file, line: where it applies, where that is known.
     """

@@ -25,13 +25,13 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes its message and exit code, never a traceback."""
-        from smelt.core.errors import SmeltError, panics_explained
+        from smelt.core.errors import UNNAMED, SmeltError, panics_explained
 
         try:
             with panics_explained():
                 return super().invoke(ctx)
         except SmeltError as error:
-            show(f"error: {error}", err=True)
+            show(f"error[{error.code or UNNAMED}]: {error}", err=True)
             ctx.exit(error.exit_code)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise  # click's own ways out
@@ -44,7 +44,8 @@ class _Commands(click.Group):
         except Exception as error:
             from smelt.execute.failures import explain_command
 
-            show(f"error: {explain_command(error, str(ctx.invoked_subcommand))}", err=True)
+            failure = explain_command(error, str(ctx.invoked_subcommand))
+            show(f"error[{failure.code}]: {failure}", err=True)
             ctx.exit(1)
 
     def resolve_command(

@@ -28,12 +28,15 @@ def notes(report: Report) -> list[tuple[str, str, str]]:
     found += [("run", "warning", text) for text in on_test(report)]
     found += [("run", "disturbed", text) for text in disturbed(report)]
     for step in report.steps:
-        said = (("error", step.error), ("not scored" if step.unscored else step.status, step.reason))
+        said = (
+            ("error", step.error and step.error.message),
+            ("not scored" if step.unscored else step.status, step.reason),
+        )
         found += [(step.name, kind, text) for kind, text in said if text]
         found += [
             (step.name, verdict(gate), f"gate {gate_text(gate)}: {gate.reason}")
             for gate in step.gates
-            if gate.reason and (gate.passed is None or gate.reason not in (step.error, step.reason))
+            if gate.reason and (gate.passed is None or gate.reason not in step.why)
         ]
         found += [
             (step.name, "warning", few_text(gate, step)) for gate in step.gates if gate.n_needed is not None

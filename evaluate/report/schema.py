@@ -204,7 +204,7 @@ class Step(_Part):
     status: StepStatus
     earlier: bool = False
     reason: str | None = None
-    error: str | None = None
+    error: Message | None = None
     format: str | None = None
     target: str | None = None
     runner: str | None = None
@@ -239,6 +239,11 @@ class Step(_Part):
     def unscored(self) -> str | None:
         """Why a finished step could not be scored on the machine of the run; None where it was."""
         return self.reason if self.status in ("done", "cached") else None
+
+    @property
+    def why(self) -> list[str]:
+        """The texts of the error and of the reason, as far as the step has them."""
+        return [text for text in (self.error and self.error.message, self.reason) if text]
 
     def at(self, batch_size: int) -> Latency | None:
         """Return the times at `batch_size`, or None."""

@@ -95,7 +95,7 @@ def _line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
 
 
 def _unmeasured(name: str, step: Step, room: int, width: int) -> str:
-    words = " ".join([step.status + ":", *(step.error or step.reason or "").split()])
+    words = " ".join([step.status + ":", *next(iter(step.why), "").split()])
     return f"{_cut(name, room).ljust(room)}  {_cut(words.rstrip(':'), width - room - 2)}"
 
 
@@ -151,7 +151,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     failed = [
         f"gate {notes.verdict(gate)} at '{step.name}': {notes.gate_text(gate)}"
         + (f", read {notes.gate_value(gate)}" if gate.value is not None else "")
-        + (f": {gate.reason}" if gate.reason and gate.reason not in (step.error, step.reason) else "")
+        + (f": {gate.reason}" if gate.reason and gate.reason not in step.why else "")
         for step in report.steps
         for gate in step.gates
         if not gate.passed or gate.undecided
@@ -162,7 +162,7 @@ def _legend(report: Report, metric: str | None, sizes: list[int], bits: bool, wi
     failed += _unscored(report)
     # a step that is done can still have failed to be timed
     untimed = [step for step in report.steps if step.error and step.status != "error"]
-    failed += [f"'{step.name}': {step.error}" for step in untimed]
+    failed += [f"'{step.name}': {step.error.message}" for step in untimed if step.error]
     if earlier := [step.name for step in report.steps if step.earlier]:
         failed.append(f"kept from an earlier run in this folder: {', '.join(earlier)}")
     failed += [f"warning: {text}" for text in report.warnings]

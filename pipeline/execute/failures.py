@@ -53,10 +53,11 @@ def explain(error: Exception, step: str, folder: Path, log: Path) -> SmeltError:
     if isinstance(error, _ExplainedError):
         return error
     # a library may wrap a full disk or short memory in an error of its own, smelt's runners too
-    text = _shortage(error, folder)
-    if text is None and isinstance(error, SmeltError):
+    shortage = _shortage(error, folder)
+    if shortage is None and isinstance(error, SmeltError):
         return error
-    return _ExplainedError(f"{step}: {text or _unforeseen(error, log)}")
+    code, text = shortage or ("unforeseen", _unforeseen(error, log))
+    return _ExplainedError(f"{step}: {text}", code=code)
 
 
 def of_the_user(
@@ -77,30 +78,36 @@ def of_the_user(
         text = text.replace(str(artifact.path), f"artifacts/{name}")
     if given is not None:
         text = re.sub(rf"{re.escape(str(store))}/tmp/[^/\s]+/out", lambda _: str(given), text)
-    changed = type(failure)(text, code=failure.code)
+    changed = type(failure)(
+        text, code=failure.code, setting=failure.setting, file=failure.file, line=failure.line
+    )
     return changed.with_traceback(failure.__traceback__)
 
 
-def explain_command(error: Exception, command: str) -> str:
-    """Return what to tell of an `error` that no step of a run raised; its traceback goes into a file."""
+def explain_command(error: Exception, command: str) -> SmeltError:
+    """Return the error that explains an `error` that no step of a run raised; its traceback goes into a"
+    " file."""
     log = Path(os.devnull)  # where a full disk has no room for the traceback either
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(prefix=f"smelt-{command}-", suffix=".log", text=True)
         log = Path(name)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.writelines(traceback.format_exception(error))
-    return str(explain(error, f"smelt {command}", Path.cwd(), log))
+    return explain(error, f"smelt {command}", Path.cwd(), log)
 
 
-def _shortage(error: Exception, folder: Path) -> str | None:
-    """Return what to say where the disk or the memory did not suffice, else None."""
+def _shortage(error: Exception, folder: Path) -> tuple[str, str] | None:
+    """Return code and text where the disk is full or the memory short, else None."""
     if _runs_through(error, _is_disk):
-        return f"the disk is full: {_written(error, folder)}"
+        return "disk-full", f"the disk is full: {_written(error, folder)}"
     if _runs_through(error, _is_limit):
-        return f"the system allows no file as large as this (ulimit -f): {_written(error, folder)}"
-    if _runs_through(error, _is_memory):
         return (
-            f"the memory did not suffice: {_first_line(error)} Try a smaller batch_size (tokens_per_batch),"
+            "file-too-large",
+            f"the system allows no file as large as this (ulimit -f): {_written(error, folder)}",
+        )
+    if _runs_through(error, _is_memory):
+        return "out-of-memory", (
+            f"out of memory: {_first_line(error)} Try a smaller batch_size (tokens_per_batch),"
             " or a machine with more memory."
         )
     return None

@@ -48,7 +48,7 @@ def judge(gate: PlannedGate, step: Step, evidence: Evidence) -> dict[str, Any] |
         row = smallest_batch(step)
         on_gpu = done and gate.metric == "cpu_speedup" and row is not None and row["speedup"] is not None
         missing = "processor time says nothing of a GPU's work" if on_gpu else "it was not measured"
-        reason = step["reason"] or step["error"] or missing
+        reason = step["reason"] or (step["error"] or {}).get("message") or missing
         return found | {"passed": None if unscored or on_gpu else False, "reason": reason}
     if gate.metric == "speedup" and (row := smallest_batch(step)) and not row.get("stable", True):
         return found | {"reason": f"no speed is claimed: {row['reason']}"}

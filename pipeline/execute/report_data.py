@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.data import Split
+from smelt.core.errors import SmeltError
 from smelt.core.files import load_json
 from smelt.core.messages import Message, as_json, warning
 from smelt.execute.gate_verdicts import Evidence, judge
@@ -101,10 +102,10 @@ class ReportBuilder:
             found | {"message": f"on test: {found['message']}"} for found in score["warnings"]
         ]
 
-    def untested(self, name: str, message: str) -> None:
+    def untested(self, name: str, failure: SmeltError) -> None:
         """Record that a step could not be scored on test."""
         self._set_status("error")
-        self._steps[name]["error"] = f"on test: {message}"
+        self._steps[name]["error"] = as_json([failure.as_message().prefixed("on test: ")])[0]
 
     def judge_test(self) -> None:
         """Lay the gates on what the steps score on test, for their reader: validation decided."""
@@ -150,12 +151,12 @@ class ReportBuilder:
         skipped = self._steps[self._steps[name]["parent"]]["status"] == "skipped"
         self._steps[name].update(status="skipped" if skipped else "not-reached", reason=reason)
 
-    def failed(self, message: str, name: str | None = None) -> None:
+    def failed(self, failure: SmeltError, name: str | None = None) -> None:
         """Record an error, on the step it belongs to or else on the first one not reached."""
         self._set_status("error")
         unreached = next((s["name"] for s in self.data["steps"] if s["status"] == "not-reached"), None)
         name = name or unreached or self.data["steps"][-1]["name"]
-        self._steps[name].update(status="error", error=message)
+        self._steps[name].update(status="error", error=as_json([failure.as_message()])[0])
 
     def interrupted(self) -> None:
         """Record that the user stopped the run."""
@@ -167,7 +168,8 @@ class ReportBuilder:
             self._steps[name].update(latency=value["rows"], peak_memory_bytes=value["peak_memory_bytes"])
             if value["error"]:
                 self._set_status("error")
-                self._steps[name]["error"] = f"latency: {value['error']}"
+                message = f"latency: {value['error']}"
+                self._steps[name]["error"] = {"code": "latency", "severity": "error", "message": message}
 
     def finish(self) -> None:
         """Say that the report is whole."""
@@ -218,10 +220,10 @@ class ReportBuilder:
         """Say whether one would deploy what a finished step made."""
         return self._steps[name]["deployable"] is True
 
-    def untimed(self, message: str) -> None:
+    def untimed(self, failure: SmeltError) -> None:
         """Record that the times could not be taken at all, on the step that all are compared with."""
         self._set_status("error")
-        self._steps[self.data["baseline"]]["error"] = message
+        self._steps[self.data["baseline"]]["error"] = as_json([failure.as_message()])[0]
 
     def current(self) -> dict[str, Any]:
         """Return the report as it stands; of a run that is not at its end, as one that was interrupted.

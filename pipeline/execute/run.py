@@ -193,7 +193,7 @@ class _Run:
             failure = self._explain(error, ROOT)
             if isinstance(failure, InputError) and not self.artifacts:
                 raise  # nothing was done yet: a matter of input, not of the run
-            self.report.failed(str(failure))
+            self.report.failed(failure)
             self.display.line(f"error: {failure}")
         self._write_report(last=True)
         self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
@@ -236,7 +236,7 @@ class _Run:
                 self._finished(step.name, artifact, cached, time.monotonic() - started)
         except Exception as error:
             failure = self._explain(error, step.name)
-            self.report.failed(str(failure), step.name)
+            self.report.failed(failure, step.name)
             self.display.line(f"{step.name}: error: {failure}")
         self._write_report()
 
@@ -290,7 +290,7 @@ class _Run:
                     score = self._score(name, every[name], on_test=True)
             except Exception as error:
                 failure = self._explain(error, name)
-                self.report.untested(name, str(failure))
+                self.report.untested(name, failure)
                 self.display.line(f"{name}: on test: error: {failure}")
                 continue
             self.report.tested(name, score)
@@ -338,7 +338,7 @@ class _Run:
                 )
         except Exception as error:
             failure = self._explain(error, "latency")
-            self.report.untimed(str(failure))
+            self.report.untimed(failure)
             self.display.line(f"error: {failure}")
 
     def _is_timed(self, name: str, settings: LatencySettings) -> bool:

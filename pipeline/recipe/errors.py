@@ -15,7 +15,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic_core import ErrorDetails
 
-from smelt.core.errors import InputError, nearest
+from smelt.core.errors import UNNAMED, InputError, SettingError, nearest
+from smelt.core.messages import Message
 from smelt.recipe.yaml_file import Document, Where
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -32,8 +33,7 @@ class Mistakes:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.overridden: dict[Where, str] = {}
-        self._found: list[tuple[int, str]] = []
-        self._codes: set[str] = set()
+        self._found: list[tuple[int, Message]] = []
         for path, message, line in document.mistakes:
             self.add(path, message, line=line)
 
@@ -49,16 +49,18 @@ class Mistakes:
         if line is None and source is None and path in self.document.replaced:
             return  # what stands there is not what was written, and that was said
         line = line or self.line(path)
-        start = f"--set {source}" if source else f"{self.document.name}:{line}"
+        start = f"--set {source}" if source else ""
         text = ": ".join(part for part in (start, dotted(path), message) if part)
-        if (line, text) not in self._found:
-            self._found.append((line, text))
-            self._codes.add(code)
+        place: dict[str, Any] = {} if source else {"file": self.document.name, "line": line}
+        found = Message(
+            code=code or UNNAMED, severity="error", message=text, setting=dotted(path) or None, **place
+        )
+        if (line, found) not in self._found:
+            self._found.append((line, found))
 
-    def say(self, text: str, line: int = 2**31) -> None:
+    def say(self, text: str, line: int = 2**31, code: str = "") -> None:
         """Note a mistake that has no place in the file, such as a wrong option."""
-        self._found.append((line, text))
-        self._codes.add("")
+        self._found.append((line, Message(code=code or UNNAMED, severity="error", message=text)))
 
     def line(self, path: Where) -> int:
         """Return the line of `path`, or of the nearest part around it that stands in the file."""
@@ -72,9 +74,10 @@ class Mistakes:
             InputError: anything was found.
         """
         if self._found:
-            code = next(iter(self._codes)) if len(self._codes) == 1 else ""
-            found = sorted(self._found, key=lambda pair: pair[0])
-            raise InputError("\n".join(text for _, text in found), code=code)
+            found = [one for _, one in sorted(self._found, key=lambda pair: pair[0])]
+            kinds = {one.code for one in found}
+            code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
+            raise InputError("\n".join(map(str, found)), code=code, found=found)
 
     def _override(self, path: Where) -> str | None:
         found = (self.overridden.get(path[:n]) for n in range(len(path), 0, -1))
@@ -126,12 +129,12 @@ def check(
             return model.model_validate_json(json.dumps(given), strict=True), bad
         except ValidationError as error:
             found = list(_translated(error, given, _schema_of(model)))
-        for where, message in () if bad else found:
-            mistakes.add((*path, *where), message)
-        places = {_removable(given, where) for where, _ in found}
+        for where, message, code in () if bad else found:
+            mistakes.add((*path, *where), message, code=code)
+        places = {_removable(given, where) for where, _, _ in found}
         if places <= bad or () in places:
             return None, bad | {()}
-        bad |= {where for where, _ in found} | places
+        bad |= {where for where, _, _ in found} | places
         given = _without(given, places, stand_ins or {})
 
 
@@ -169,7 +172,9 @@ def touches(bad: Collection[str], *paths: str) -> bool:
     )
 
 
-def _translated(error: ValidationError, value: Any, schema: Schema | None) -> Iterator[tuple[Where, str]]:
+def _translated(
+    error: ValidationError, value: Any, schema: Schema | None
+) -> Iterator[tuple[Where, str, str]]:
     # a union yields one error per member, all about the same value: the schema names them together
     seen: set[tuple[Where, str]] = set()
     found = [(*_place(detail, value), detail) for detail in error.errors(include_url=False)]
@@ -187,23 +192,29 @@ def _translated(error: ValidationError, value: Any, schema: Schema | None) -> It
             known = _known(_part(schema, where[:-1]) if schema else None, schema)
             word = str(where[-1])
             hint = nearest(word, known) or _elsewhere(word, known)
+            code = "unknown-setting"
             message = f"unknown; known here: {', '.join(known) or 'nothing'}.{hint}"
         elif kind == "missing":
             wanted = _expectation(part, schema) if part else ""
+            code = "missing-setting"
             message = f"missing; expected {wanted}." if wanted else "missing."
         elif kind == "string_too_short":
+            code = "empty-text"
             message = f"expected a text that is not empty, read {shown(read)}."
         elif kind in ("value_error", "assertion_error"):
-            message = f"{str(detail['ctx']['error']).rstrip('.')}."
+            refused = detail["ctx"]["error"]
+            code = refused.code if isinstance(refused, SettingError) else "wrong-setting"
+            message = f"{str(refused).rstrip('.')}."
         else:
             expected = _expectation(part, schema) if part else ""
             expected = expected or detail["msg"].removeprefix("Input should be ")
             words = [w for w in _words(part, schema) if isinstance(w, str)]
             hint = nearest(read, words) if isinstance(read, str) else ""
+            code = "wrong-value"
             message = f"expected {expected}, read {shown(read)}.{hint}"
         if (where, message) not in seen:
             seen.add((where, message))
-            yield where, message
+            yield where, message, code
 
 
 # What other tools call settings, and what may stand for it here.

@@ -1,45 +1,34 @@
-"""Recipes that are refused: what they begin with, the home they are read in, what must be said of them.
+"""Expect errors by their codes: tests compare what kind of error it is, never its words."""
 
-A file of tests that asks for its fixtures says `pytest_plugins = ["refusals"]`.
-"""
+from __future__ import annotations
 
-import shutil
+from typing import Any
 
-import harness
 import pytest
-import tiny
+from pydantic import ValidationError
 
-HEAD = "model: m\ntask: text-classification\ndata: {train: data.jsonl, test: data.jsonl}\n"
-RECIPE = HEAD + "stages: [{prune: {keep: 0.5}}]\nscore: {quality: [accuracy], latency: false}\n"
-PAIRS = "model: t\ntask: translation\ndata: {train: pairs.jsonl, test: pairs.jsonl}\n"
-TRANSLATE = PAIRS + "stages: [{prune: {keep: 0.5}}]\nscore: {quality: [bleu], latency: false}\n"
+from smelt.core.errors import SettingError, SmeltError
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("template")
-    tiny.bert(folder / "m")
-    tiny.marian(folder / "t")
-    tiny.labelled(folder / "data.jsonl", 8)
-    tiny.pairs(folder / "pairs.jsonl", 8)
-    return folder
+def refused(code: str, kind: type[SmeltError] = SmeltError) -> Any:
+    """Expect an error of `kind` with `code`; entered, it gives pytest's ExceptionInfo.
+
+    A recipe with one mistake, or several of one kind, has the mistake's code, else `several-mistakes`; its
+    `found` has each mistake with its setting, file and line.
+    """
+    return pytest.raises(kind, check=lambda error: error.code == code)
 
 
-@pytest.fixture
-def home(template, tmp_path):
-    """A folder with models, data and a recipe, in which a test may break what it likes."""
-    shutil.copytree(template, tmp_path / "home")
-    (tmp_path / "home" / "recipe.yaml").write_text(RECIPE)
-    return tmp_path / "home"
+def invalid(*codes: str) -> Any:
+    """Expect settings to be refused with `codes`, in their order.
+
+    Of a validator of ours the code of its SettingError, of one of pydantic its type, such as
+    `greater_than_equal` (https://docs.pydantic.dev/latest/errors/validation_errors/).
+    """
+    return pytest.raises(ValidationError, check=lambda error: setting_codes(error) == list(codes))
 
 
-def refused(home, recipe, *words, command="plan"):
-    """Expect exit code 2 and a message with all `words`."""
-    if recipe is not None:
-        (home / "recipe.yaml").write_text(recipe)
-    more = ["--out", home / "r", "--quiet"] if command == "run" else []
-    result = harness.smelt(command, home / "recipe.yaml", *more)
-    assert result.exit_code == 2, result.output
-    for word in words:
-        assert word in result.output
-    return result.output
+def setting_codes(error: ValidationError) -> list[str]:
+    """Return the codes of all mistakes that pydantic found."""
+    causes = [(detail["type"], detail.get("ctx", {}).get("error")) for detail in error.errors()]
+    return [cause.code if isinstance(cause, SettingError) else kind for kind, cause in causes]

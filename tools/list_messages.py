@@ -1,0 +1,92 @@
+"""List every message of the source with its code: `python tools/list_messages.py` writes tests/house/messages.
+
+One page per package, one line per message: code, severity or kind of error, text with `{}` for values. The
+pages keep the wording reviewable in one place; nothing but their own test depends on it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "tests" / "house" / "messages"
+PACKAGES = ("core", "families", "runtime", "compress", "export", "evaluate", "pipeline")
+ERRORS = (
+    *("SmeltError", "InputError", "RunError", "ParityError", "MissingDependencyError", "SettingError"),
+    "ValueError",
+)
+# what makes a message: by the name of the function, its severity and the place of code and text
+MAKERS = {"warn": ("warning", 0, 1), "warning": ("warning", 0, 1), "info": ("info", 0, 1)}
+COLLECTORS = ("add", "say")  # of `smelt.recipe.errors.Mistakes`
+
+
+class Found(NamedTuple):
+    """A message in the source: where it is made, its code (None where it has none), its text."""
+
+    place: str
+    kind: str
+    code: str | None
+    text: str
+
+
+def messages_in(path: Path) -> Iterator[Found]:
+    """Yield what the file makes of warnings and errors."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        place = f"{path.relative_to(ROOT)}:{node.lineno}"
+        keywords = {word.arg: word.value for word in node.keywords}
+        code = keywords.get("code")
+        if name in MAKERS and len(node.args) >= 2:
+            kind, at, of_text = MAKERS[name]
+            yield Found(place, kind, _code(node.args[at]), _text(node.args[of_text]))
+        elif name in ERRORS and node.args:
+            yield Found(place, name, _code(code), _text(node.args[0]))
+        elif name in COLLECTORS and _owner(node) == "mistakes" and node.args:
+            text = node.args[1] if name == "add" and len(node.args) > 1 else node.args[0]
+            yield Found(place, "mistake", _code(code), _text(text))
+
+
+def _owner(call: ast.Call) -> str:
+    """Return the last name of what a method is called on."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+
+
+def _code(node: ast.expr | None) -> str | None:
+    """Return a code as it is written; `{}` where it is decided while the program runs."""
+    if node is None:
+        return None
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
+
+
+def _text(node: ast.expr) -> str:
+    """Return the text of a message with `{}` for values."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "{}"
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file's name."""
+    out = {}
+    for package in PACKAGES:
+        files = sorted((ROOT / package).rglob("*.py"))
+        lines = {f"{one.code}  {one.kind}  {one.text}" for file in files for one in messages_in(file)}
+        out[f"{package}.txt"] = "\n".join(line.replace("\n", "\\n") for line in sorted(lines)) + "\n"
+    return out
+
+
+if __name__ == "__main__":
+    PAGES.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (PAGES / name).write_text(text, encoding="utf-8")

@@ -1,7 +1,8 @@
-"""smelt makes trained transformers small and fast, one measured stage at a time.
+"""smelt makes trained models small and fast, one measured stage at a time.
 
-In Python: `smelt.run("recipe.yaml")` carries a recipe out, `smelt.load(folder)` opens an artifact,
-`smelt.package(folder)` writes it as a folder to ship. They import what they need when they are called;
+`smelt.run(recipe)` carries out a recipe, `smelt.plan(recipe)` checks it, `smelt.Recipe` builds one in Python,
+`smelt.apply(stage, model, out)` runs one stage, `smelt.load(folder)` opens an artifact,
+`smelt.package(folder)` writes it as a folder to deploy. They import what they need when they are called;
 importing smelt costs nothing.
 """
 
@@ -21,43 +22,69 @@ from smelt.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from smelt.execute.run_result import Result
+    from smelt.core.artifact import Artifact
+    from smelt.core.data import Task
+    from smelt.execute.run_result import Report, Result
     from smelt.export.package.write import Package
+    from smelt.plan.plan import Plan
     from smelt.use.loaded import Model
+    from smelt.use.recipes import Recipe
 
 __all__ = [
     "DeviceWarning",
     "InputError",
     "MissingDependencyError",
+    "Recipe",
+    "Report",
     "RunError",
     "SmeltError",
     "TruncationWarning",
+    "__version__",
+    "apply",
     "load",
     "package",
+    "plan",
     "run",
 ]
 
 
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: importing smelt costs nothing."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("smelt")
+    if name == "Recipe":
+        from smelt.use.recipes import Recipe
+
+        return Recipe
+    if name == "Report":
+        from smelt.execute.run_result import Report
+
+        return Report
+    raise AttributeError(f"module 'smelt' has no attribute '{name}'")
+
+
 def run(
-    recipe: str | Path,
+    recipe: str | Path | Recipe,
     *,
-    set: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     until: str | None = None,
     out: str | Path | None = None,
     store: str | Path | None = None,
-    fresh: bool | Sequence[str] = (),
+    rebuild: bool | Sequence[str] = (),
     limit: int | None = None,
     quiet: bool = False,
 ) -> Result:
     """Carry out a recipe, as `smelt run` does.
 
     Args:
-        recipe: a file, or the name of a recipe that ships (quickstart).
-        set: settings to change: {"prune.keep": 0.5}, or texts as the command line takes them.
+        recipe: a `smelt.Recipe`, a file, or the name of a recipe that ships (quickstart).
+        overrides: settings to change: {"prune.keep": 0.5}, or texts as the command line takes them.
         until: stop after this step and what it needs.
         out: the run's folder (default: runs/NAME below the current folder).
         store: where artifacts are kept (default: .store beside the run's folder).
-        fresh: steps to build anew; True for all.
+        rebuild: steps to build again; True for all.
         limit: use so many rows of every split; 1 or more.
         quiet: say nothing on standard error; the log in the run's folder says it all.
 
@@ -68,25 +95,87 @@ def run(
     Raises:
         InputError: what can be known before any work starts; nothing was written.
     """
-    import json
     import warnings
 
     from smelt.execute.run import Options, run_plan
-    from smelt.plan.load import load_plan
+    from smelt.use.recipes import plan_of
 
-    changes = [f"{k}={json.dumps(v)}" for k, v in set.items()] if isinstance(set, Mapping) else _list(set)
-    plan = load_plan(recipe, changes, until)
+    plan = plan_of(recipe, _changes(overrides), until)
     for message in () if quiet else plan.warnings:
         warnings.warn(str(message), stacklevel=2)
-    anew = ["*"] if fresh is True else _list(fresh or ())
+    again = ["*"] if rebuild is True else _list(rebuild or ())
     options = Options(
         out=None if out is None else Path(out),
         store=None if store is None else Path(store),
-        fresh=frozenset(anew),
+        fresh=frozenset(again),
         limit=limit,
         quiet=quiet,
     )
     return run_plan(plan, options)
+
+
+def plan(
+    recipe: str | Path | Recipe,
+    *,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    until: str | None = None,
+) -> Plan:
+    """Check a recipe, as `smelt plan` does, and return what would be done.
+
+    Args:
+        recipe: a `smelt.Recipe`, a file, or the name of a recipe that ships (quickstart).
+        overrides: settings to change, as for `smelt.run`.
+        until: stop after this step and what it needs.
+
+    Returns:
+        The plan: its `steps`, `gates`, `warnings`; `str(plan)` is the text that `smelt plan` prints.
+
+    Raises:
+        InputError: every mistake in the recipe, the model's folder and the data.
+    """
+    from smelt.use.recipes import plan_of
+
+    return plan_of(recipe, _changes(overrides), until)
+
+
+def apply(
+    stage: str,
+    model: str | Path,
+    *,
+    out: str | Path,
+    data: str | Path | Mapping[str, Any] | None = None,
+    task: Task | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    device: str = "auto",
+    **settings: Any,
+) -> Artifact:
+    """Run one stage on a model, without scoring it.
+
+        smelt.apply("quantize", "models/my", out="my-int4", scheme="int4", method="gptq", data="rows.jsonl")
+        smelt.apply("onnx", "my-int4", out="my-onnx", target="ort-cpu")
+
+    Args:
+        stage: the name of a stage; `smelt stages` lists them.
+        model: a model's folder, a hub id, an .onnx file, or the folder of a torch artifact.
+        out: the folder to write; it must not exist, or be empty.
+        data: the data of a recipe by split, or one file, which is what the stage trains or calibrates on.
+        task: of the model (default: what its config says).
+        seed: of what is random.
+        threads: processor threads.
+        device: auto, cpu or cuda.
+        **settings: of the stage; `smelt stages NAME` lists them.
+
+    Returns:
+        The artifact: its `path`, and its `manifest` with `warnings` and `facts`.
+
+    Raises:
+        InputError: what can be known before any work starts; nothing was written.
+        RunError: the stage failed; nothing was written.
+    """
+    from smelt.use.apply import apply_stage
+
+    return apply_stage(stage, model, out, data, task, seed, threads, device, settings)
 
 
 def load(
@@ -133,6 +222,14 @@ def package(artifact: str | Path, form: str = "standalone", out: str | Path | No
     from smelt.use.package import package_artifact
 
     return package_artifact(artifact, form, out)
+
+
+def _changes(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    import json
+
+    if isinstance(overrides, Mapping):
+        return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+    return _list(overrides)
 
 
 def _list(value: str | Sequence[str]) -> list[str]:

@@ -137,10 +137,9 @@ def plan(recipe: str, overrides: tuple[str, ...], until: str | None) -> None:
     """
     from smelt.core.errors import InputError
     from smelt.plan.load import load_plan
-    from smelt.plan.printed import describe_plan
 
     made = load_plan(recipe, overrides, until)
-    show(describe_plan(made))
+    show(str(made))
     if made.blocked:
         sys.exit(InputError.exit_code)
 

@@ -24,7 +24,7 @@ from smelt.execute.latency_scores import LatencyScores
 from smelt.execute.report_data import ReportBuilder
 from smelt.execute.roots.begin import begin
 from smelt.execute.run_folder import RunFolder, require_runs_folder
-from smelt.execute.run_result import Result, chosen, write_report
+from smelt.execute.run_result import Report, Result, chosen, write_report
 from smelt.execute.scoring import Scorer
 from smelt.execute.steps import Workshop
 from smelt.execute.store_runs import at_work, place_of_store
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from smelt.plan.plan import Plan, Step
 
 ROOT = "model"
+_NOT_ASKED = "scores were not asked for"
 # Seconds that taking times may need, however little the stages took.
 _SHORTEST = 60.0
 
@@ -48,7 +49,8 @@ class Options:
 
     out: the run's folder (default: runs/NAME beside the current folder). store: where artifacts and
     scores are kept (default: the nearest .store in a folder above, else one beside the run's folder).
-    fresh: steps to be built anew, {"*"} for all. limit: use so many rows of every split.
+    fresh: steps to be built anew, {"*"} for all. limit: use so many rows of every split. scored: whether
+    quality and latency are measured.
     """
 
     out: Path | None = None
@@ -56,6 +58,7 @@ class Options:
     fresh: frozenset[str] = frozenset()
     limit: int | None = None
     quiet: bool = False
+    scored: bool = True
 
 
 def run_plan(plan: Plan, options: Options) -> Result:
@@ -182,9 +185,10 @@ class _Run:
             for step in self.plan.steps:
                 self._step(step)
             self._earlier()
-            self._latency()
-            self.report.judge()
-            self._test()
+            if self.options.scored:
+                self._latency()
+                self.report.judge()
+                self._test()
             self.report.finish()
         except KeyboardInterrupt:
             self.report.interrupted()
@@ -197,7 +201,7 @@ class _Run:
             self.display.line(f"error: {failure}")
         self._write_report(last=True)
         self.display.line(f"{self.report.status} in {duration(time.monotonic() - started)}")
-        return Result(self.report.data, self.folder)
+        return Result(Report(self.report.data), self.folder)
 
     def _begin(self) -> None:
         if name := self.place.replaced(self.plan):
@@ -253,7 +257,7 @@ class _Run:
         """Link, score and report a finished artifact."""
         self.place.link(name, artifact)
         untrained = NOT_SCORED if artifact.manifest.facts.get("untrained") else None
-        if reason := untrained or _unscored(artifact):
+        if reason := untrained or _unscored(artifact) or (None if self.options.scored else _NOT_ASKED):
             self.artifacts[name] = artifact
             self.report.unscored(name, artifact, reason, cached)
             took = "from the store" if cached else duration(seconds)

@@ -6,14 +6,16 @@ import json
 import math
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from smelt.core.data import IMAGES, TENSORS, TEXT_TO_TEXT
-from smelt.core.errors import InputError, nearest
-from smelt.core.files import write_atomically
+from smelt.core.errors import InputError, MissingDependencyError, nearest
+from smelt.core.files import load_json, write_atomically
 from smelt.evaluate.frontier import at_chance
 from smelt.evaluate.metrics import WINDOW_METRICS
 
@@ -25,11 +27,97 @@ _HARD = "\N{NO-BREAK SPACE}"
 EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3, "interrupted": 130}
 
 
+class Report(Mapping[str, Any]):
+    """The report of a run: what report.json holds (docs/report.md), as a read-only mapping.
+
+    In a notebook it shows as the HTML report.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        from smelt.evaluate.report.schema import validate_report
+
+        validate_report(data)
+        self.data = dict(data)
+
+    @classmethod
+    def read(cls, run: str | PathLike[str]) -> Report:
+        """Read the report of the run in the folder `run`, or the report.json at that path.
+
+        Raises:
+            InputError: there is no report, or not one that this version of smelt reads.
+        """
+        path = Path(run) if Path(run).is_file() else Path(run, "report.json")
+        if not path.is_file():
+            raise InputError(
+                f"{path}: no such file. Give the folder of a run, such as runs/quickstart.",
+                code="missing-file",
+            )
+        try:
+            return cls(load_json(path))
+        except ValueError as error:
+            raise InputError(f"{path}: broken JSON: {error}", code="damaged-file") from error
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with one row per step.
+
+        Columns: step, stage, parent, status, format, target, parameters, size_bytes; each metric, its
+        `_difference` from the baseline and `_p_value`; of each timed batch size `latency_ms_N` (p50,
+        milliseconds) and `speedup_N`.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_frame needs pandas: pip install 'smelt[notebook]'", code="not-installed"
+            ) from error
+
+        return pandas.DataFrame([_row(step) for step in self.data["steps"]]).set_index("step")
+
+    def _repr_html_(self) -> str:
+        from smelt.evaluate.report.html import write_html
+
+        page = escape(write_html(self.data), quote=True)
+        return (
+            f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0" title="report"></iframe>'
+        )
+
+    def __str__(self) -> str:
+        from smelt.evaluate.report.table import table
+
+        return table(self.data)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def _row(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step of a report as a flat row."""
+    same = ("stage", "parent", "status", "format", "target", "parameters", "size_bytes")
+    row: dict[str, Any] = {"step": step["name"], **{name: step[name] for name in same}}
+    for metric, score in (step["quality"] or {}).items():
+        row[metric] = score["value"]
+        if test := (step["against_baseline"] or {}).get(metric):
+            row |= {f"{metric}_difference": test["difference"], f"{metric}_p_value": test["p_value"]}
+    for timed in step["latency"] or []:
+        row[f"latency_ms_{timed['batch_size']}"] = timed["p50_ms"]
+        row[f"speedup_{timed['batch_size']}"] = timed["speedup"]
+    return row
+
+
 @dataclass
 class Result:
-    """What a run gave: the report as a dict (see docs/report.md), its folder, the exit code."""
+    """What a run gave: the report (see docs/report.md), its folder, the exit code."""
 
-    report: dict[str, Any]
+    report: Report
     folder: Path
     exit_code: int = field(init=False)
 

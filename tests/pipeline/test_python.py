@@ -116,7 +116,7 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
         until="quantize",
         out=tmp_path / "run",
         store=home / ".store",
-        fresh="quantize",
+        rebuild="quantize",
         limit=np.int64(4),
         quiet=True,
     )
@@ -137,10 +137,10 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
 def test_a_failed_gate_is_a_result_and_a_mistake_is_raised(classifier, tmp_path):
     home, _ = classifier
     arguments = {"out": tmp_path / "run", "store": home / ".store", "quiet": True}
-    result = smelt.run(home / "recipe.yaml", set={"gates": {"accuracy": {"min": 101}}}, **arguments)
+    result = smelt.run(home / "recipe.yaml", overrides={"gates": {"accuracy": {"min": 101}}}, **arguments)
     assert (result.exit_code, result.report["status"]) == (3, "gate-failed")
     with pytest.raises(smelt.InputError, match="seeed"):
-        smelt.run(home / "recipe.yaml", set={"seeed": 1}, **arguments)
+        smelt.run(home / "recipe.yaml", overrides={"seeed": 1}, **arguments)
     with pytest.raises(smelt.InputError):
         smelt.run(home / "nowhere.yaml", **arguments)
 

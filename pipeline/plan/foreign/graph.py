@@ -228,20 +228,6 @@ def _no_tokenizer(folder: Path) -> list[str]:
     return [] if there else [f"{folder}: no tokenizer; expected tokenizer.json."]
 
 
-def described(model: ForeignModel) -> Iterator[str]:
-    """Yield what `smelt plan` says of a graph."""
-    facts = model.facts
-    made = f", written by {facts['producer']}" if facts.get("producer") else ""
-    nodes = f"{facts['nodes']:,} node{'' if facts['nodes'] == 1 else 's'}"
-    if model.parts:
-        names = ", ".join(f"{name}.onnx" for name in model.parts)
-        yield f"graphs      {names}: {nodes} of opset {facts['opset']}{made}"
-        return
-    yield f"graph       {nodes} of opset {facts['opset']}{made}"
-    yield f"inputs      {'; '.join(value.described() for value in model.signature.inputs)}"
-    yield f"outputs     {'; '.join(value.described() for value in model.signature.outputs)}"
-
-
 def texts_folder(recipe: Recipe, file: Path) -> Path | None:
     """Return the folder with config.json and the tokenizer that belong to the graph in `file`."""
     named = None if recipe.tokenizer is None else placed(recipe.base, recipe.tokenizer)

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from planning import HEAD, mistakes, plan
 
-from smelt.plan.printed import describe_plan
-
 pytest_plugins = ["planning"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 def test_a_tokenizer_that_cannot_split_the_references_is_refused(folder: Path) -> None:
     rows = [{"source": f"a man {n}", "target": f"一个男人在街上骑自行车{n}。"} for n in range(4)]
     (folder / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    assert "bleu (zh)" in describe_plan(plan(folder, "[prune]", head=HEAD))
+    assert "bleu (zh)" in str(plan(folder, "[prune]", head=HEAD))
     text = HEAD + "score: {quality: [{bleu: {tokenize: 13a}}]}\n"
     [mistake] = mistakes(folder, "[prune]", head=text)
     assert "score.quality[0].bleu.tokenize" in mistake
@@ -34,7 +32,7 @@ def test_parts_of_one_file_are_planned(folder: Path) -> None:
         "validation": 6,
         "test": 12,
     }
-    assert "test        10 % of train, seed 0 (12 rows)" in describe_plan(made)
+    assert "test        10 % of train, seed 0 (12 rows)" in str(made)
     assert list(made.read_data(5)) == ["train", "validation", "test"]
     texts = [{e.text for e in rows.examples} for rows in made.splits.values()]
     assert sum(map(len, texts)) == len(set.union(*texts))
@@ -116,7 +114,7 @@ def test_hub_ids_are_left_to_the_run(folder: Path) -> None:
     made = plan(folder, "[]", "model=someone/something", "data.train=someone/rows")
     assert made.local_model is None
     assert made.notes == ("'someone/something' is no folder here; the run fetches it from the hub.",)
-    assert "note        'someone/something' is no folder" in describe_plan(made)
+    assert "note        'someone/something' is no folder" in str(made)
     assert made.warnings == ()
     assert list(made.splits) == ["test"]
 

@@ -9,7 +9,6 @@ import pytest
 from planning import HEAD, TREE, plan
 
 from smelt.plan.load import load_plan
-from smelt.plan.printed import describe_plan
 
 pytest_plugins = ["planning"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 def test_describe_plan_shows_the_tree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     plan(folder, TREE)
-    text = describe_plan(load_plan(Path("recipe.yaml")))
+    text = str(load_plan(Path("recipe.yaml")))
     assert (
         text
         == """\
@@ -50,7 +49,7 @@ gate        size_bytes: at most 1,000,000 at small
 
 
 def test_describe_plan_says_what_cannot_run(folder: Path) -> None:
-    text = describe_plan(plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
+    text = str(plan(folder, "[{onnx: {target: tensorrt}}, tensorrt]", until="tensorrt"))
     assert "CANNOT RUN: TensorRT is not installed" in text
     assert "cannot run here as it is: tensorrt." in text
     assert "until       tensorrt; left out: nothing" in text

@@ -10,7 +10,6 @@ from from_config import CLASSIFIER, run
 import smelt
 from smelt.core.errors import InputError
 from smelt.plan.load import load_plan
-from smelt.plan.printed import describe_plan
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def home(tmp_path):
 
 def test_plan_says_what_it_starts_from(home):
     (home / "recipe.yaml").write_text(CLASSIFIER)
-    text = describe_plan(load_plan(home / "recipe.yaml"))
+    text = str(load_plan(home / "recipe.yaml"))
     words = " ".join(text.split())
     assert "model bert.json, untrained; tokenizer: wordpiece, at most 120 tokens, from train" in words
 

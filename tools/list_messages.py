@@ -1,4 +1,4 @@
-"""List every message of the source with its code: `python tools/list_messages.py` writes tests/house/messages.
+"""List every message of the source with its code; run as a script, write tests/house/messages.
 
 One page per package, one line per message: code, severity or kind of error, text with `{}` for values. The
 pages keep the wording reviewable in one place; nothing but their own test depends on it.

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from smelt.core.errors import InputError
 from smelt.core.files import load_json, sha256_of
-from smelt.core.messages import Message
+from smelt.core.messages import Message, as_json
 from smelt.core.text import printable
 
 Format = Literal["torch", "onnx", "tensorrt"]
@@ -63,7 +63,7 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     files: dict[str, FileRecord] = Field(default_factory=dict)
     facts: dict[str, Any] = Field(default_factory=dict)
-    warnings: list[Message] = Field(default_factory=list)
+    warnings: Annotated[list[Message], PlainSerializer(as_json)] = Field(default_factory=list)
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
 

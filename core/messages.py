@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal
 
 Severity = Literal["info", "warning", "error"]
+_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
-class Message(BaseModel):
+@dataclass(frozen=True)
+class Message:
     """A warning, an error or a piece of information about a run, a step or a plan.
 
     code: a slug that names the kind of message, such as `few-calibration-tokens`. Code and tests compare it,
         never the text.
-    severity: info; warning, where results may be worse than they look; error.
     message: what happened, the values, what to do.
+    severity: info; warning, where results may be worse than they look; error.
     step, setting, file, line: where it applies, where that is known.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    code: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
-    severity: Severity = "warning"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {
+        "extra": "forbid"
+    }  # importing smelt imports no pydantic
+    code: str
     message: str
+    severity: Severity = "warning"
     step: str | None = None
     setting: str | None = None
     file: str | None = None
     line: int | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_empty_places(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
+    def __post_init__(self) -> None:
+        if not _SLUG.fullmatch(self.code):
+            raise ValueError(f"a code is a slug of small letters, digits and hyphens, read {self.code!r}")
 
     def __str__(self) -> str:
         place = self.file or ("line" if self.line is not None else "")
@@ -40,7 +44,7 @@ class Message(BaseModel):
 
     def prefixed(self, prefix: str) -> Message:
         """Return the same message with `prefix` before its text."""
-        return self.model_copy(update={"message": f"{prefix}{self.message}"})
+        return replace(self, message=f"{prefix}{self.message}")
 
 
 def warning(
@@ -53,12 +57,12 @@ def warning(
     line: int | None = None,
 ) -> Message:
     """Return a `Message` of severity `warning`."""
-    return Message(code=code, message=message, step=step, setting=setting, file=file, line=line)
+    return Message(code, message, step=step, setting=setting, file=file, line=line)
 
 
 def info(code: str, message: str) -> Message:
     """Return a `Message` of severity `info`."""
-    return Message(code=code, severity="info", message=message)
+    return Message(code, message, severity="info")
 
 
 def codes(messages: Iterable[Message]) -> list[str]:
@@ -67,5 +71,5 @@ def codes(messages: Iterable[Message]) -> list[str]:
 
 
 def as_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return `messages` as JSON-able dictionaries."""
-    return [message.model_dump(mode="json") for message in messages]
+    """Return `messages` as JSON-able dictionaries, without the places that are not known."""
+    return [{name: value for name, value in asdict(one).items() if value is not None} for one in messages]

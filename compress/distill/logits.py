@@ -296,5 +296,5 @@ def _of_phases(warned: Sequence[Sequence[Message]]) -> list[Message]:
         for one in messages:
             text = f"{head}phase {number}: {one.message.removeprefix(head)}"
             shared = all(one in others for others in warned)
-            found[one if shared else one.model_copy(update={"message": text})] = None
+            found[one if shared else replace(one, message=text)] = None
     return list(found)

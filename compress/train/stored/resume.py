@@ -53,7 +53,7 @@ class Checkpoint:
     @property
     def warnings(self) -> list[Message]:
         """What it warned of."""
-        return [Message.model_validate(found) for found in self.told.get("warnings", ())]
+        return [Message(**found) for found in self.told.get("warnings", ())]
 
     def of(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of a kind by their own names."""

@@ -112,7 +112,7 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
     home, _ = classifier
     result = smelt.run(
         home / "recipe.yaml",
-        set={"seed": 3, "score.quality": ["f1"]},
+        overrides={"seed": 3, "score.quality": ["f1"]},
         until="quantize",
         out=tmp_path / "run",
         store=home / ".store",
@@ -127,10 +127,16 @@ def test_run_takes_what_the_command_line_takes(classifier, tmp_path):
     assert result.report["recipe"]["seed"] == 3
     assert steps["quantize"]["status"] == "done"
     again = smelt.run(
-        home / "recipe.yaml", set=["seed=3"], until="quantize", out=tmp_path / "r", store=home / ".store"
+        home / "recipe.yaml",
+        overrides=["seed=3"],
+        until="quantize",
+        out=tmp_path / "r",
+        store=home / ".store",
     )
     assert [s["status"] for s in again.report["steps"]] == ["cached", "cached"]
-    anew = smelt.run(home / "recipe.yaml", fresh=True, out=tmp_path / "r", store=home / ".store", quiet=True)
+    anew = smelt.run(
+        home / "recipe.yaml", rebuild=True, out=tmp_path / "r", store=home / ".store", quiet=True
+    )
     assert [s["status"] for s in anew.report["steps"]] == ["done"] * 3
 
 

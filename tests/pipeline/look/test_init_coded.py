@@ -121,7 +121,7 @@ def test_the_recipe_runs_as_it_is_written(folder, tmp_path):
         "tuned.codes.learning_rate": 1e-9,
         "data.windows": {"length": 32},
     }
-    result = smelt.run(path, set=changes, out=tmp_path / "run", quiet=True)
+    result = smelt.run(path, overrides=changes, out=tmp_path / "run", quiet=True)
     steps = {step["name"]: step for step in result.report["steps"]}
     assert result.exit_code == 0, result.report
     assert {step["status"] for step in steps.values()} == {"done"}

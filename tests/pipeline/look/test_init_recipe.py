@@ -227,7 +227,7 @@ def test_the_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch):
     monkeypatch.setattr("smelt.look.init_stages._WORTH_DISTILLING", 1)
     init_recipe(str(models["bert"]), [_data(tmp_path / "rows", "text-classification")], "r.yaml")
     changes = {"score.latency": False, "small.max_steps": 1, "threads": 1}  # only to be quick
-    result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)
+    result = smelt.run("r.yaml", overrides=changes, until="onnx-int8", out="run", quiet=True)
     steps = {step["name"]: step for step in result.report["steps"]}
     assert result.exit_code == 0, result.report
     assert {step["status"] for step in steps.values()} == {"done"}

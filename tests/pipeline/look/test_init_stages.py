@@ -168,7 +168,7 @@ def test_a_fast_recipe_runs_as_it_is_written(tmp_path, models, monkeypatch, fami
     changes |= {"small.max_steps": 1}
     if task == "language-modeling":
         changes |= {"data.windows": {"length": 32}}
-    result = smelt.run("r.yaml", set=changes, until="onnx-int8", out="run", quiet=True)
+    result = smelt.run("r.yaml", overrides=changes, until="onnx-int8", out="run", quiet=True)
     steps = {step["name"]: step for step in result.report["steps"]}
     assert result.exit_code == 0, result.report
     assert {step["status"] for step in steps.values()} == {"done"}

@@ -1,0 +1,181 @@
+"""In Python: recipes that are built, one stage on one model, and the report as an object."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import family_models
+import pandas
+import pytest
+import tiny
+import yaml
+from refusals import refused
+
+import smelt
+from smelt.core.messages import codes
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("api")
+    tiny.bert(folder / "m")
+    tiny.labelled(folder / "data.jsonl", 8)
+    return folder
+
+
+def recipe(home: Path, **changes: Any) -> smelt.Recipe:
+    values: dict[str, Any] = {
+        "model": Path("m"),
+        "task": "text-classification",
+        "data": {"test": "data.jsonl"},
+        "stages": [{"quantize": {"scheme": "int8-dynamic"}}, {"onnx": {}, "name": "graph"}],
+        "score": {"latency": False},
+    }
+    return smelt.Recipe(**(values | changes), name="api", base=home)
+
+
+@pytest.fixture(scope="module")
+def result(home: Path) -> Any:
+    return smelt.run(recipe(home), out=home / "run", quiet=True)
+
+
+def test_the_version_is_the_installed_one() -> None:
+    from importlib.metadata import version
+
+    assert smelt.__version__ == version("smelt")
+
+
+def test_a_recipe_in_python_runs_and_its_folder_holds_it_as_a_file(result: Any, home: Path) -> None:
+    assert result.exit_code == 0
+    assert [step["name"] for step in result.report["steps"]] == ["model", "quantize", "graph"]
+    assert yaml.safe_load((home / "run" / "recipe.yaml").read_text())["stages"][1]["name"] == "graph"
+
+
+def test_a_recipe_is_the_same_after_a_way_through_yaml(home: Path, tmp_path: Path) -> None:
+    made = recipe(home, seed=3)
+    made.to_yaml(tmp_path / "r.yaml")
+    again = smelt.Recipe.from_yaml(tmp_path / "r.yaml")
+    assert again.text == made.text
+    assert again.path == tmp_path / "r.yaml"
+    assert smelt.Recipe.from_yaml(made.text).text == made.text
+    assert yaml.safe_load(made.text)["seed"] == 3
+
+
+def test_a_list_that_is_used_twice_is_written_twice(home: Path) -> None:
+    stages = [{"quantize": {"skip": (names := ["*.classifier"])}}, {"quantize": {"skip": names}, "name": "b"}]
+    assert "&" not in recipe(home, stages=stages).text
+
+
+def test_mistakes_of_a_recipe_in_python_are_reported_together(home: Path) -> None:
+    with refused("several-mistakes", smelt.InputError) as caught:
+        recipe(home, task="sentiment", stages=[{"quantise": {}}])
+    assert [one.setting for one in caught.value.found] == ["task", "stages[0].quantise"]
+
+
+def test_values_that_no_recipe_can_hold_are_refused(home: Path) -> None:
+    with refused("wrong-value", smelt.InputError):
+        recipe(home, seed=object())
+
+
+def test_a_plan_says_what_the_command_says(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import harness
+
+    made = smelt.plan(recipe(home), overrides={"quantize.scheme": "int4"})
+    assert [(step.name, step.stage) for step in made.steps] == [("quantize", "quantize"), ("graph", "onnx")]
+    assert "few-test-rows" in codes(made.warnings)
+    recipe(home).to_yaml(home / "api.yaml")
+    printed = harness.smelt("plan", str(home / "api.yaml"), "--set", "quantize.scheme=int4", code=0).output
+    assert str(made).split(":", 1)[1] == printed.split(":", 1)[1]
+    assert "int4" in str(made)
+
+
+def test_overrides_change_a_recipe_for_one_run(home: Path, result: Any) -> None:
+    other = smelt.run(
+        recipe(home), overrides={"quantize.scheme": "int4"}, out=home / "o", store=home / ".store", quiet=True
+    )
+    sizes = [{s["name"]: s["size_bytes"] for s in r.report["steps"]} for r in (result, other)]
+    assert sizes[1]["quantize"] < sizes[0]["quantize"]
+
+
+def test_steps_that_are_to_be_rebuilt_are_built_again(home: Path, result: Any) -> None:
+    def status(**options: Any) -> dict[str, str]:
+        made = smelt.run(recipe(home), out=home / "run", quiet=True, **options)
+        return {step["name"]: step["status"] for step in made.report["steps"]}
+
+    assert set(status().values()) == {"cached"}
+    assert status(rebuild=["quantize"])["quantize"] == "done"
+
+
+def test_a_report_as_a_frame_has_a_row_per_step_and_its_scores(result: Any) -> None:
+    frame = result.report.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.index) == ["model", "quantize", "graph"]
+    steps = {step["name"]: step for step in result.report["steps"]}
+    assert frame.loc["graph", "accuracy"] == steps["graph"]["quality"]["accuracy"]["value"]
+    test = steps["graph"]["against_baseline"]["accuracy"]
+    assert frame.loc["graph", "accuracy_difference"] == test["difference"]
+    assert frame.loc["graph", "size_bytes"] == steps["graph"]["size_bytes"]
+
+
+def test_a_notebook_shows_the_page_of_the_report_and_no_script(result: Any) -> None:
+    page = result.report._repr_html_()
+    assert page.startswith("<iframe srcdoc=")
+    assert page.count('"') == 6  # of the three attributes: the page itself is escaped
+
+
+def test_a_report_is_read_from_the_folder_of_a_run(result: Any, home: Path, tmp_path: Path) -> None:
+    steps = smelt.Report.read(home / "run")["steps"]
+    assert [step["key"] for step in steps] == [step["key"] for step in result.report["steps"]]
+    assert smelt.Report.read(home / "run" / "report.json")["status"] == "passed"
+    with refused("missing-file", smelt.InputError):
+        smelt.Report.read(tmp_path)
+    (tmp_path / "report.json").write_text("{")
+    with refused("damaged-file", smelt.InputError):
+        smelt.Report.read(tmp_path)
+
+
+def test_one_stage_after_the_other_makes_what_a_recipe_makes(home: Path, result: Any, tmp_path: Path) -> None:
+    coded = smelt.apply("quantize", home / "m", out=tmp_path / "q", scheme="int8-dynamic")
+    graph = smelt.apply("onnx", coded.path, out=tmp_path / "deep" / "g", data=home / "data.jsonl")
+    for made, step in ((coded, "quantize"), (graph, "graph")):
+        there = json.loads((result.artifact(step) / "manifest.json").read_text())["files"]
+        ends = (".safetensors", ".onnx")
+        mine = {name: record.sha256 for name, record in made.manifest.files.items() if name.endswith(ends)}
+        assert mine == {name: record["sha256"] for name, record in there.items() if name.endswith(ends)}
+    with smelt.load(graph.path) as model:
+        assert 0.5 <= max(model.predict(["a text"])[0].probabilities.values()) <= 1
+
+
+def test_a_stage_takes_the_rows_that_it_is_given(home: Path, tmp_path: Path) -> None:
+    made = smelt.apply(
+        "quantize",
+        home / "m",
+        out=tmp_path / "q",
+        scheme="int4",
+        method="gptq",
+        rows=4,
+        data=home / "data.jsonl",
+    )
+    assert "few-calibration-tokens" in codes(made.manifest.warnings)
+
+
+def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    with refused("unknown-setting", smelt.InputError):
+        smelt.apply("quantize", home / "m", out=tmp_path / "q", schema="int4")
+    with pytest.raises(smelt.InputError):
+        smelt.apply("quantise", home / "m", out=tmp_path / "q")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with refused("out-exists", smelt.InputError):
+        smelt.apply("quantize", home / "m", out=tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+@pytest.mark.parametrize("task", ["translation", "language-modeling", "sentence-similarity"])
+def test_a_stage_needs_no_rows_where_it_looks_at_none(task: str, tmp_path: Path) -> None:
+    families = {"translation": "marian", "language-modeling": "gpt2", "sentence-similarity": "bert"}
+    family_models.MAKERS[families[task]](tmp_path / "m")
+    made = smelt.apply("quantize", tmp_path / "m", out=tmp_path / "q", task=task)
+    assert made.manifest.task == task

@@ -9,6 +9,7 @@ from typing import Any
 import family_models
 import pandas
 import pytest
+import sentences
 import tiny
 import yaml
 from refusals import refused
@@ -175,7 +176,11 @@ def test_what_a_stage_refuses_leaves_nothing(home: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("task", ["translation", "language-modeling", "sentence-similarity"])
 def test_a_stage_needs_no_rows_where_it_looks_at_none(task: str, tmp_path: Path) -> None:
-    families = {"translation": "marian", "language-modeling": "gpt2", "sentence-similarity": "bert"}
-    family_models.MAKERS[families[task]](tmp_path / "m")
+    makers = {
+        "translation": tiny.marian,
+        "language-modeling": family_models.MAKERS["gpt2"],
+        "sentence-similarity": sentences.embedder,
+    }
+    makers[task](tmp_path / "m")
     made = smelt.apply("quantize", tmp_path / "m", out=tmp_path / "q", task=task)
     assert made.manifest.task == task

@@ -55,7 +55,10 @@ def csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         except csv.Error as error:
             long = "field limit" in str(error)
             why = f"a field of more than {MOST_CHARACTERS:,} characters; is its quote closed?" if long else ""
-            raise InputError(f"{path}:{lines.number}: broken CSV: {why or f'{error}.'}") from error
+            raise InputError(
+                f"{path}:{lines.number}: broken CSV: {why or f'{error}.'}",
+                code="field-too-long" if long else "broken-csv",
+            ) from error
 
 
 class _Lines:

@@ -40,7 +40,8 @@ def read_file(path: Path) -> Rows:
     plain = " Plain text (.txt) is for language-modeling." if kind == ".txt" else ""
     raise InputError(
         f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .json, .csv, .tsv (each also .gz),"
-        f" .parquet.{plain}"
+        f" .parquet.{plain}",
+        code="unknown-file-type",
     )
 
 
@@ -67,7 +68,7 @@ def _json_lines(path: Path) -> Rows:
                 if isinstance(error, json.JSONDecodeError):  # whose own words count the lines of this one
                     what = f"{error.msg} at character {error.pos + 1}"
                 raise InputError(
-                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}"
+                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}", code="broken-json"
                 ) from error
             yield f"{path}:{number}", object_row(row, f"{path}:{number}")
 
@@ -91,7 +92,9 @@ def _parquet_rows(path: Path) -> Rows:
     except InputError:
         raise
     except Exception as error:  # pyarrow raises many kinds, all of which mean the same here
-        raise InputError(f"{path}: not a Parquet file that can be read: {error}") from error
+        raise InputError(
+            f"{path}: not a Parquet file that can be read: {error}", code="damaged-file"
+        ) from error
 
 
 def hub_rows(origin: str, name: str) -> Rows:
@@ -112,5 +115,5 @@ def hub_rows(origin: str, name: str) -> Rows:
             rows: Iterable[Any] = datasets.load_dataset(repository, config or None, split=split or name)
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         why = f"nor kept on this machine; {lack}." if lack else f"nor a data set that the hub gives: {error}"
-        raise InputError(f"{origin}: neither a file here, {why}") from error
+        raise InputError(f"{origin}: neither a file here, {why}", code="missing-data") from error
     yield from _unnested((f"{origin} row {number}", row) for number, row in enumerate(rows, start=1))

@@ -77,6 +77,7 @@ def read_arrays(path: Path, name: str = "test") -> Arrays:
             f"{path}: its arrays take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free."
             " Write fewer rows.",
             code="out-of-memory",
+            file=str(path),
         )
     values: dict[str, NDArray[Any]] = {}
     try:
@@ -85,7 +86,9 @@ def read_arrays(path: Path, name: str = "test") -> Arrays:
                 with file.open(key + _MEMBER) as stream:
                     values[key] = np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # those of numpy and of the ways to pack have no other base
-        raise InputError(f"{path}: cannot be read: {error}. {_MAKE}", code="damaged-file") from error
+        raise InputError(
+            f"{path}: cannot be read: {error}. {_MAKE}", code="damaged-file", file=str(path)
+        ) from error
     return Arrays(values, rows_of(shapes, path))
 
 
@@ -98,11 +101,15 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(
-            f"{path}: no such file (data for '{name}').{nearest(path.name, beside)}", code="missing-file"
+            f"{path}: no such file (data for '{name}').{nearest(path.name, beside)}",
+            code="missing-file",
+            file=str(path),
         )
     if path.suffix != SUFFIX:
         raise InputError(
-            f"{path}: expected an {SUFFIX} file of the graph's inputs. {_MAKE}", code="wrong-format"
+            f"{path}: expected an {SUFFIX} file of the graph's inputs. {_MAKE}",
+            code="wrong-format",
+            file=str(path),
         )
     found: dict[str, Shape] = {}
     try:
@@ -112,13 +119,15 @@ def shapes_in(path: Path, name: str = "test") -> dict[str, Shape]:
                     with file.open(member) as stream:
                         found[member.filename.removesuffix(_MEMBER)] = _header(stream, member.filename)
     except InputError as error:
-        raise InputError(f"{path}: {error}", code=error.code) from error
+        raise InputError(f"{path}: {error}", code=error.code, file=str(path)) from error
     except Exception as error:  # those of numpy and of the ways to pack have no other base
         raise InputError(
-            f"{path}: not an {SUFFIX} file that can be read: {error}. {_MAKE}", code="damaged-file"
+            f"{path}: not an {SUFFIX} file that can be read: {error}. {_MAKE}",
+            code="damaged-file",
+            file=str(path),
         ) from error
     if not found:
-        raise InputError(f"{path}: no arrays in this file. {_MAKE}", code="empty-data")
+        raise InputError(f"{path}: no arrays in this file. {_MAKE}", code="empty-data", file=str(path))
     rows_of(found, path)
     return found
 
@@ -133,12 +142,16 @@ def rows_of(shapes: Mapping[str, Shape], path: Path) -> int:
     if len(set(counts.values())) > 1:
         said = ", ".join(f"{name} has {rows:,}" for name, rows in counts.items())
         raise InputError(
-            f"{path}: all arrays need as many rows (axis 0), but {said}.", code="different-row-counts"
+            f"{path}: all arrays need as many rows (axis 0), but {said}.",
+            code="count-mismatch",
+            file=str(path),
         )
     rows = next(iter(counts.values()), 0)
     if not rows:
         raise InputError(
-            f"{path}: no rows in this file; axis 0 of each array counts them.", code="empty-data"
+            f"{path}: no rows in this file; axis 0 of each array counts them.",
+            code="empty-data",
+            file=str(path),
         )
     return rows
 

@@ -54,15 +54,23 @@ def read_split(origin: str, task: Task, columns: Columns, base: Path, name: str 
         rows = read_file(path)
     elif path.is_dir():
         raise InputError(
-            f"{path}: a folder, not a file of rows (data for '{name}'){_or_hub(origin)}.", code="not-a-file"
+            f"{path}: a folder, not a file of rows (data for '{name}'){_or_hub(origin)}.",
+            code="not-a-file",
+            file=str(path),
         )
     elif path.suffix or origin.startswith((".", "/", "~")) or "/" not in origin:
-        raise InputError(f"{path}: no such file (data for '{name}').{_neighbour(path)}", code="missing-file")
+        raise InputError(
+            f"{path}: no such file (data for '{name}').{_neighbour(path)}",
+            code="missing-file",
+            file=str(path),
+        )
     else:
         rows = hub_rows(origin, name)
     examples = _examples(rows, task, columns)
     if not examples:
-        raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.", code="empty-data")
+        raise InputError(
+            f"{path}: no rows in this file; '{name}' needs at least one.", code="empty-data", file=str(path)
+        )
     windows = Windows(separator="\n\n") if task == "language-modeling" else None
     return Split(origin, examples, windows)
 
@@ -90,9 +98,9 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
             try:
                 found.append(replace(_example(row, where, task, columns), row=number))
             except _MissingColumnError as error:
-                raise _at(_all_missing(row, where, task, columns) or error, where) from error
+                raise (_all_missing(row, where, task, columns) or error).at(where) from error
             except InputError as error:
-                mistakes.append(_at(error, where))
+                mistakes.append(error.at(where))
     except InputError as error:  # the file itself is broken here
         mistakes.append(error)
     if mistakes:
@@ -102,14 +110,6 @@ def _examples(rows: Rows, task: Task, columns: Columns) -> tuple[Example, ...]:
         require_alike((e.text_pair is not None for e in found), lines, columns.text_pair, "second text")
         require_alike((e.label is not None for e in found), lines, columns.label, "score")
     return tuple(found)
-
-
-def _at(error: InputError, where: str) -> InputError:
-    """Return `error` with the file and the line of the row that it is about."""
-    file, _, line = where.rpartition(":")
-    if line.isdecimal():
-        error.file, error.line = file, int(line)
-    return error
 
 
 def _together(mistakes: Sequence[InputError]) -> InputError:
@@ -132,11 +132,15 @@ def _read_images(path: Path, origin: str, columns: Columns, name: str) -> Split:
     """Read rows that name images, each of which is looked at."""
     if not path.exists():
         raise InputError(
-            f"{path}: no such file or folder (data for '{name}').{_neighbour(path)}", code="missing-file"
+            f"{path}: no such file or folder (data for '{name}').{_neighbour(path)}",
+            code="missing-file",
+            file=str(path),
         )
     examples = _examples(image_rows(path, columns.image, columns.label), IMAGES, columns)
     if not examples:
-        raise InputError(f"{path}: no rows in this file; '{name}' needs at least one.", code="empty-data")
+        raise InputError(
+            f"{path}: no rows in this file; '{name}' needs at least one.", code="empty-data", file=str(path)
+        )
     return Split(origin, examples, images=True)
 
 
@@ -144,7 +148,9 @@ def _read_lines(path: Path, origin: str, name: str) -> Split:
     """Read plain text; joined with line ends the rows are the file's text again."""
     lines = read_text_file(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not any(line.strip() for line in lines):
-        raise InputError(f"{path}: no text in this file; '{name}' needs some.", code="empty-data")
+        raise InputError(
+            f"{path}: no text in this file; '{name}' needs some.", code="empty-data", file=str(path)
+        )
     rows = tuple(Example(line, line=number) for number, line in enumerate(lines, start=1))
     return Split(origin, rows, Windows(separator="\n"))
 
@@ -278,7 +284,7 @@ def _require_characters(text: str, where: str, column: str) -> None:
     if (half := half_character(text)) is not None:
         raise InputError(
             f"{where}: column '{column}' holds {half!r}, half of a surrogate pair, which is no character.",
-            code="half-surrogate",
+            code="lone-surrogate",
         )
 
 

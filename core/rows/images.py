@@ -72,6 +72,7 @@ def _of_classes(folder: Path, image: str, label: str) -> Rows:
             f"{folder}: no folders of classes in this folder; expected one folder for each label, with its"
             " images.",
             code="no-class-folders",
+            file=str(folder),
         )
     for one in classes:
         files = sorted(p for p in one.iterdir() if p.is_file() and p.suffix.lower() in _SUFFIXES)
@@ -79,6 +80,7 @@ def _of_classes(folder: Path, image: str, label: str) -> Rows:
             raise InputError(
                 f"{one}: no images in this folder of a class ({', '.join(sorted(_SUFFIXES))}).",
                 code="empty-data",
+                file=str(one),
             )
         for file in files:
             yield str(file), {image: str(file.absolute()), label: one.name}
@@ -177,7 +179,7 @@ def content_hash(reference: str) -> str:
 
 def _of_place(file: Path, number: int, reference: str) -> bytes:
     if not file.is_file():
-        raise InputError(f"{file}: no such archive of images.", code="missing-file")
+        raise InputError(f"{file}: no such archive of images.", code="missing-file", file=str(file))
     arrays = _archive(str(file), _stamp(file))
     offsets = arrays["offsets"]
     if number >= len(offsets) - 1:
@@ -209,20 +211,25 @@ def _archive(path: str, stamp: tuple[int, int]) -> Mapping[str, NDArray[Any]]:
         with zipfile.ZipFile(path) as file:
             there = {Path(m.filename).stem: m for m in file.infolist() if m.filename.endswith(".npy")}
             if missing := [name for name in _ARRAYS if name not in there]:
-                raise InputError(f"{path}: no array '{missing[0]}' in it. {make}", code="missing-array")
+                raise InputError(
+                    f"{path}: no array '{missing[0]}' in it. {make}", code="missing-array", file=str(path)
+                )
             needed, free = sum(there[name].file_size for name in _ARRAYS), available_bytes()
             if needed > free:
                 raise InputError(
                     f"{path}: its images take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are"
                     " free. Write fewer into one file.",
                     code="out-of-memory",
+                    file=str(path),
                 )
             arrays = {name: _read(file, there[name], np) for name in _ARRAYS}
     except InputError:
         raise
     except Exception as error:  # those of numpy and of the ways to pack have no other base
         raise InputError(
-            f"{path}: not an archive of images that can be read: {error}. {make}", code="damaged-file"
+            f"{path}: not an archive of images that can be read: {error}. {make}",
+            code="damaged-file",
+            file=str(path),
         ) from error
     _require_fit(path, arrays, make)
     return arrays
@@ -241,11 +248,14 @@ def _require_fit(path: str, arrays: Mapping[str, NDArray[Any]], make: str) -> No
     if not (kinds and flat and label.dtype.kind in "iuUS" and len(offsets) == len(label) + 1 and len(label)):
         said = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in arrays.items())
         raise InputError(
-            f"{path}: its arrays do not fit each other: {said}. {make}", code="inconsistent-arrays"
+            f"{path}: its arrays do not fit each other: {said}. {make}",
+            code="inconsistent-arrays",
+            file=str(path),
         )
     rising = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets[0]) == 0
     if not rising or int(offsets[-1]) != len(jpeg):
         raise InputError(
             f"{path}: its offsets do not rise from 0 to the {len(jpeg):,} bytes of 'jpeg'. {make}",
             code="inconsistent-arrays",
+            file=str(path),
         )

@@ -82,7 +82,7 @@ def object_row(row: Any, where: str) -> Mapping[str, Any]:
     read = json.dumps(row, ensure_ascii=False)[:80]
     raise InputError(
         f"{where}: expected a JSON object with named columns, read {read!r}.{hint}", code="not-an-object"
-    )
+    ).at(where)
 
 
 def _holder(scan: _Scan) -> str | None:
@@ -107,12 +107,14 @@ def _holder(scan: _Scan) -> str | None:
             f"{scan.path}: holds several lists of rows ({', '.join(lists[:5])}); smelt reads one list from a"
             " file. Write each split to a file of its own.",
             code="several-row-lists",
+            file=str(scan.path),
         )
     if len(kinds) > 1:
         raise InputError(
             f"{scan.path}: holds columns, not rows. Write a list of objects; with pandas:"
             " to_json(FILE, orient='records').",
             code="columns-not-rows",
+            file=str(scan.path),
         )
     return None
 
@@ -147,8 +149,8 @@ class _Scan:
             try:
                 found, end = self.decoder.raw_decode(self.text, self.at)
             except RecursionError as error:
-                raise InputError(
-                    f"{self.where}: broken JSON: nested too deeply.", code="broken-json"
+                raise InputError(f"{self.where}: broken JSON: nested too deeply.", code="invalid-json").at(
+                    self.where
                 ) from error
             except json.JSONDecodeError as error:
                 cut = error.msg.startswith("Unterminated") or len(self.text) - error.pos < _CUT_CHARACTERS
@@ -156,9 +158,11 @@ class _Scan:
                     continue
                 raise self._broken(error.msg, error.pos) from error
             except DuplicateKeyError as error:
-                raise InputError(f"{self.where}: {error}", code="duplicate-column") from error
+                raise InputError(f"{self.where}: {error}", code="duplicate-column").at(self.where) from error
             except ValueError as error:  # a number with thousands of digits
-                raise InputError(f"{self.where}: broken JSON: {error}.", code="broken-json") from error
+                raise InputError(f"{self.where}: broken JSON: {error}.", code="invalid-json").at(
+                    self.where
+                ) from error
             if end == len(self.text) and self.text[end - 1] not in '}]"' and self._more():
                 continue  # the rest of a number may follow
             self._pass(end)
@@ -182,8 +186,8 @@ class _Scan:
             if not isinstance(key, str):
                 raise InputError(
                     f"{where}: broken JSON: expected a name in quotes, read {str(key)[:40]!r}.",
-                    code="broken-json",
-                )
+                    code="invalid-json",
+                ).at(where)
             self._expect(":")
             yield key
 
@@ -226,7 +230,12 @@ class _Scan:
         line = self.line + self.text.count("\n", self.at, at)
         read = self.text[at : at + 40]
         shown = f"read {read!r}" if read else "read the end of the file"
-        return InputError(f"{self.path}:{line}: broken JSON: {what}, {shown}.", code="broken-json")
+        return InputError(
+            f"{self.path}:{line}: broken JSON: {what}, {shown}.",
+            code="invalid-json",
+            file=str(self.path),
+            line=line,
+        )
 
     def _pass(self, to: int) -> None:
         self.line += self.text.count("\n", self.at, to)

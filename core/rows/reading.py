@@ -42,6 +42,7 @@ def read_file(path: Path) -> Rows:
         f"{path}: unknown kind of file '{kind}'. Known: .jsonl, .json, .csv, .tsv (each also .gz),"
         f" .parquet.{plain}",
         code="unknown-file-type",
+        file=str(path),
     )
 
 
@@ -60,7 +61,9 @@ def _json_lines(path: Path) -> Rows:
             try:
                 row = json.loads(line, object_pairs_hook=unique_keys)
             except DuplicateKeyError as error:
-                raise InputError(f"{path}:{number}: {error}", code="duplicate-column") from error
+                raise InputError(
+                    f"{path}:{number}: {error}", code="duplicate-column", file=str(path), line=number
+                ) from error
             except (ValueError, RecursionError) as error:
                 # a line that begins no value of JSON at all is of another kind of file
                 plain = "" if line.lstrip()[0] in '{["' else " Plain text (.txt) is for language-modeling."
@@ -68,7 +71,10 @@ def _json_lines(path: Path) -> Rows:
                 if isinstance(error, json.JSONDecodeError):  # whose own words count the lines of this one
                     what = f"{error.msg} at character {error.pos + 1}"
                 raise InputError(
-                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}", code="broken-json"
+                    f"{path}:{number}: broken JSON: {what}. Read: {line[:80]!r}.{plain}",
+                    code="invalid-json",
+                    file=str(path),
+                    line=number,
                 ) from error
             yield f"{path}:{number}", object_row(row, f"{path}:{number}")
 
@@ -84,6 +90,7 @@ def _parquet_rows(path: Path) -> Rows:
                 raise InputError(
                     f"{path}: several columns are called '{twice[0][:80]}'. Rename or remove all but one.",
                     code="duplicate-column",
+                    file=str(path),
                 )
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
@@ -93,7 +100,7 @@ def _parquet_rows(path: Path) -> Rows:
         raise
     except Exception as error:  # pyarrow raises many kinds, all of which mean the same here
         raise InputError(
-            f"{path}: not a Parquet file that can be read: {error}", code="damaged-file"
+            f"{path}: not a Parquet file that can be read: {error}", code="damaged-file", file=str(path)
         ) from error
 
 

@@ -118,9 +118,8 @@ def _read(
     wrong = [at for at, value in enumerate(found) if value is None]
     if wrong:
         code, complaint = _complaint(examples[wrong[0]].label, names, problem)
-        raise InputError(
-            f"{_place(examples, wrong, origin)}: {complaint}{_others(examples, wrong)}", code=code
-        )
+        place = _place(examples, wrong, origin)
+        raise InputError(f"{place}: {complaint}{_others(examples, wrong)}", code=code).at(place)
     return [value for value in found if value is not None]
 
 

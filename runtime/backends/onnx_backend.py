@@ -386,7 +386,7 @@ def _is_fused(folder: Path, graph: Graph) -> bool:
 def _require(folder: Path, graph: Graph) -> Path:
     path = folder / f"{graph.name}.onnx"
     if not path.is_file():
-        raise InputError(f"{path}: no such graph. {MAKE_AGAIN}", code="missing-file")
+        raise InputError(f"{path}: no such graph. {MAKE_AGAIN}", code="missing-graph")
     return path
 
 

@@ -64,7 +64,7 @@ class OpenvinoBackend(StepByStep):
         for graph in graphs.in_order:
             if not (folder / f"{graph.name}.onnx").is_file():
                 raise InputError(
-                    f"{folder / graph.name}.onnx: no such graph. {_MAKE_AGAIN}", code="missing-file"
+                    f"{folder / graph.name}.onnx: no such graph. {_MAKE_AGAIN}", code="missing-graph"
                 )
         self._models: dict[str, Any] | None = {
             graph.name: self._compile(graph, threads) for graph in graphs.in_order

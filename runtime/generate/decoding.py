@@ -207,6 +207,7 @@ def _positions(generation: Generation, model: Configured, decodes: bool) -> int 
             f" {model.folder} were built for. Ask for {built} or fewer, or build them with tensorrt:"
             f" {{max_new_tokens: {generation.max_new_tokens}}}.",
             code="engine-limit",
+            setting="max_new_tokens",
         )
     if not decodes:
         return table

@@ -75,7 +75,7 @@ def check_options(scheme: Scheme, options: Options) -> None:
         takes = ", ".join(names) or "no options"
         raise InputError(
             f"scheme {scheme.name} cannot be made with {dict(options)}: it takes {takes}.",
-            code="wrong-scheme-options",
+            code="unsupported-scheme-options",
         )
     for option in scheme.settings:
         value = options.get(option.name, option.default)

@@ -59,6 +59,7 @@ def window_length(windows: Windows | None, limit: int) -> int:
             f"data: windows: length {wanted} is longer than the {limit} tokens that the model takes;"
             f" set length: {limit} or less.",
             code="window-too-long",
+            setting="data.windows.length",
         )
     return wanted or min(LENGTH, limit)
 

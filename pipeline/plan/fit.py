@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.data import Split, Task
 from smelt.core.errors import nearest
+from smelt.core.messages import Message, mistake
 from smelt.families.registry import CODED_CONVOLUTIONS, blockless
 from smelt.look.coded_model import coded_model
 from smelt.look.model_folder import read_config
@@ -69,7 +70,7 @@ def check_fit(
             found = compare(step.settings, after, named)
         for setting, message in found:
             if setting.partition(".")[0] not in step.wrong:  # of which something is said already
-                mistakes.add((*places[step.name], *_place(setting)), message)
+                mistakes.note((*places[step.name], *_place(setting)), _coded(message, "does-not-fit-model"))
         # what a mistaken setting would have left nobody knows, unless the stage leaves the config alone
         if after is before or not step.wrong:
             configs[step.name] = after
@@ -104,6 +105,7 @@ def check_windows(recipe: Recipe, folder: Path | None, mistakes: Mistakes) -> No
         mistakes.add(
             ("data", "windows", "length"),
             f"{length} is more than the {limit} tokens that the model takes; say {limit} or less.",
+            code="window-too-long",
         )
 
 
@@ -125,7 +127,7 @@ def check_rows(
         check = getattr(step.cls, "check_rows", None)
         for setting, message in check(step.settings, task, splits) if check else ():
             if setting.split(".")[0] not in step.wrong:
-                mistakes.add((*places[step.name], *_place(setting)), message)
+                mistakes.note((*places[step.name], *_place(setting)), _coded(message, "does-not-fit-data"))
 
 
 def check_metrics(
@@ -144,7 +146,13 @@ def check_metrics(
                     f"the recipe does not score '{metric}', only {', '.join(quality)}."
                     f"{nearest(metric, quality)}"
                     " Name one of these, or add it to score: {quality: [...]}.",
+                    code="unknown-metric",
                 )
+
+
+def _coded(found: Message | str, code: str) -> Message:
+    """Return what a stage found as a message; a text gets `code`."""
+    return found if isinstance(found, Message) else mistake(code, found)
 
 
 def _place(setting: str) -> tuple[str | int, ...]:

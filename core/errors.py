@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from smelt.core.messages import Message
 
@@ -44,6 +44,13 @@ class SmeltError(Exception):
         self.code = code
         self.setting, self.file, self.line = setting, file, line
         self.found = tuple(found)
+
+    def at(self, place: str) -> Self:
+        """Return the error itself, with the file and line of `place` where that is ``FILE:LINE``."""
+        file, _, line = place.rpartition(":")
+        if file and line.isdecimal():
+            self.file, self.line = file, int(line)
+        return self
 
     def as_message(self, step: str | None = None) -> Message:
         """Return the error as data, for a report."""

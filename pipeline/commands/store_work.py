@@ -154,7 +154,7 @@ def damages(root: Path) -> list[Damage]:
         noted = _read(root / "checked" / f"{path.name}.json") or {}
         if noted.get("manifest", digest := sha256_of(path / MANIFEST)) != digest:
             found.append(Damage(path / MANIFEST, _CHANGED))
-        found += [Damage(stranger, problem) for stranger, problem in strangers(path, manifest)]
+        found += [Damage(stranger, problem) for stranger, _, problem in strangers(path, manifest)]
         for name, record in manifest.files.items():
             if problem := _problem(path / name, record.size_bytes, record.sha256):
                 found.append(Damage(path / name, problem))

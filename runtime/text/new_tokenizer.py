@@ -56,10 +56,16 @@ def train_tokenizer(
         InputError: the combination is impossible (see `refusal`), or the texts are empty.
     """
     if reason := refusal(family, kind, vocab_size):
-        raise InputError(f"model.tokenizer: {reason}")
+        raise InputError(
+            f"model.tokenizer: {reason}", code="unsupported-tokenizer", setting="model.tokenizer"
+        )
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     if not lines:
-        raise InputError("model.tokenizer: the training rows hold no text to learn a tokenizer from.")
+        raise InputError(
+            "model.tokenizer: the training rows hold no text to learn a tokenizer from.",
+            code="empty-data",
+            setting="model.tokenizer",
+        )
     form = FAMILIES[family].new_tokenizer
     assert form is not None  # else it was refused
     if form.sentencepiece:
@@ -138,7 +144,11 @@ def _train_marian(lines: list[str], out: Path, kind: Kind, vocab_size: int, max_
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise InputError(f"model.tokenizer: SentencePiece cannot learn this: {error}") from error
+        raise InputError(
+            f"model.tokenizer: SentencePiece cannot learn this: {error}",
+            code="tokenizer-training-failed",
+            setting="model.tokenizer",
+        ) from error
     pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
     learned = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size())]
     words = ["</s>", "<unk>", *(w for w in learned if w not in ("</s>", "<unk>")), "<pad>"]

@@ -56,6 +56,18 @@ def warning(
     return Message(code=code, message=message, step=step, setting=setting, file=file, line=line)
 
 
+def mistake(
+    code: str,
+    message: str,
+    *,
+    setting: str | None = None,
+    file: str | None = None,
+    line: int | None = None,
+) -> Message:
+    """Return a `Message` of severity `error`: one of several mistakes that an error reports together."""
+    return Message(code=code, severity="error", message=message, setting=setting, file=file, line=line)
+
+
 def info(code: str, message: str) -> Message:
     """Return a `Message` of severity `info`."""
     return Message(code=code, severity="info", message=message)

@@ -19,7 +19,12 @@ ERRORS = (
     "ValueError",
 )
 # what makes a message: by the name of the function, its severity and the place of code and text
-MAKERS = {"warn": ("warning", 0, 1), "warning": ("warning", 0, 1), "info": ("info", 0, 1)}
+MAKERS = {
+    "warn": ("warning", 0, 1),
+    "warning": ("warning", 0, 1),
+    "mistake": ("mistake", 0, 1),
+    "info": ("info", 0, 1),
+}
 COLLECTORS = ("add", "say")  # of `smelt.recipe.errors.Mistakes`
 
 

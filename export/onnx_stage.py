@@ -139,7 +139,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         stay = [model.get_output_embeddings()] if listed else []  # its rows are gathered: see add_loops
         reference = choose_operators(parent, graphs, reference, settings.tuned_for, count, stay, ctx)
     if is_causal(parent.config) and (told := unfused(graphs[0].module.attentions, settings.target)):
-        ctx.warn("attention-not-fused", told)
+        ctx.warnings.append(told)
     require_room(model, settings)
     facts, homes = write_all(graphs, settings, reference, ctx)
     kept = narrow_graphs(graphs, homes, settings.target, filed, looked_at, ctx)

@@ -84,6 +84,14 @@ class InputError(SmeltError):
     exit_code = 2
 
 
+def together(found: Iterable[Message], kind: type[InputError] = InputError) -> InputError:
+    """Return the error that reports `found`, one per line; it has their code where all have the same."""
+    messages = tuple(found)
+    kinds = {message.code for message in messages}
+    code = kinds.pop() if len(kinds) == 1 else "several-mistakes"
+    return kind("\n".join(map(str, messages)), code=code, found=messages)
+
+
 class RunError(SmeltError):
     """A stage, a runner or a measurement failed while it worked."""
 

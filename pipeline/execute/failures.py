@@ -85,8 +85,7 @@ def of_the_user(
 
 
 def explain_command(error: Exception, command: str) -> SmeltError:
-    """Return the error that explains an `error` that no step of a run raised; its traceback goes into a"
-    " file."""
+    """Return what explains an `error` that no step of a run raised; its traceback goes into a file."""
     log = Path(os.devnull)  # where a full disk has no room for the traceback either
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(prefix=f"smelt-{command}-", suffix=".log", text=True)

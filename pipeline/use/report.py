@@ -19,11 +19,15 @@ def redraw_report(folder: Path) -> str:
     """
     path = folder / "report.json"
     if not path.is_file():
-        raise InputError(f"{path}: no such file. Give the folder of a run, such as runs/quickstart.")
+        raise InputError(
+            f"{path}: no such file. Give the folder of a run, such as runs/quickstart.",
+            code="missing-file",
+            file=str(path),
+        )
     try:
         report = load_json(path)
     except ValueError as error:
-        raise InputError(f"{path}: broken JSON: {error}") from error
+        raise InputError(f"{path}: broken JSON: {error}", code="damaged-file", file=str(path)) from error
     validate_report(report)
     write_report(folder, report)
     return f"{table(report)}\n\nReport: {folder / 'report.html'}"
